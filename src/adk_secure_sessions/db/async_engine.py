@@ -36,15 +36,18 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-# In bytes.  Before a larger value is written to MySQL or MariaDB, `_check_packet` checks it.  By
-# default, every server accepts smaller values in one packet.
+# In bytes.  By default, every MySQL and MariaDB server accepts a packet with a value of this size.
+# Before a larger value is written, `_check_packet` checks that the server accepts the packet.
 _LARGE = 900_000
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy has no row count of an INSERT
 _KILL_TIMEOUT = 5.0  # seconds
 _CANCEL_REQUESTS = 5  # maximum number for one query; one or two seconds pass between them
-_CHECKED = "adk_secure_sessions.pooler"  # set in `Connection.info` after the pooler check
+# A key of `Connection.info`, set once we have checked whether the connection is behind a pooler.
+_CHECKED = "adk_secure_sessions.pooler"
 
+# The option of `create_async_engine` that disables prepared statements, by driver.  An error text
+# recommends the option: see `_needs_option`.
 _UNPREPARED = {
     "asyncpg": "connect_args={'prepared_statement_cache_size': 0, "
     "'prepared_statement_name_func': lambda: ''}",
@@ -71,8 +74,8 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._is_psycopg = engine.dialect.driver == "psycopg"
-        # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.
-        # Otherwise, one transaction could contain the statements of several tasks.
+        # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.  Without
+        # this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._binding = LoopBinding(
@@ -80,11 +83,11 @@ class AsyncEngineExecutor:
         )
         self._tasks: set[asyncio.Task[Any]] = set()
         # The driver's connection of each task, except of tasks that still wait for a connection.
-        # None if the task is about to return its connection to the pool.
+        # The value is None if the task is about to return its connection to the pool.
         self._begun: dict[asyncio.Task[Any], Any] = {}
         # The tasks whose query we have asked a server to end.
         self._interrupted: set[asyncio.Task[Any]] = set()
-        # The tasks that send these requests to the server.
+        # The tasks that ask a server to end a query.
         self._interrupting: set[asyncio.Task[Any]] = set()
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
@@ -142,7 +145,10 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Run *work*; replace errors of SQLAlchemy and of the driver (see `failures.meaning`)."""
+        """Do the same as `_run`, but raise the errors that `failures.meaning` returns.
+
+        They replace the errors of SQLAlchemy and of the driver.
+        """
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
         except Exception as error:
@@ -168,6 +174,11 @@ class AsyncEngineExecutor:
         )
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
+        """Run *work* in a transaction on a connection of the pool, and return its result.
+
+        The transaction is committed only if *commit* is True and *work* raises no error.  If
+        *exclusive* is True, other calls with True in the same event loop wait until this one ends.
+        """
         async with self._turn(exclusive), self._engine.connect() as connection:
             assert connection.sync_connection is not None
             self._mark_begun(connection.sync_connection.connection.driver_connection)
@@ -182,16 +193,16 @@ class AsyncEngineExecutor:
                 return result
             finally:
                 if self._mark_ended():
-                    # The request to end the query may still be on its way to the server.  If the
-                    # connection returned to the pool, the request could end the query of another
-                    # task.
+                    # The request to end the query may still be on its way to the server.  If this
+                    # connection returned to the pool, another task could use it, and the request
+                    # would end the query of that task.
                     await connection.invalidate()
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
         """Return a context manager that only one task of an event loop can enter at a time.
 
-        If *exclusive* is False and tasks do not share one connection, the context manager does
-        nothing.
+        If *exclusive* is False and each task has a connection of its own, any number of tasks can
+        enter the context manager at the same time.
         """
         if exclusive or self._has_one_connection:
             return self._locks.hold("connection")
@@ -436,9 +447,9 @@ def _check_packet(connection: sa.Connection, size: int) -> None:
 
 
 def _begin_immediate(connection: sa.Connection) -> None:
-    # A plain BEGIN takes the write lock at the first write, after our reads.  If another process
-    # holds the lock at that time, SQLite does not wait and raises an error, because the rows that
-    # we have read may be outdated.
+    # BEGIN IMMEDIATE takes the write lock before we read.  A plain BEGIN takes the write lock at
+    # the first write, after our reads.  If another process holds the lock at that time, SQLite does
+    # not wait and raises an error, because the rows that we have read may be outdated.
     driver = connection.connection.driver_connection
     if not getattr(driver, "in_transaction", False):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -490,9 +501,11 @@ class LoopBinding:
     def close_at_end_of_loop(self, close: Callable[[], Awaitable[None]]) -> None:
         """Make the running event loop await *close* before it ends.
 
-        ADK's `Runner.run` runs each call in a new event loop, whose connections must be closed.
-        *close* is a bound method.  The event loop gets only a weak reference to it: otherwise, the
-        event loop would keep a service in memory that the application no longer uses.
+        ADK's `Runner.run` runs each call in a new event loop.  The connections that were opened in
+        this event loop must be closed before it ends.
+
+        *close* is a bound method.  The event loop gets only a weak reference to this method.  A
+        strong reference would keep a service in memory that the application no longer uses.
         """
         self._at_end = generator = _until_end_of_loop(WeakMethod(close))
         try:

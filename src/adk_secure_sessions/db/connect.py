@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 Source: TypeAlias = "sa.URL | AsyncEngine"
 
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
-# The async drivers of each kind of server.  If a URL names no driver, the first installed driver is
-# used.
+# The async drivers of each kind of server.  If a URL names no driver, the first of these drivers
+# that is installed is used.
 _ASYNC_DRIVERS = {
     "postgresql": ("asyncpg", "psycopg"),
     "mysql": ("asyncmy", "aiomysql"),
     "mariadb": ("asyncmy", "aiomysql"),
 }
-# The extra of this package that installs a driver.
+# The extra of this package that installs a driver, by driver.
 _EXTRAS = {"asyncpg": "postgresql", "asyncmy": "mysql"}
-# The packages that install other drivers, if a package does not have the name of its driver.
+# For drivers without an extra: the argument of `pip install`, if it is not the driver's name.
 _PACKAGES = {"psycopg": "psycopg[binary]"}
 _POOL_SIZE = 10
 _POOL_TIMEOUT = 30.0  # seconds to wait for a connection; the same as SQLAlchemy's default
-# If the application gives one of these options of `create_engine`, `AsyncpgExecutor` returns each
-# connection to SQLAlchemy's pool after its operation.
+# These options of `create_engine` concern the moments at which SQLAlchemy's pool gives out a
+# connection or takes it back.  If the application gives one of them, `AsyncpgExecutor` returns each
+# connection to the pool after its operation, instead of keeping it.
 _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
 
 Wrap = Callable[[Executor], Executor]
@@ -156,8 +157,9 @@ def _is_installed(module: str) -> bool:
 def _identity(source: Source) -> object:
     """Return a value by which to compare two sources; equal values mean the same database.
 
-    For two names of one database, such as two hard links, the values may differ.  Then opening the
-    database raises ConfigurationError.
+    If one database has two names, such as two hard links, the values of the names may differ.
+    Using both names, one for the data and one for the keys, raises ConfigurationError later, when
+    the databases are opened.
     """
     url = source if isinstance(source, sa.URL) else source.url
     backend = url.get_backend_name()
@@ -236,7 +238,11 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
 def _for_engine(
     engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **keep: Any
 ) -> Executor:
-    """Create the executor for *engine*; the arguments in *keep* are for `AsyncpgExecutor` only."""
+    """Create the executor for *engine*.
+
+    *keep* contains the arguments `keep` and `timeout` of `AsyncpgExecutor`, or nothing.  The other
+    kind of executor does not have these arguments.
+    """
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 

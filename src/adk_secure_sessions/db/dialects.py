@@ -50,10 +50,10 @@ def exclusively(connection: sa.Connection) -> Iterator[None]:
 def any_text(data: bytes) -> str:
     """Decode text from SQLite, even if the text is not UTF-8.
 
-    It is the `text_factory` of our SQLite connections.  SQLite stores text in any column, so an
-    attacker may have written text into a binary column.  The default decoder would raise an
-    error that quotes this text.  With this function, the text is read, and our own checks reject
-    the row.
+    This function is the `text_factory` of our SQLite connections.  SQLite stores text in any
+    column, so an attacker may have written text into a binary column.  The default decoder would
+    raise an error that quotes this text.  With this function, the text is read, and our own checks
+    reject the row.
     """
     return data.decode("utf-8", "backslashreplace")
 

@@ -18,7 +18,7 @@ _UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_
 _CONFLICT: set[object] = {
     "40001",  # serialization failure
     "40P01",  # deadlock
-    "55P03",  # lock not available, after NOWAIT
+    "55P03",  # lock not available, after NOWAIT or `lock_timeout`
     1205,  # lock wait timeout
     1213,  # deadlock
     1020,  # the row has changed since the transaction's snapshot
@@ -38,9 +38,9 @@ _DISCONNECTED: set[object] = {
     2055,  # connection lost
 }
 _CONNECTION_CLASS = "08"  # the first two characters of every SQLSTATE for a connection error
-# The errors for a prepared statement that does not exist on the connection, or whose name is
-# already used.  Behind a pooler, each transaction may run on another connection.  In both cases,
-# nothing was executed.
+# The first error means that a prepared statement does not exist on the connection, and the second
+# that its name is already used.  Both happen behind a pooler, where each transaction may run on
+# another connection.  With both errors, the server has executed nothing.
 _PREPARED: set[object] = {"26000", "42P05"}
 # While psycopg connects, its errors have no codes, and some of their texts quote options of the
 # URL.  After the prefixes in _PSYCOPG are removed, a text that begins with one of _UNCONNECTED
@@ -52,7 +52,8 @@ _UNCONNECTED = (
     "could not translate host name",
     "failed to resolve host",
 )
-# The modules of drivers.  SQLAlchemy does not wrap all their errors.
+# The modules of drivers.  SQLAlchemy does not wrap all errors of drivers in its own classes, so
+# `_is_of_driver` recognizes an error by the module of its class.
 _DRIVERS = (
     "sqlite3",
     "aiosqlite",
@@ -68,8 +69,13 @@ _DRIVERS = (
 class _Kind(NamedTuple):
     """A kind of errors for which users get the same advice.
 
-    A number in *codes* is a whole code.  A text in *codes* may be only the start of a code.
-    *is_quotable* is True if the database's text for these errors never contains stored values.
+    Attributes:
+        codes: The codes of these errors.  A number is a whole code.  A text may be only the start
+            of a code.
+        advice: What the user can do; the end of the text of the `DatabaseError`.
+        retryable: Whether the same call may succeed later; stored in the `DatabaseError`.
+        is_quotable: Whether the database's text for these errors never contains stored values.
+            Only then, the `DatabaseError` quotes this text.
     """
 
     codes: Sequence[str | int]
@@ -237,7 +243,10 @@ def _database_error(driver: Any, codes: set[object], *, is_lost: bool = False) -
 
 
 def _text(driver: Any) -> str:
-    """Return the first line of the driver's text; PostgreSQL quotes values in the other lines."""
+    """Return the first line of the driver's text.
+
+    The other lines are omitted, because PostgreSQL quotes values in them.
+    """
     texts = [arg for arg in getattr(driver, "args", ()) if isinstance(arg, str)]
     lines = texts[0].splitlines() if texts else []
     # SQLAlchemy may put the driver's class before its text.

@@ -53,8 +53,8 @@ class Read(NamedTuple):
 class Change(NamedTuple):
     """An INSERT, UPDATE or DELETE with its parameters.
 
-    If *must_match_row* is True, the statement must match exactly one row.  If False, it may match
-    any number of rows, or none.
+    If *must_match_row* is True, the statement must match exactly one row; `Apply` says what happens
+    otherwise.  If *must_match_row* is False, the statement may match any number of rows, or none.
 
     If *rows* is not empty, the statement must be the INSERT that `sqlalchemy.insert(table)` returns
     and *must_match_row* must be False.  All *rows* are then inserted, and *parameters* are not
@@ -121,8 +121,9 @@ class Executor(Protocol):
         """Run *transaction*, commit its changes and return its result.
 
         If an Apply has changed nothing (its answer is False), the transaction may yield another
-        Apply.  After an Apply with the answer True, the transaction may not, unless *holds_locks*
-        is True: with asyncpg, each Apply is committed separately.
+        Apply.  After an Apply with the answer True, the transaction may yield another Apply only if
+        *holds_locks* is True.  If *holds_locks* is False, asyncpg commits each Apply separately, so
+        an error of the second Apply would leave the changes of the first Apply stored.
 
         Args:
             transaction: A function that returns the generator.  It is called once.

@@ -50,13 +50,15 @@ from adk_secure_sessions.loops import wait_ignoring_cancel
 logger: logging.Logger = logging.getLogger(__name__)
 
 _READERS = 2
-_BUSY_TIMEOUT = 30.0  # seconds to wait while another process holds the write lock
+# Seconds to wait while another process holds the write lock; then the write fails.
+_BUSY_TIMEOUT = 30.0
 _BATCH = 64  # maximum number of jobs in one commit
 # `_stop` waits this number of seconds for the threads to end.  If reads are still running then, it
 # interrupts them, and waits for the same time again.
 _EXIT_TIMEOUT = 5.0
 # SQLite calls `_must_stop` each time it has executed this number of instructions, which takes one
-# or two milliseconds.  Reading a session with 1000 events takes fewer instructions.
+# or two milliseconds.  Reading a session with 1000 events takes fewer instructions, so the calls do
+# not slow down usual reads.
 _INSTRUCTIONS = 100_000
 # In bytes, for a new file.  If a row is longer than a quarter of a page, SQLite stores the rest of
 # the row in a separate page.  With SQLite's default of 4096 bytes, an event of 1000 bytes would be
@@ -111,7 +113,8 @@ def _prepare_file(
 
     SQLAlchemy calls this function before it opens a connection.  If the file or its directory is
     not writable, this function changes *args* and *options* so that SQLite opens the file as
-    read-only.  It does not change a `file:` URI.
+    read-only.  If the application gave a `file:` URI, *args* and *options* stay unchanged, and a
+    missing file is created only if the URI has no parameter `mode`, `immutable` or `vfs`.
 
     SQLite gives the write-ahead log and the log's index the mode of the file.
     """
@@ -133,7 +136,8 @@ def _prepare_file(
 def file_uri(path: PurePath) -> str:
     """Return the URI by which SQLite opens the file at the absolute *path*.
 
-    `Path.as_uri` puts the server of a Windows network path where SQLite rejects it.
+    `Path.as_uri` is not used: for a Windows network path, it returns a URI with the name of the
+    server after `file://`, which SQLite rejects.
     """
     name = path.as_posix()  # begins with a slash, or on Windows with a drive letter
     return f"file://{'' if name.startswith('/') else '/'}{quote(name, safe='/:')}"
@@ -141,6 +145,8 @@ def file_uri(path: PurePath) -> str:
 
 def read_only_mode(path: Path) -> tuple[str, str]:
     """Return the parameter of a SQLite URI with which the file *path* is opened as read-only.
+
+    The result is the name and the value of the parameter.
 
     A file may use a write-ahead log.  While no process has the file open, the log does not exist.
     To read the file, SQLite would create the log, which fails in a directory that is not writable.
@@ -550,7 +556,8 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
     """Run *batch* in one transaction and return its outcomes, in order.
 
     If a job raises, only that job's changes are rolled back.  If the transaction itself fails, its
-    error is the outcome of every job.
+    error is the outcome of every job.  If SQLite rolls the transaction back because a statement
+    took too long, only the job of this statement gets that error, and all other jobs get Conflict.
     """
     driver = connection.driver
     outcomes: list[_Outcome] = []
@@ -562,8 +569,8 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
             outcome = _run(connection, job)
             outcomes.append(outcome)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                # Only *job* took too long.  After a Conflict, the callers of the other jobs
-                # repeat their jobs.
+                # If *job* took too long, the other jobs did nothing wrong.  Their outcome is a
+                # Conflict, so that their callers repeat them.
                 if _current.is_overdue():
                     return [
                         outcome if one is job else _Outcome(one, None, Conflict()) for one in batch
@@ -680,8 +687,8 @@ def _enter_wal(driver: sqlite3.Connection) -> None:
 def _translated(error: BaseException) -> BaseException:
     """Translate an error of the driver with `meaning`, and return other errors unchanged.
 
-    A translated error has no `__context__`, because the traceback of the driver's error would hold
-    statement parameters.
+    A translated error does not refer to the driver's error: the frames in the traceback of the
+    driver's error refer to statement parameters.
     """
     return meaning(error) if isinstance(error, Exception) else error
 

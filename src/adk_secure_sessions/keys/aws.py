@@ -52,6 +52,7 @@ _ADVICE = {
     "RequestExpired": _CREDENTIALS,
     "UnrecognizedClientException": _CREDENTIALS,
 }
+# The error codes of temporary failures, after which a call is repeated.
 _RETRYABLE = {
     "DependencyTimeoutException",
     "KeyUnavailableException",
@@ -213,7 +214,8 @@ class AwsKmsKey(RemoteKey):
 
         with current.lock:
             # The address of the endpoint may come from the environment, a profile or the region.
-            # Only a client has the final address, so create a client before checking the address.
+            # Only a client has the final address.  So create a client, and check its address: for
+            # plain HTTP, create another client, without a proxy.
             made = client(proxies=None)  # None means the proxies that the environment names
             if is_plain_http(made.meta.endpoint_url):
                 made.close()

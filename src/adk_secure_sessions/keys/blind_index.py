@@ -43,7 +43,8 @@ class BlindIndex(KeyMaterial):
     def wrapped_state_key(self, *parts: str) -> bytes:
         """Return the tag that `EncryptedSessionWrapper` stores instead of a key of a state.
 
-        *parts* are the scope of the state, its ids, and the key.
+        *parts* are the scope of the state (app, user or session), the ids of the app, the user and
+        the session as far as the scope has them, and the key.
         """
         return self._tag("wrapped state key", *parts)
 
@@ -60,16 +61,21 @@ class BlindIndex(KeyMaterial):
         return self._tag("separation", database_id, text)
 
     def migration_source(self, database_id: bytes, tag: bytes, version: bytes) -> bytes:
-        """Return the 16-byte MAC of *version*, an imported version of a session or a state.
+        """Return the 16-byte MAC that identifies an imported version of a session or a state.
 
-        *tag* is the tag of the session, or of the user or the app that has the state.
+        *version* is the text that `import_session` was given for the session, or the state as
+        canonical JSON.  *tag* is the tag of the session, or of the user or the app that has the
+        state.
         """
         return self._tag("migration source", database_id, tag, version)
 
     def migrated(
         self, database_id: bytes, tag: bytes, row_id: int, number: int, source: bytes
     ) -> bytes:
-        """Return the 16-byte MAC of a row of `secure_migrated`; the arguments are its columns."""
+        """Return the 16-byte MAC of a row of `secure_migrated`.
+
+        *tag*, *row_id*, *number* and *source* are the columns of the row.
+        """
         return self._tag("migrated", database_id, tag, source, numbers=(row_id, number))
 
     def migration_complete(self, database_id: bytes) -> bytes:
@@ -77,7 +83,10 @@ class BlindIndex(KeyMaterial):
         return self._tag("migration complete", database_id)
 
     def source_erased(self, database_id: bytes) -> bytes:
-        """Return the 16-byte MAC of the mark that the source of an import may lack rows by now."""
+        """Return the 16-byte MAC of the mark in `secure_meta` that the source may lack rows by now.
+
+        The source is the database from which sessions were imported.
+        """
         return self._tag("source erased", database_id)
 
     def _tag(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:

@@ -170,13 +170,13 @@ class StagedKeys:
 
     Args:
         keys: The cache.
-        keyring_is_complete: True if this operation has already read the keyring again, so that no
-            further comparison is needed.  If False, `load` raises StaleKeyring if another process
-            has changed the stored keyring.
+        keyring_is_complete: If False, `load` compares the keyring of this process with the stored
+            keyring, and raises StaleKeyring if another process has changed the stored keyring.
+            Pass True if this operation has already read the keyring again.
         uses_cache: If False, the transaction does not use cached data keys, because a data key may
             have been deleted since it was cached.
-        created: The ids of data keys that this operation has stored in a key database, before it
-            writes the owners' rows that name them.
+        created: The ids of data keys that earlier attempts of this operation have stored in a key
+            database.  The owners' rows do not name these data keys yet.
 
     Attributes:
         created: The argument *created*.
@@ -197,11 +197,13 @@ class StagedKeys:
         self._uses_cache = uses_cache
         self._keyring_is_complete = keyring_is_complete
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
-        # Data keys from the cache, which may remove or replace them during the transaction.
+        # The data keys that this transaction has taken from the cache.  During the transaction, the
+        # cache may remove or replace them, but the transaction continues to use these data keys.
         self._cached: dict[bytes, OwnerKeys] = {}
         self._owners: dict[int, bytes] = {}  # the owner's tag, by data key id
-        self._rejected: dict[int, DecryptionError] = {}  # errors of rejected rows, by data key id
-        self._rejected_of: dict[bytes, DecryptionError] = {}  # by the column `owner` of the row
+        # The errors of rejected rows of `secure_data_keys`: by the id and by the owner in the row.
+        self._rejected: dict[int, DecryptionError] = {}
+        self._rejected_of: dict[bytes, DecryptionError] = {}
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
         self.operation: telemetry.Operation | None = telemetry.current_operation()
@@ -232,7 +234,8 @@ class StagedKeys:
             else:
                 opened.setdefault(row.owner, {})[row.id] = key
                 newest[row.owner] = max(newest.get(row.owner, -1), row.generation)
-            # A new data key must have a higher generation, even if the row was rejected.
+            # A new data key must have a higher generation than every stored row, even a rejected
+            # row: the database rejects a second row with the same owner and generation.
             if isinstance(row.generation, int):
                 self._taken[row.owner] = max(self._taken.get(row.owner, -1), row.generation)
         for owner, keys in opened.items():
@@ -415,7 +418,7 @@ class StagedKeys:
 
         Args:
             stored: One of the records.
-            size: The bytes of their plaintexts.
+            size: The total length of the plaintexts of all these records, in bytes.
             began: `time.perf_counter()` before the decryption.
         """
         if self.operation is not None:
@@ -453,7 +456,9 @@ class StagedKeys:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
-        if owner in self._rejected_of:  # the rejected row may be this key's row, with a modified id
+        # The data key may be missing because an attacker modified the id in its row.  `load` has
+        # then rejected this row, so raise the error of the row.
+        if owner in self._rejected_of:
             raise self._rejected_of[owner]
         raise UnknownKeyError(f"its data key {key_id} is not known")
 
@@ -465,7 +470,7 @@ class StagedKeys:
             self._keys.owners.put(key_id, owner)
 
     def forget(self, owner: bytes) -> None:
-        """Remove the data keys of *owner* from the cache, because the owner does not exist."""
+        """Remove the data keys of *owner* from the cache, because the owner's row is not stored."""
         self._keys.by_owner.drop(owner)
         self._cached.pop(owner, None)
 

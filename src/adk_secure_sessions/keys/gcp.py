@@ -34,6 +34,7 @@ _ADVICE = {
         "check that its version is enabled, and that its purpose is ENCRYPT_DECRYPT",
     ),
 }
+# The class names of exceptions for temporary failures, after which a call is repeated.
 _RETRYABLE = {
     "Aborted", "BadGateway", "Cancelled", "DeadlineExceeded", "GatewayTimeout",
     "InternalServerError", "ResourceExhausted", "ServiceUnavailable", "TooManyRequests", "Unknown",

@@ -32,9 +32,14 @@ from adk_secure_sessions.loops import at_once
 logger: logging.Logger = logging.getLogger(__name__)
 
 DATA, INDEX = "data", "index"
-MAX_ROWS = 64  # of `secure_keyring`; a rotation adds one row, and `retire` removes the old ones
-MAX_WRAPPED = 65_536  # bytes of a wrapped key; a longer value was tampered with, and is not read
-_AT_ONCE = 8  # maximum number of simultaneous calls to a key service, if no master key is known yet
+# The maximum number of rows of `secure_keyring`.  A rotation of master keys adds one row, and
+# `retire` deletes the rows that are not used any more.
+MAX_ROWS = 64
+# The maximum length of a wrapped key, in bytes.  A longer value was tampered with, and is not read.
+MAX_WRAPPED = 65_536
+# How many data masters a process unwraps at the same time when it starts.  A process that knows a
+# keyring unwraps one data master at a time.
+_AT_ONCE = 8
 _INTEGERS = range(2**63)
 
 
@@ -393,13 +398,14 @@ async def open_keyring(
         row_count: The number of stored rows; by default, the number of *rows*.
 
     Raises:
-        WrongKeyError: There are more than `MAX_ROWS` rows; or a row is malformed; or a row's root
-            key is not in *roots* or does not unwrap the row; or the keyring has no index master or
-            no data master.
-        PlaintextRefusedError: A master key is stored as plaintext, and the service was not given
-            `NoOpBackend`.
-        KeyServiceError: A provider failed, and *known* is None, or *leaves_pending* is False, or no
-            data master can be used.
+        WrongKeyError: The keyring would have no index master or no data master.  Or there are more
+            than `MAX_ROWS` rows, and either *known* or *leaves_pending* was not given, or *known*
+            has accepted none of the stored data masters.  Or, without *known*: a row is
+            malformed, its root key is not in *roots*, or its root key does not unwrap it.
+        PlaintextRefusedError: Without *known*: a master key is stored as plaintext, and the service
+            was not given `NoOpBackend`.
+        KeyServiceError: A provider failed, and the row cannot be left pending: either *known* or
+            *leaves_pending* was not given, or the keyring would have no data master.
     """
     rows = list(rows)
     row_count = len(rows) if row_count is None else row_count
@@ -416,10 +422,11 @@ async def open_keyring(
                 "only the master keys that it knows; delete the rows that you did not create",
                 MAX_ROWS,
             )
-    # Rows that are the same as in the known keyring come first: if several rows have the same id,
-    # only the first row is accepted.  Rows that were pending in the known keyring, because their
-    # key service failed, come last: an attacker may have inserted such rows to delay the unwrapping
-    # of a new data master.
+    # Rows that are the same as in the known keyring come first.  If several rows have the same id,
+    # only the first row is accepted, so an inserted row cannot replace a known row.
+    #
+    # Rows that were pending in the known keyring, because their key service failed, come last.  An
+    # attacker may have inserted such rows to delay the unwrapping of a new data master.
     rows.sort(key=opening.order)
     sound = [row for row in rows if not opening.rejects_form(row)]
     index = await opening.index_master([row for row in sound if row.purpose == INDEX])
@@ -508,10 +515,11 @@ class _Opening:
         return False
 
     async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
-        """Return the index master of the known keyring.  Without a known keyring, unwrap *rows*.
+        """Accept, reject or leave pending each of *rows*, and return the index master.
 
-        *rows* are the rows of index masters.  Each row is accepted, rejected or left pending.  If
-        no keyring is known and no row is accepted, return None.
+        *rows* are the rows of index masters.  If a keyring is known, the result is always the index
+        master of that keyring, and a row is accepted only if it holds the same key.  If no keyring
+        is known, the result is the unwrapped index master, or None if there is no row.
         """
         known = self._known
         if len(rows) > 1:
@@ -580,7 +588,8 @@ class _Opening:
             self.rejected.append(row)
             return None
         if row.root_key_id in self._failing or self._is_paused(row):
-            # Do not call the service: the call may take as long as the call that failed.
+            # Do not call the key service: a call with this root key has just failed, or the pause
+            # after a failure has not ended.  A further call might take as long to fail.
             self.pending.append(row)
             return None
         try:
@@ -609,9 +618,9 @@ class _Opening:
             logger.error("a row of secure_keyring is not used until it can be unwrapped: %s", error)
 
     def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
-        """Raise *error* if no keyring is known, because the process is starting.
+        """Reject *row* because of *error*; log *error* unless the same row was rejected before.
 
-        Otherwise, reject the row, and log *error* unless the same row was rejected before.
+        If no keyring is known, the process is starting.  Then raise *error* instead.
         """
         if self._known is None:
             raise error

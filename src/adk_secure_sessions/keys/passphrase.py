@@ -99,8 +99,8 @@ class PassphraseKey(KeyMaterial):
         """Encrypt `key` with a key derived from the passphrase.
 
         All calls of this object use the same salt, because each further salt would cost another
-        derivation.  If `unwrap` was called before, this is the salt of the first unwrapped key;
-        otherwise, the salt is new and random.
+        derivation.  If `unwrap` was called before, this is the salt of the first key that `unwrap`
+        was given.  Otherwise, the salt is new and random.
 
         Raises:
             ConfigurationError: This build of `cryptography` has no Argon2id.

@@ -41,7 +41,7 @@ _ADVICE |= dict.fromkeys(
 
 
 class _Module:
-    """A vendor's PKCS#11 library.
+    """A vendor's PKCS#11 library, which all `Pkcs11Key` objects with the same path share.
 
     A process loads the library once.  A forked process initializes the library again.  Only one
     thread may use the library at a time, because python-pkcs11 initializes the library without the

@@ -57,9 +57,9 @@ class RemoteKey(KeyMaterial):
 
     Attributes:
         pause: The upper limit of the pause before the second attempt, in seconds.  The limit
-            doubles for each further attempt.  The length of a pause is random, and at least half of
-            the limit.
-        longest_pause: The maximum of that upper limit, in seconds.
+            doubles before each further attempt, but never exceeds `longest_pause`.  The length of a
+            pause is random: between half of the limit and the limit.
+        longest_pause: The highest possible limit of a pause, in seconds.
     """
 
     pause: ClassVar[float] = 0.25

@@ -35,7 +35,7 @@ _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
 _LOGIN_IS_NEEDED = 403
-# Status codes of temporary failures.
+# Status codes of temporary failures, after which a call is repeated.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
 # Maps parts of Vault's error texts to their meanings, because Vault uses one status code for all

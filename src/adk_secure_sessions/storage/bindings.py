@@ -114,8 +114,15 @@ def identify(
 class Owner(NamedTuple):
     """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
-    *state* is JSON.  For an app, *app_row* is 0 and *user_id* is empty.  `records.OwnerFields`
-    describes *link* and *key_ids*.
+    Attributes:
+        id: The row id.
+        tag: The blind index of the app or the user.
+        app_row: The row id of the user's app; 0 for an app.
+        user_id: The user id; empty for an app.
+        version: The number of changes of the row.
+        state: The state as JSON.
+        link: The random value that the row shares with its version witness.
+        key_ids: The ids of the data keys that may encrypt new records of this owner.
     """
 
     id: int
@@ -134,9 +141,13 @@ class StoredSession(NamedTuple):
     The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
     row of `secure_bases`, written at *base_revision*.  The overlay then holds the entries that
     changed since that revision.  *snapshot* is `{}` if the session has no snapshot, and None if the
-    snapshot was not read.  `records.SessionFields` describes *head* and *snapshot_link*.  *sealed*
-    is the record in the row.  An update of the row requires that the row still contains this
-    record.
+    snapshot was not read.
+
+    *head* is the link of the session's last event, and *snapshot_link* is the link of the snapshot.
+    Each of the two is `NO_LINK` if there is no such event or no snapshot.
+
+    *sealed* is the record in the row.  An update of the row requires that the row still contains
+    this record.
     """
 
     id: int
@@ -272,7 +283,10 @@ class KeySource(Enum):
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation on the rows of *who*, with its data keys and the row cache.
+    """One attempt at an operation on the rows of *who*.
+
+    *keys* are the data keys that the attempt uses, and *key_source* says where they come from.
+    *cache* is the row cache of the unit of work.
 
     *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
     the write has read; they are called after the commit.  On SQLite, one transaction contains
@@ -286,7 +300,7 @@ class Attempt(NamedTuple):
     cache: RowCache
     key_source: KeySource
     is_first: bool  # only the first attempt may use cached rows instead of a read
-    began: int = 0  # `cache.time` when the attempt began
+    began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
 
@@ -316,7 +330,8 @@ class Attempt(NamedTuple):
 class NeedsDataKey(Exception):
     """A new data key of *owner* must be stored in the key database before the next attempt.
 
-    *not_before* is an argument of `StagedKeys.new`.
+    *owner* is a tag.  *not_before* is the earliest `created_at` of the new data key, in
+    microseconds since 1970.
     """
 
     def __init__(self, owner: bytes, not_before: int) -> None:
@@ -434,8 +449,9 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
 def named_user(attempt: Attempt, found: Found) -> Owner | None:
     """Return the user of *attempt* without decrypting the user's row; None if no row has the tag.
 
-    The returned user has an empty state.  The user id and the row id are not authenticated here:
-    decrypting a session of the user authenticates them.
+    The returned user has an empty state.  This function does not authenticate the user id and the
+    row id.  They are authenticated when a session of the user is decrypted, because the context of
+    the session contains both.
     """
     row = found.user
     if row is None:
@@ -474,8 +490,9 @@ def open_session_row(
 ) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
-    If the row equals the cached row, the cached session is returned, unless the caller needs its
-    snapshot, which is never cached.  If *with_snapshot* is False, the query has not read snapshots.
+    If the row and its version witness equal the cached ones, the cached session is returned.  But
+    a snapshot is never cached: if the session has one and *with_snapshot* is True, the row and the
+    snapshot are decrypted.  If *with_snapshot* is False, the query has not read snapshots.
 
     Raises DecryptionError if the row, its version witness or its snapshot was tampered with.
     """
@@ -499,7 +516,8 @@ def _decrypt_session(
 ) -> StoredSession:
     """Decrypt a session of *user* and, if *with_snapshot* is True, its snapshot.
 
-    Also check that the session's revision fits the number of its last event.
+    Also check that the session's revision, which is the number of its events, is one more than the
+    `seq` of its last event.
     """
     app_name = attempt.who.app_name
     numbers = (row.id, row.user_row, row.revision, row.base_revision)
@@ -587,14 +605,16 @@ def open_events(
 ) -> tuple[list[bytes], bytes | None]:
     """Decrypt the events in *history*; check that each contains the link of the event before it.
 
-    A history may have thousands of events.  Therefore, the parts of the context and the cipher,
-    which many events have in common, are computed once.
+    A history may have thousands of events.  Therefore, this function computes the beginning of the
+    context only once, and looks up the cipher only if an event names another data key than the
+    event before it.
 
     Args:
         attempt: Contains the data keys and the ids of the session.
         session: The session of the events.
         history: Rows of events as the driver returns them, sorted by `seq`.
-        previous: The link of the event before the first; None if that event was not read.
+        previous: The link of the event before the first; `NO_LINK` if there is no such event, and
+            None if that event was not read.
 
     Returns:
         The events' plaintexts without flags and links, and the link of the last event.
@@ -697,7 +717,8 @@ def seal_event(
 ) -> bytes:
     """Return the record of a new event, which follows the last event of *session*.
 
-    *link* is the link of the new event.
+    *seq* is the number of the new event, *time* its time in microseconds, *link* its link, and
+    *event* the rest of its plaintext.
     """
     context = records.numbered_context(attempt.who.event_parts, session.id, seq, time)
     return attempt.keys.seal(attempt.who.user_tag, context, link + session.head + event)
@@ -719,7 +740,7 @@ def seal_events(
         first: The `seq` of the first event.
         new: The plaintext and the time of each event.
         links: The link of each event.
-        previous: The link of the event before the first.
+        previous: The link of the event before the first; `NO_LINK` if there is no such event.
     """
     parts, owner, seal = attempt.who.event_parts, attempt.who.user_tag, attempt.keys.seal
     rows: list[dict[str, object]] = []
@@ -734,8 +755,8 @@ def seal_events(
 def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
     """Return a record of *event* that can replace the record in *row*.
 
-    The new record contains the same links as the old one.  Raises DecryptionError if *row* was
-    tampered with.
+    *event* is the new plaintext without links.  The new record contains the same links as the old
+    record.  Raises DecryptionError if *row* was tampered with.
     """
     seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
     with naming(events.name, f"{session.id}, {seq}"):
@@ -774,11 +795,11 @@ def _unchanged(cache: Lru[bytes, Seen[R, V]], found: Found, tag: bytes, row: R) 
 def _check_witness(
     attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
 ) -> None:
-    """Raise DecryptionError unless the version witness of a row confirms the row.
+    """Raise DecryptionError unless the version witness of the row with *tag* confirms the row.
 
-    The witness must be authentic, and its number and its link must be *number* and *link*.  The
-    number alone is not enough: two copies of a database may contain different versions of a row
-    with the same number.  Their links differ.
+    The witness must be encrypted with a data key of *owner* (a tag), and its number and its link
+    must be *number* and *link*.  The number alone is not enough: two copies of a database may
+    contain different rows with the same version number.  The links of these rows differ.
     """
     witness = found.witnesses.get(tag)
     if witness is None:
@@ -807,7 +828,11 @@ def _version(value: Owner | StoredSession) -> int:
 
 
 def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
-    """Raise TamperedError if this process read a higher version of the row before the attempt."""
+    """Raise TamperedError if a higher version of the row was cached before the attempt began.
+
+    *seen* is the cached row, if any.  If the row was cached during the attempt, the attempt may
+    have read the stored row before another task changed it, so a lower version is no error.
+    """
     if seen is None or seen.time > attempt.began or seen.value.id != row_id:
         return
     newest = _version(seen.value)

@@ -74,9 +74,11 @@ class ImportResult(Enum):
 
 
 class ImportedEvent(NamedTuple):
-    """An event to import: its plaintext, as `events.encode` returns it, and its time.
+    """An event to import.
 
-    The time is in microseconds since 1970, UTC.
+    Attributes:
+        plaintext: The event as `events.encode` returns it.
+        time: The time of the event, in microseconds since 1970, UTC.
     """
 
     plaintext: bytes
@@ -92,7 +94,8 @@ class Imported:
         row: The row id right after the import; 0 for a tombstone.
         number: The revision of the session, or the version of the user or app, right after the
             import; 0 for a tombstone.
-        source: A keyed MAC that identifies the imported version; see `has_source`.
+        source: A keyed MAC that identifies the imported version.  `has_source` and `has_state`
+            compare a version with this MAC.
         stored: The row id, and the revision or version, that the session, user or app has now; None
             if it is not stored.  These two numbers were not authenticated.
     """
@@ -119,9 +122,9 @@ class Imported:
         return self.stored == (self.row, self.number)
 
     def has_source(self, version: str) -> bool:
-        """Return whether *version* is the version of the session that was imported.
+        """Return whether the session was imported with this *version*.
 
-        *version* is compared with the argument *source_version* of `Store.import_session`.
+        This is the case if `Store.import_session` was given *version* as *source_version*.
         """
         return hmac.compare_digest(self._source_of(self.tag, encode_text(version)), self.source)
 
@@ -174,14 +177,15 @@ class Seals(NamedTuple):
 
 
 def canonical(state: bytes) -> bytes:
-    """Return JSON that is the same for equal states: with sorted keys, in ASCII."""
+    """Return *state* as JSON with sorted keys, in ASCII, so that equal states have equal JSON."""
     return json.dumps(loads(state), sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 class _Outcome(NamedTuple):
     """The result of `ImportSession`, and the session that this attempt has stored.
 
-    *session* is None if the attempt has stored nothing.
+    *witness* is the version witness of this session.  Both are None if the attempt has stored
+    nothing.
     """
 
     result: ImportResult
@@ -197,13 +201,13 @@ class ImportSession(Write[_Outcome]):
 
     Args:
         who: The ids of the session.
-        seals: The MACs of the database.
+        seals: Computes and checks the MACs in `secure_migrated`.
         state: The session's own state, as JSON.
         events: All events, oldest first.
         times: The columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
         source: The MAC that identifies the version: see `Seals.source`.
         replace: Replace the session if another version was imported before, and no service has
-            changed it since.
+            changed it since.  Otherwise, an imported session is never replaced.
 
     Raises:
         ValueError: A time is outside the range that the stored format allows.
@@ -232,12 +236,14 @@ class ImportSession(Write[_Outcome]):
         self._replace = replace
         self._spans = list(_spans(events))
         # The result of each attempt, by the row id that the attempt has chosen for the session.  An
-        # attempt that lost its connection may have been committed: see `CreateSession`.
+        # attempt that lost its connection may have been committed.  If the next attempt finds one
+        # of these row ids in `secure_migrated`, it returns the result of the earlier attempt.
         self._sent: dict[int, ImportResult] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
-        # Each span of events is inserted by a separate request to the database.  With asyncpg, each
-        # request commits separately, unless `locks_rows` is True.
+        # A span is a part of the events that one request inserts.  Several spans need several
+        # requests, which must be committed together.  With asyncpg, each request would commit
+        # separately, unless `locks_rows` is True.
         if len(self._spans) > 1:
             attempt = attempt._replace(locks_rows=True)
         return await super().attempt(attempt, executors)
@@ -311,9 +317,9 @@ class ImportSession(Write[_Outcome]):
             # No change of this transaction updates the user's row.  So the INSERT itself must
             # require that this row is unchanged.
             row = Change(sql.IMPORT_SESSION_OF_USER, columns | user_columns(found.user))
-        # *mark* comes before *row*.  On PostgreSQL, the INSERT of *mark* and
-        # `add_tombstone_of_user` cannot run at the same time.  Afterwards, *row* checks that there
-        # is no tombstone.
+        # *mark*, the INSERT into `secure_migrated`, comes before *row*, the INSERT of the session.
+        # On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's transaction.
+        # After *mark*, *row* requires that the user has no tombstone.
         mark = Change(sql.INSERT_MIGRATED, new.row._asdict())
         yield from new.apply_or_conflict(attempt, [mark, *owners.changes, row, *new.inserts()])
         return new.outcome
@@ -458,11 +464,12 @@ class ImportState(Write[ImportResult]):
 
     Args:
         who: The ids of the app and the user.
-        seals: The MACs of the database.
+        seals: Computes and checks the MACs in `secure_migrated`.
         state: The state, as JSON.
         of_user: Whether the state is the user's.  Otherwise, the user id of *who* is not used.
         replace: Replace the state if another state was imported before, and no service has changed
-            it since.
+            it since.  Otherwise, a stored state is replaced only if it is empty and was not
+            imported.
     """
 
     def __init__(
@@ -556,7 +563,7 @@ class AddTombstone(Write[None]):
 
     Args:
         who: The ids of the session.
-        seals: The MACs of the database.
+        seals: Computes and checks the MACs in `secure_migrated`.
     """
 
     def __init__(self, who: Identity, seals: Seals) -> None:
@@ -577,7 +584,9 @@ class AddTombstone(Write[None]):
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
-    """Remember that nothing of a user must be imported; `Seals.tombstone` returns *tombstone*.
+    """Remember that nothing of a user must be imported.
+
+    *tombstone* is the row to store, as `Seals.tombstone` returns it.
 
     Run this function in a transaction of its own.  After the commit, every import of the user has
     either been committed, or finds the tombstone and stores nothing.

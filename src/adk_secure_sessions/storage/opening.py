@@ -60,16 +60,19 @@ T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 8  # how often `open_database` surveys a database before it fails
+# How often `open_database` surveys a database before it fails.  It surveys again after each step,
+# and other processes may create tables and keys at the same time.
+_ATTEMPTS = 8
 _ID = re.compile("[0-9a-f]{32}")
 _SAMPLES = 20  # the number of rows of ADK's tables that `_are_of_1x` reads
 # The errors of SQLite for a file that cannot be used have names that begin with one of these.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
-# The names of rows in `secure_meta`.
+# The names of rows in `secure_meta`.  Another such name, SEPARATION, follows below.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
-FEATURES = "features"
-MIGRATION_MARK = "migration"
+FEATURES = "features"  # the row with the list of features
+MIGRATION_MARK = "migration"  # the row with the mark of a migration: see `MigrationEnd`
+# Features, as the list names them, and the text that stands for an empty list.
 NO_FEATURES = "-"  # the stored list of features, if the database has none
 SEPARATING = "separating"  # the feature of a copy that `separate` has not finished
 COLLECTIONS = "collections"  # the feature of a database that has collections (artifacts, memory)
@@ -84,6 +87,7 @@ _KNOWN_FEATURES = frozenset(
 )
 # The tables that belong to features.  `create_table_of` creates them.
 _TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated}
+# The name of the row in `secure_meta` with the state of an unfinished run of `separate`.
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
@@ -95,6 +99,7 @@ _REPLACED = "the database was replaced by another one: restart the service"
 # attacker may have stored longer values or more rows, and every start of a service reads the table.
 _MAX_TEXT, _MAX_META = 2000, 100
 _NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK)
+# The rows in `_NAMES` come first, so that rows which an attacker added do not displace them.
 _META = (
     sa.select(
         *(sa.func.substr(meta.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
@@ -128,12 +133,17 @@ class Part(Enum):
 class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
-    *alien_tables* are the names of tables that have the name of one of our tables, but lack one of
-    its columns.  *adk_tables* is True if ADK's own tables exist, or those of adk-secure-sessions
-    1.x, which have the same names.  *is_used* is True if one of our tables other than `secure_meta`
-    and `secure_keyring` has rows.  *meta* contains the values of `secure_meta` by name.  *keyring*
-    contains at most `MAX_ROWS` + 1 rows of `secure_keyring`, and *keyring_rows* is the number of
-    all its rows.  *feature_tables* are the names of the tables of features that exist.
+    Attributes:
+        missing_tables: The names of our tables that do not exist, without the tables of features.
+        alien_tables: The names of tables that have the name of one of our tables, but lack one of
+            its columns.
+        adk_tables: Whether ADK's own tables exist, or those of adk-secure-sessions 1.x, which have
+            the same names.
+        is_used: Whether one of our tables other than `secure_meta` and `secure_keyring` has rows.
+        meta: The values of `secure_meta`, by name.
+        keyring: At most `MAX_ROWS` + 1 rows of `secure_keyring`.
+        keyring_rows: The number of all rows of `secure_keyring`.
+        feature_tables: The names of the tables of features that exist.
     """
 
     missing_tables: frozenset[str]
@@ -301,8 +311,10 @@ def _check_features(survey: Survey) -> None:
     """Raise ConfigurationError for features that this release does not know.
 
     A release that does not know a feature could, for example, retire a key that is still used in a
-    table of this feature.  The list is authenticated later, in `check_features`, because its MAC
-    needs a key of the keyring.
+    table of this feature.
+
+    The list of features is not authenticated here: its MAC needs a key of the keyring, which is not
+    open yet.  `check_features` authenticates the list later.
     """
     names, _ = _stored_features(survey)
     unknown = [name for name in names.split(",") if name not in _KNOWN_FEATURES]
@@ -460,8 +472,8 @@ def has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bo
 def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool) -> None:
     """Create the table of *feature* in the data database, if the table does not exist.
 
-    Call this before `add_feature`.  If a process stops before it calls `add_feature`, an empty
-    table is left, and no release reads it.
+    Call this before `add_feature`.  If a process stops before it calls `add_feature`, the database
+    has an empty table and not the feature, so other releases still accept the database.
 
     Raises:
         ConfigurationError: The table does not exist, and *may_create* is False or the account may
@@ -653,8 +665,9 @@ async def open_database(
         executors: The executors of the data database and of the key database.
         backends: The backends, whose root keys unwrap the keyring.
         create_tables: Create missing tables; if False, they must exist (see docs/sql).
-        known: A keyring opened earlier.  If given, nothing is created.  If a key service fails, the
-            keyring rows that need this service are left out until a later call.
+        known: A keyring opened earlier.  If given, nothing is created, and the keys of *known* are
+            not unwrapped again.  If a key service fails while a new or changed row is unwrapped,
+            the result does not contain the master key of this row until a later call.
 
     Raises:
         ConfigurationError: A database cannot be used; it was left unchanged.
@@ -789,7 +802,10 @@ async def survey_data(executors: Executors) -> Survey:
 
 
 async def survey_keys(executors: Executors) -> Survey:
-    """Do the same as `survey_data` for the key database."""
+    """Survey the key database without checking it.
+
+    Raises ConfigurationError if SQLite cannot open or use the file.
+    """
     return await _usable(executors.keys.define(look, commit=False), "key database's ")
 
 

@@ -129,9 +129,9 @@ class OwnerChanges:
         If the owner has no such data key, create one.
 
         Args:
-            owner: An app or a user.
-            stored: The record that the owner's row contains.
-            since: Microseconds UTC.
+            owner: The decrypted row of an app or a user.
+            stored: The record that the row contains; the change requires that it is unchanged.
+            since: The earliest time of creation, in microseconds since 1970, UTC.
 
         Returns:
             True if changes of the owner's row were added; False if the row needs no change.
@@ -257,11 +257,20 @@ class OwnerChanges:
             self.changes.append(Change(sql.HOLD_KEY, locked))
 
     def _new_key(self, owner: bytes, not_before: int = 0) -> None:
+        """Create a data key of *owner* and add the change that stores the data key.
+
+        With a key database, the data key cannot be stored in this transaction.  Then raise
+        NeedsDataKey, so that `UnitOfWork.run` stores a data key before the next attempt.
+        """
         if self._attempt.key_source is KeySource.KEY_DATABASE:
             raise NeedsDataKey(owner, not_before)
         row = self._keys.new(owner, not_before)
         self.changes.append(Change(sql.INSERT_KEY, row._asdict() | self._keys.keyring_guard()))
 
     def _require_read_keys(self) -> None:
+        """Raise UnknownKeyError if this attempt uses cached data keys instead of reading them.
+
+        `UnitOfWork.run` then repeats the operation, and reads the data keys.
+        """
         if self._attempt.key_source is KeySource.CACHE:
             raise UnknownKeyError("the owner's data keys have to be read again")

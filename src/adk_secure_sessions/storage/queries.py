@@ -57,9 +57,9 @@ _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
 # a read returns two rows for it.
 _MIGRATED, _MIGRATED_SEAL = 8, 9
 _NUMBERS, _BLOBS = 8, 2
-# The positions of an event's values in its row.  A history may have thousands of events, and
-# converting a row to a named tuple takes as long as finding its cipher.  Therefore, event rows are
-# used as the driver returns them.
+# The positions of an event's values in its row.  Event rows are used as the driver returns them.  A
+# history may have thousands of events, and converting each row to a named tuple would take as long
+# as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
 # The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
@@ -195,6 +195,11 @@ def _among(column: ColumnElement[Any], *tags: Any) -> ColumnElement[bool]:
 
 
 def _members(keys: bool, *members: Select[Any]) -> CompoundSelect[Any]:
+    """Return the UNION ALL of *members*.
+
+    If *keys* is True, the query also reads the data keys of the app and the user, and the
+    `MasterMark` of each row of the keyring.
+    """
     wanted = [_keys_of(_app_tag), _keys_of(_user_tag), _master()]
     return union_all(*members, *(wanted if keys else []))
 
@@ -231,6 +236,8 @@ def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]
 
     A listing of sessions also reads the collections, to authenticate that they are collections.
     Otherwise, an attacker could hide a session by marking its row as a collection.
+
+    If *keys* is True, the query also reads the data keys of the app and the user.
     """
     mine = sessions.c.user_row == _user_id()
     if collections:
@@ -248,7 +255,10 @@ def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]
 
 
 def _list_all_query(keys: bool) -> CompoundSelect[Any]:
-    """Return the query for the sessions of all users of an app."""
+    """Return the query for the sessions of all users of an app.
+
+    If *keys* is True, the query also reads the data keys of the app and of these users.
+    """
     of_app = users.c.app_row == _app_id()
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     wanted = [
@@ -273,7 +283,11 @@ def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> C
 
     The rows are those of one user or, with *of_app*, of all users of the app.  They are in the
     order of their users' row ids and then of their own row ids, which is the order of creation.
-    The parameters `after_user` and `after_row` are the position.
+    With *newest*, the order is reversed.  The parameters `after_user` and `after_row` are the
+    position.
+
+    If *keys* is True, the query also reads data keys.  If *snapshots* is True, it also reads the
+    snapshots of the sessions in the page.
     """
     user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
     rows = select(own, sessions.c.user_row, sessions.c.tag)
@@ -310,7 +324,10 @@ def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> C
 
 @functools.cache
 def page_of_sessions(*, of_app: bool, newest: bool, snapshots: bool) -> QueryForms:
-    """Return the query for a page of a listing; see `_page_query`."""
+    """Return the two forms of the query for a page of a listing.
+
+    `_page_query` describes the arguments and the parameters of the query.
+    """
     return {
         keys: _page_query(keys, of_app=of_app, newest=newest, snapshots=snapshots)
         for keys in (False, True)
@@ -327,7 +344,8 @@ SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
 COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
 OWNERS = {keys: _owners_query(keys) for keys in (False, True)}
-# These two queries also read the rows of `secure_migrated` with the given tags; see `imports`.
+# The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
+# a row says whether a session or a state was imported before.
 IMPORTED_SESSION = {
     keys: _session_query(keys, _migrated(_user_tag, _session_tag)) for keys in (False, True)
 }
@@ -342,7 +360,10 @@ EVENT_AT = _event().where(
 
 @functools.cache
 def events_at(number: int) -> Select[Any]:
-    """Return the query for *number* events of one session by their `seq`; see `numbered`."""
+    """Return the query for *number* events of one session by their `seq`.
+
+    The parameters are `session_row` and the values of `seq`, as `numbered` returns them.
+    """
     return _event().where(
         events.c.session_row == bindparam("session_row"), is_one_of(events.c.seq, number)
     )
@@ -405,8 +426,8 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
     return _insert(sessions, row.with_for_update(read=True, key_share=True, of=users))
 
 
-# Conditions: the stored row of the app, and the stored version witnesses of the app and the user,
-# are equal to those that this process has cached.
+# The conditions that the stored row of the app, and the stored version witnesses of the app and the
+# user, equal the cached rows.  The parameters are the cached rows: see `KnownOwners.columns`.
 _owners_as_cached = (
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
@@ -579,7 +600,7 @@ class SnapshotRow(NamedTuple):
 
 
 class MigratedRow(NamedTuple):
-    """A row of `secure_migrated`; see `imports`."""
+    """A row of `secure_migrated`, which says what was imported; `imports` describes the columns."""
 
     tag: bytes
     row_id: int

@@ -49,7 +49,8 @@ E = TypeVar("E")
 
 _MOST_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
-_CHUNK = 64  # events to decrypt and decode before other tasks may run
+# How many events are decrypted and decoded before other tasks of the event loop may run.
+_CHUNK = 64
 
 
 class View(NamedTuple):
@@ -136,6 +137,8 @@ class GetSession(_Read, Generic[E]):
         bindings.check_events(session, found.events, self._limit)
         decoded: list[E] = []
         after = self._after
+        # If all events were read, no event comes before the first.  Otherwise, the link of the
+        # event before the first is not known, and the first event's copy of it is not checked.
         link = NO_LINK if len(found.events) == session.revision else None
         for start in range(0, len(found.events), _CHUNK):
             if start:
@@ -259,7 +262,8 @@ class ListPage(_Read):
         limit: The maximum number of rows in the page.
         newest: Whether the newest session is first.
         with_state: Whether to read snapshots.  If False, a session's state is not complete.
-        skip: See `ListUserSessions`.
+        skip: If True, a session that cannot be decrypted is omitted, and its error is logged.  If
+            False, the error is raised.
     """
 
     def __init__(
@@ -358,7 +362,8 @@ class UseKeys(_Read, Generic[E]):
         return await self._work(attempt.keys, is_current)
 
 
-Headers = Counter[tuple[str, bytes]]  # number of records, by table and record header
+# The number of records by table and record header.  The header names the backend and the data key.
+Headers = Counter[tuple[str, bytes]]
 
 
 class CheckApp(_Read):
@@ -453,7 +458,7 @@ class CheckLocatedSession(_Read, Generic[E]):
     Args:
         who: The ids of the session, which `verify` has decrypted from the rows of the session and
             its user.
-        decode: See `GetSession`.
+        decode: Called with an event's plaintext, its session's row id and its `seq`.
     """
 
     def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:
@@ -472,7 +477,7 @@ class CheckLocatedSession(_Read, Generic[E]):
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    """Return *session* with the id of its user, and the states of its user and its app.
+    """Return the `View` of *session*: with the id of its user, and the states of user and app.
 
     Raises TamperedError if *app* is None or is not the app that the user's row refers to.
     """

@@ -1,11 +1,13 @@
 """The tables and their row ids (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-If only one row is replayed or removed, the service detects this, because another row contains its
-version or its id:
+If only one row is replayed or removed, the service detects this, because other rows confirm each
+row:
 
-- A session's row contains the revision, which is the number of the session's events.
-- A version witness is a row of `secure_witnesses`.  It contains the version of an app's or a user's
-  row, or the id of a session's row.
+- The row of a session contains the revision, which must equal the number of the session's events.
+- The row of an app or a user contains a version.  Its version witness, a row of `secure_witnesses`,
+  must contain the same version.
+- The version witness of a session contains the id of the session's row.  It proves that the row
+  exists, so the service detects that the row was removed.
 """
 
 import secrets
@@ -51,7 +53,9 @@ class _LongBlob(LargeBinary):
 # MySQL cannot index a BLOB column without a length, and a BLOB of MySQL holds at most 64 KiB.
 _TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
 _RECORD = LargeBinary().with_variant(_LongBlob(), "mysql", "mariadb")
-_KEY = BigInteger().with_variant(Integer(), "sqlite")  # an INTEGER primary key is SQLite's rowid
+# On SQLite, a primary key of type INTEGER is the rowid, by which SQLite stores the row, so it needs
+# no index.  A primary key of type BIGINT would need an index.
+_KEY = BigInteger().with_variant(Integer(), "sqlite")
 
 
 def _key_column(name: str) -> Column[int]:

@@ -68,7 +68,8 @@ T = TypeVar("T")
 
 SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
 
-MAX_NAME_BYTES = 16 * 1024  # of a collection: enough for the JSON of several escaped ids
+# The maximum length of a collection's name: enough for the JSON of several escaped ids.
+MAX_NAME_BYTES = 16 * 1024
 
 
 class Store:
@@ -143,18 +144,29 @@ class Store:
     ) -> tuple[View, list[T]] | None:
         """Return a session and its decoded events; None if the session is not stored.
 
-        `GetSession` describes *decode*, *limit* and *after*.
+        *decode* is called with an event's plaintext, its session's row id and its `seq`.  *limit*
+        is the maximum number of events, the last ones; None for all.  If *after* (microseconds
+        since 1970, UTC) is given, only events at this time or later are returned, and *limit* is
+        ignored.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         return await self.unit.run(GetSession(who, decode, limit, after))
 
     async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
-        """Return all sessions of a user, without events; see `ListUserSessions` for *skip*."""
+        """Return all sessions of a user, without events.
+
+        If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.
+        If False, the error is raised.
+        """
         who = await self.unit.identify(app_name, user_id)
         return await self.unit.run(ListUserSessions(who, skip=skip))
 
     async def list_app(self, app_name: str, *, skip: bool) -> list[View]:
-        """Return all sessions of an app, without events; see `ListAppSessions` for *skip*."""
+        """Return all sessions of all users of an app, without events.
+
+        If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.
+        If False, the error is raised.
+        """
         who = await self.unit.identify(app_name)
         return await self.unit.run(ListAppSessions(who, skip=skip))
 
@@ -171,7 +183,9 @@ class Store:
     ) -> Page:
         """Return at most *limit* sessions of a user, or of an app if *user_id* is None.
 
-        `ListPage` describes the arguments.  Collections do not count towards *limit*.
+        `ListPage` describes the arguments.  In contrast to `ListPage`, collections and expired
+        sessions do not count towards *limit*: if fewer than *limit* sessions are returned, no
+        session follows.
         """
         who = await self.unit.identify(app_name, user_id or "")
         views: list[View] = []
@@ -228,8 +242,8 @@ class Store:
         After the commit, *stored* is called with the updated session, even if the caller was
         cancelled.
 
-        Raises MissingSession if the session is not stored.  Raises StaleRevision if the row id or
-        the revision of the stored session differs from that in *expected*.
+        Raises MissingSession if the session is not stored or has expired.  Raises StaleRevision if
+        the row id or the revision of the stored session differs from that in *expected*.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
         stored(await self.unit.run(AppendEvent(who, expected, event, stored)))
@@ -309,9 +323,13 @@ class Store:
     ) -> ImportResult:
         """Set the state of a user, or of an app if *user_id* is None, exactly to *state*.
 
-        *state* is JSON that `states.encode` returns, with keys without prefix.  If the app or the
-        user is not stored, it is created.  An empty state, as `import_session` creates it, is
-        replaced even if *replace* is False.
+        *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  If
+        the app or the user is not stored, create the row.  An empty state, as `import_session`
+        creates it, is replaced even if *replace* is False.
+
+        If *replace* is True, also replace a state that was imported before, provided that no
+        service has changed the state since.  `ImportResult` lists the cases in which the stored
+        state is left unchanged.
 
         Raises:
             TamperedError: A row was tampered with, and nothing was changed.
@@ -508,7 +526,11 @@ class Collections:
         return (await self._unit.keys()).keyring.database_id
 
     async def cache(self, key: object, make: Callable[[], T]) -> T:
-        """Return the object that *make* returned for *key*: see `UnitOfWork.attached`."""
+        """Return the object that is kept for *key*, such as a cache of decrypted values.
+
+        If no object is kept for *key*, keep the object that *make* returns.  When the cache of
+        decrypted rows is emptied, the kept objects are discarded, too.
+        """
         return await self._unit.attached(key, make)
 
     async def names(self, app_name: str, user_id: str) -> list[Collection]:
@@ -641,8 +663,9 @@ class Collections:
 class Feature:
     """A feature that a process adds to the database before storing rows that need the feature.
 
-    *create_table* is None if the feature has no table.  If True, `ensure` creates the table.  If
-    False, the table must exist.
+    *name* is the name of the feature.  *create_table* is None if the feature has no table.  If
+    *create_table* is True, `ensure` creates a missing table.  If *create_table* is False, `ensure`
+    raises ConfigurationError if the table is missing.
     """
 
     def __init__(self, unit: UnitOfWork, name: str, *, create_table: bool | None = None) -> None:

@@ -149,7 +149,15 @@ async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) ->
 
 
 class _Opened(NamedTuple):
-    """The keys of the database, and caches that are emptied at *expires* (monotonic seconds)."""
+    """The keys of the database, and the caches of a unit of work.
+
+    Attributes:
+        keys: The keyring and the cache of data keys.
+        rows: The cache of decrypted rows.
+        identities: The tags of ids, by app name, user id, session id and `is_collection`.
+        attached: The objects that `UnitOfWork.attached` keeps, by key.
+        expires: When the caches are emptied, in monotonic seconds.
+    """
 
     keys: DataKeys
     rows: RowCache
@@ -283,7 +291,10 @@ class UnitOfWork:
         return None if self._opened is None else self._opened.keys.keyring.database_id
 
     def identify_if_open(self, app_name: str, user_id: str, session_id: str) -> Identity | None:
-        """Return the same as `identify`; None if the database is not open."""
+        """Return the ids of a session together with their tags; None if the database is not open.
+
+        Unlike `identify`, this method never opens the database.
+        """
         opened = self._opened
         return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
 
@@ -387,7 +398,10 @@ class UnitOfWork:
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Do the same as `change`, but on the database that has the key tables."""
+        """Run *work* in one transaction on the database that has the key tables.
+
+        After a conflict or a lost connection, *work* is repeated in a new transaction.
+        """
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
@@ -503,8 +517,17 @@ class UnitOfWork:
     ) -> DataKeyRow:
         """Store a new data key of *owner* in the key database, and return its row.
 
-        Raises UniqueViolation if another process has stored a data key of the same owner and
-        generation first, and Conflict if another process has changed the keyring.
+        Args:
+            known: The keyring, and the cache of data keys.
+            keys: The data keys of the attempt; creates the new data key.
+            owner: A tag.
+            not_before: The earliest `created_at` of the data key, in microseconds since 1970.
+            seen: The keyring that the attempt began with.
+
+        Raises:
+            UniqueViolation: Another process has just stored a data key of the same owner and
+                generation.
+            Conflict: Another process has changed the keyring, so nothing was stored.
         """
         row = keys.new(owner, not_before)
         change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())

@@ -59,7 +59,8 @@ Changes = list[Change]
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
 # large.
 OVERLAY_LIMIT = 8 * 1024
-# The maximum number of rows that one statement inserts.
+# The maximum number of items that one request (`Apply`) inserts.  With asyncpg, a request is one
+# statement, which contains one INSERT for each item.
 _ROWS_AT_ONCE = 16
 
 
@@ -173,6 +174,14 @@ class CreateSession(Write[Created]):
 
     If the user already has a session with this id, `attempt` raises DuplicateSession and changes
     nothing.
+
+    Args:
+        who: The ids of the session.
+        app_delta: The entries to add to the app's state.
+        user_delta: The entries to add to the user's state.
+        state: The session's own state, as JSON.
+        now: The time of the creation, in microseconds UTC.
+        expires_at: When the session expires, in microseconds UTC; `NEVER` if it does not expire.
     """
 
     def __init__(
@@ -308,9 +317,9 @@ def known_owners(attempt: Attempt) -> KnownOwners | None:
 class AppendEvent(Write[StoredSession]):
     """Append an event to a session, and apply the event's state changes.
 
-    `attempt` returns the updated session.  It raises MissingSession if the session does not exist.
-    It raises StaleRevision if the row id or the revision of the stored session differs from that in
-    *expected*.
+    `attempt` returns the updated session.  It raises MissingSession if the session does not exist
+    or has expired.  It raises StaleRevision if the row id or the revision of the stored session
+    differs from that in *expected*.
 
     Args:
         who: The ids of the session.
@@ -458,15 +467,17 @@ class ReplaceItems(AppendEvent):
     A collection is a named list of items, stored like a session and its events: see
     `store.Collections`.  A replaced item keeps its number, its time and its links.  If an
     attacker stores the item's old record again, or the item's record from another copy of the
-    database, this module does not detect it.  The caller must detect both attacks.  For each
-    replaced item, the caller generates a new random value, and stores it in the replaced item and
-    in the appended item.
+    database, this module does not detect the attack.  The caller must detect it: for each replaced
+    item, the caller generates a new random value, and stores the value in the replaced item and in
+    the appended item.  If the two values differ when the caller reads the items, a record was
+    replayed.
 
     Args:
         who: The ids of the app and the user, and the name of the collection.
-        expected: See `AppendEvent`.
+        expected: The row id and the revision of the collection that the caller has read.
         event: The item to append.
-        stored: See `AppendEvent`.
+        stored: Called with the updated collection if the caller was cancelled while the transaction
+            ran, and the changes were committed.
         replaced: The new contents of earlier items, by number.
     """
 
@@ -534,7 +545,9 @@ class RewriteItems(Write[StoredSession]):
         self._items = items
         self._now = now
         self._witness: WitnessRow | None = None
-        # The row ids that our attempts have sent: see `CreateSession`.
+        # The row ids that our attempts have sent.  An attempt that lost its connection may have
+        # been committed.  If the next attempt finds one of these row ids, this operation has
+        # already replaced the items.
         self._sent: set[int] = set()
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> StoredSession:
@@ -686,8 +699,8 @@ class RenewKey(Write[bool]):
         row = found.user if self._of_user else found.app
         if row is None:
             return False
-        # Do not use the cached row, so that the stored row is decrypted: its data key may have been
-        # deleted.
+        # Decrypt the stored row instead of using the cached row: if the row's data key has been
+        # deleted, this operation must fail.
         uncached = attempt._replace(cache=RowCache(0))
         owner = bindings.open_app(uncached, found)
         if found.user and self._of_user:
@@ -752,6 +765,7 @@ def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     if session is None or user is None:
         raise MissingSession
     bindings.check_events(session, found.events, 1)
+    # If the session has more events, the link of the event before the last is not known.
     before = NO_LINK if len(found.events) == session.revision else None
     _, link = bindings.open_events(attempt, session, found.events, before)
     bindings.check_head(attempt, session, link)
