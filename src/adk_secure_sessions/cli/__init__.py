@@ -1,4 +1,7 @@
-"""The command line: parses options, calls functions of `maintenance`, and prints results."""
+"""The command line: parses options, calls functions of other packages, and prints results.
+
+Most of these functions are in `maintenance` and `migration`.
+"""
 
 from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     adk,

@@ -19,7 +19,7 @@ from adk_secure_sessions.errors import SecureSessionError
 if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
 
-_COMMANDS = ("api_server", "run", "web")  # of google-adk
+_COMMANDS = ("api_server", "run", "web")  # the commands of google-adk that `AdkGroup` adds
 URI_VARIABLE = f"{PREFIX}URI"
 # Matches, in a URL: user ids, session ids and names of artifacts, all of which may contain slashes,
 # and the query string.
@@ -82,6 +82,11 @@ def adk() -> None:
 
 
 def _kinds(context: click.Context, parameter: click.Parameter, given: str) -> set[str]:
+    """Convert the value of --allow-plaintext to a set.  click calls this function.
+
+    Raises:
+        click.BadParameter: The value contains an unknown kind of content.
+    """
     from adk_secure_sessions.integrations.plaintext_guard import KINDS
 
     kinds = {kind.strip() for kind in given.split(",")} - {""}
@@ -147,12 +152,13 @@ def _with_fewer_logs(parameter: click.Parameter) -> click.Parameter:
 def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[str]) -> None:
     """Check that nothing would be stored as plaintext; then register and open our services.
 
-    For each service without a URI, set the URI in *arguments* to *service_uri*.  If *service_uri*
-    is None, set the URI of the memory to `memory://`, unless "memory" is in *allowed*.
+    Unless the option --in_memory is given, set the URI of each service that has none in *arguments*
+    to *service_uri*.  If *service_uri* is None, only the memory gets a URI: `memory://`, unless
+    "memory" is in *allowed*.
 
     Raises:
-        SecureSessionError: Something would be stored as plaintext, or a URI, a key or a database
-            cannot be used.
+        Failure: Something would be stored as plaintext.
+        SecureSessionError: A URI, a key or a database cannot be used.
     """
     from google.adk.cli.service_registry import get_service_registry
 
@@ -216,7 +222,11 @@ def _hide_ids_in_logs() -> None:
 
 
 def _without_ids(text: str, values: tuple[object, ...]) -> tuple[object, ...]:
-    """Replace the *values* whose placeholder in *text* follows a word such as "artifact"."""
+    """Replace those of *values* that may be ids or names of files by `...`.
+
+    *values* are the arguments of a log record, and *text* is its text.  A value is replaced if its
+    placeholder is %s or %r and follows a word such as "artifact".
+    """
     found = [match for match in _PLACEHOLDER.finditer(text) if match[0] != "%%"]
     if len(found) != len(values):  # an unusual placeholder, such as %*d
         return values
@@ -239,9 +249,10 @@ def _ignore_trace_variables() -> None:
 
 @contextlib.contextmanager
 def _serving_no_evaluations(allowed: set[str]) -> Iterator[None]:
-    """Make uvicorn's servers reject requests that write evaluations, unless they are *allowed*.
+    """Make uvicorn's servers reject requests that write evaluations, during the block.
 
-    All releases of google-adk pass their application to `uvicorn.Config`, which is patched here.
+    If "evaluations" is in *allowed*, change nothing.  All releases of google-adk pass their
+    application to `uvicorn.Config`, so this function patches that class.
     """
     import uvicorn
 

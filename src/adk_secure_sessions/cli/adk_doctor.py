@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 
 def _names(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> set[str]:
+    """Convert the values of --allow to a set.  click calls this function.
+
+    Raises:
+        click.BadParameter: A value contains an unknown name.
+    """
     from adk_secure_sessions.integrations.plaintext_places import PLACES
 
     names = {name.strip() for text in given for name in text.split(",")} - {""}
@@ -84,7 +89,8 @@ def doctor(
         "artifacts": artifact_service_uri or service_uri,
         "memory": memory_service_uri or service_uri,
     }
-    with one_line_errors(), contextlib.redirect_stdout(sys.stderr):  # agents may print
+    # Importing agents may print texts.  stdout must contain only the result, which may be JSON.
+    with one_line_errors(), contextlib.redirect_stdout(sys.stderr):
         agents = load_agents(agents_dir)
         stores, found = check_stores(agents_dir, uris)
         found = [*found, *check_plaintext_leaks(), *check_files(agents_dir)]

@@ -246,6 +246,7 @@ def lookup(
 def _tables(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
+    """Return the names of tables that begin with *incomplete*, for completion in the shell."""
     from adk_secure_sessions.maintenance import TABLES
 
     return [CompletionItem(name) for name in TABLES if name.startswith(incomplete)]

@@ -56,7 +56,7 @@ def read_config(context: click.Context, _parameter: click.Parameter, file: str |
 
 
 def _problem(name: str, value: object) -> str | None:
-    """Return the reason why the setting cannot be used; None if it can be used."""
+    """Return why the setting *name* with this *value* cannot be used; None if it can be used."""
     kind = SETTINGS.get(name)
     if kind is None:
         return f"there is no setting {name!r}; there are {', '.join(SETTINGS)}"

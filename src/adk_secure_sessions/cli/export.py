@@ -177,7 +177,11 @@ def _output(name: str) -> Iterator[Callable[[bytes], object]]:
 
 @contextmanager
 def _naming_output(advice: str, begun: Callable[[], bool]) -> Iterator[None]:
-    """Add *advice* to the message of a failure that leaves a part of the output."""
+    """Add *advice* to the message of a failure, if a part of the output was written before.
+
+    *begun* returns whether the output exists.  The message of `Interrupted` is not changed, because
+    it contains an advice already.
+    """
     try:
         yield
         return

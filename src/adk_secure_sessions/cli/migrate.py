@@ -33,7 +33,7 @@ _UNREACHABLE = (
 
 
 def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Convert the value of --since to microseconds since 1970.  click calls this function.
+    """Convert the value of --since to microseconds since 1970, UTC.  click calls this function.
 
     Raises:
         click.BadParameter: The value is not a date or time.
@@ -53,7 +53,7 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
 
 
 def _zone(context: click.Context, parameter: click.Parameter, value: str | None) -> ZoneInfo | None:
-    """Convert the value of --from-time-zone.  click calls this function.
+    """Convert the value of --from-time-zone to a `ZoneInfo`.  click calls this function.
 
     Raises:
         click.BadParameter: There is no such time zone.

@@ -29,7 +29,7 @@ with_dry_run: Callable[[Command], Command] = click.option(
 
 
 def age(context: click.Context, parameter: click.Parameter, value: str | None) -> timedelta | None:
-    """Convert the value of an option such as --older-than.  click calls this function.
+    """Convert the value of an option such as --older-than to a `timedelta`.  click calls this.
 
     Raises:
         click.BadParameter: The value is not an age.
@@ -43,7 +43,7 @@ def age(context: click.Context, parameter: click.Parameter, value: str | None) -
 
 
 def on_database(command: Command) -> Command:
-    """Add the options --db, --key-db, --config and --json to *command*.
+    """Add the options --db, --key-db, --config, --audit-log and --json to *command*.
 
     The decorated function calls *command* with the arguments `db` (a `Database`) and `as_json`.
     """
@@ -51,7 +51,11 @@ def on_database(command: Command) -> Command:
 
 
 def on_target(command: Command) -> Command:
-    """Do the same as `on_database`, but with the option --to instead of --db."""
+    """Add the options --to, --key-db, --config, --audit-log and --json to *command*.
+
+    --to names the database that `on_database` calls --db.  The decorated function calls *command*
+    with the arguments `db` (a `Database`) and `as_json`.
+    """
     return _with_database("--to", _TO_HELP)(command)
 
 
@@ -96,7 +100,8 @@ def _with_database(option: str, text: str) -> Callable[[Command], Command]:
 def with_keys(*, required: bool) -> Callable[[Command], Command]:
     """Return a decorator that adds the options for root keys and backends.
 
-    Apply it above `on_database`, which creates the database with these backends.
+    Write this decorator above `on_database` or `on_target`, which creates the `Database` object
+    with these backends.
 
     Args:
         required: False if the command also works without a root key.
@@ -140,7 +145,8 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
                     f"give --key SPEC or set {variable('key')}: it names the root key"
                 )
             names = [backend, *also_backend]
-            # A command that works without keys gets backends only if a key or no-op is given.
+            # A command that works without keys gets no backends unless a key or no-op is given:
+            # the default backend cannot be created without a key.
             backends: tuple[Any, ...] = ()
             if required or specs or NO_OP in names:
                 with one_line_errors():
@@ -179,7 +185,11 @@ _ALSO_BACKEND_HELP = (
 
 
 def with_store(*, required: bool) -> Callable[[Command], Command]:
-    """Add the options that name the store of the contents of artifacts."""
+    """Return a decorator that adds the options --store and --allow-http.
+
+    Args:
+        required: Whether --store, which names the store of the contents of artifacts, is required.
+    """
     store = click.option(
         "--store",
         required=required,

@@ -98,8 +98,12 @@ def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
 def progress(label: str, unit: str = "rows") -> "Iterator[Progress]":
     """Yield a function that takes the number done and the total number, and shows the progress.
 
-    On a terminal, a bar shows the progress, the speed and the remaining time.  If stderr is not a
-    terminal, a line is printed every 10 seconds.  *unit* names what is counted, in the plural.
+    If stderr is a terminal, a bar shows the progress, the speed and the remaining time.  Otherwise,
+    the function prints a line at most every 10 seconds.
+
+    Args:
+        label: The text before the numbers, such as the name of the command.
+        unit: What is counted, in the plural.
     """
     began = last = time.monotonic()
     if not sys.stderr.isatty():

@@ -56,7 +56,7 @@ class Declined(Failure):
 class Interrupted(Failure):
     """The user pressed Ctrl-C.
 
-    *again* is the text that says how to continue.  It is None if nothing was changed.
+    *again* is the text that says how to continue, or None if nothing was changed.
     """
 
     exit_code = 130
@@ -93,7 +93,7 @@ class Program(click.Group):
             sys.exit(status if isinstance(status, int) else 0)
         except click.ClickException as error:
             failure = error
-        except click.Abort:  # Ctrl-C before the command began its work
+        except click.Abort:  # Ctrl-C before the command began its work, or when it asked a question
             failure = Interrupted(None)
         if "--json" in arguments:
             click.echo(json.dumps(_as_json(failure), indent=2))
@@ -128,7 +128,7 @@ def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
         again: The text that says how to continue after Ctrl-C; None if the command changes nothing.
 
     Raises:
-        Failure: An error occurred (see `one_line_errors`).
+        Failure: An error of this package or of the operating system occurred.
         Interrupted: The user pressed Ctrl-C.
     """
 
@@ -155,7 +155,14 @@ def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
 def run(
     db: "Database", work: Callable[["Database"], Awaitable[T]], *, again: str | None = AGAIN
 ) -> T:
-    """Run *work* with *db*, close *db*, and return the result.  See `opened` for *again*."""
+    """Run *work* with *db*, close *db*, and return the result.
+
+    *again* is the text that says how to continue after Ctrl-C, or None if *work* changes nothing.
+
+    Raises:
+        Failure: An error of this package or of the operating system occurred.
+        Interrupted: The user pressed Ctrl-C.
+    """
     with opened(db, again=again) as call:
         return call(work(db))
 
@@ -169,9 +176,19 @@ def run_with_progress(
     again: str | None = AGAIN,
     **options: Any,
 ) -> T:
-    """Do the same as `run`, and show the progress of *work*, which counts *unit* (such as rows).
+    """Run *work* with *db*, show its progress, close *db*, and return the result.
 
-    *options* are further arguments of *work*.
+    Args:
+        db: The database.
+        label: The text before the numbers of the progress.
+        work: Called with *db*, *options*, and the argument `progress`: a function to report to.
+        unit: What *work* counts, in the plural.
+        again: The text that says how to continue after Ctrl-C; None if *work* changes nothing.
+        options: Further arguments of *work*.
+
+    Raises:
+        Failure: An error of this package or of the operating system occurred.
+        Interrupted: The user pressed Ctrl-C.
     """
     with progress(label, unit) as report:
         return run(db, lambda opened: work(opened, progress=report, **options), again=again)

@@ -175,7 +175,7 @@ def _rotate(
 
 def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
     if not unfinished.genuine:
-        return  # the rotation rejects a checkpoint that is not authentic
+        return  # say nothing: the rotation then raises an error, which names the checkpoint
     click.echo(resumed_line(unfinished, dry_run), err=True)
     if dry_run or yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return

@@ -218,7 +218,10 @@ def vacuum_lines(done: Vacuum) -> Iterator[str]:
 
 
 def missing_from(done: Erasure) -> str:
-    """Return what was missing, the data key or the user's row; "" if none or both were missing."""
+    """Return what was missing: the user's row or, if only the data key was missing, the data key.
+
+    Return "" if nothing was missing, or if the database had no rows of the user at all.
+    """
     if not done.rows or (done.users and done.data_keys):
         return ""
     return "the data key" if done.users else "the user's own row"

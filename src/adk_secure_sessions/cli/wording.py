@@ -6,8 +6,8 @@ Errors of `maintenance` name arguments of Python functions, which the command li
 import re
 
 # Pairs: a phrase in a text of this package, and the phrase that the command line prints instead.  A
-# longer phrase comes before a shorter phrase that it contains.  A test checks that every phrase
-# occurs in the package.
+# longer phrase comes before a shorter phrase that it contains: the first phrase that fits is
+# replaced.  A test checks that every phrase occurs in the package.
 WORDING = (
     ("list a backend with that key", "give its key spec with --key or --also-key"),
     ("list NoOpBackend() in additional_backends", "give --also-backend no-op"),

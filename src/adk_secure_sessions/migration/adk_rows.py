@@ -1,7 +1,8 @@
 """Convert rows of google-adk's tables to sessions, events and states.
 
-google-adk's own `get_session` returns the same values for these rows.  The driver returns values
-unconverted: a text is a str or bytes, and a time is a datetime, a text or a number of seconds.
+The converted values are those that google-adk's own `get_session` returns.  The driver returns the
+columns unconverted: a text is a str or bytes, and a time is a datetime, a text or a number of
+seconds.
 """
 
 import json
@@ -27,7 +28,8 @@ Row = Sequence[Any]
 
 INSTALLED = f"the installed google-adk {adk_version}"
 _LIMITS = "see docs/limits.md, Sizes"
-# google-adk before 1.17 stored `temp:` keys in the state delta of events.
+# google-adk before 1.17 stored `temp:` keys in the state delta of events.  An event whose JSON
+# contains this text is not stored as it is: `_encoded` removes these keys first.
 _TEMPORARY = b'"temp:'
 
 
@@ -78,9 +80,16 @@ def time_of(value: object, zone: tzinfo | None) -> int:
 
 
 def seconds_of(value: object, zone: tzinfo | None) -> float:
-    """Convert a time to seconds since 1970; see `time_of`.
+    """Convert a time to seconds since 1970, UTC.
 
-    Raises ValueError if *value* is not a time.
+    Args:
+        value: A datetime; or text, as SQLite stores a datetime; or seconds since 1970.
+        zone: The time zone of a datetime without a time zone.  None is the local zone of this
+            process.
+
+    Raises:
+        ValueError: *value* is not a time.
+        OverflowError: Python cannot convert the time to another time zone.
     """
     if isinstance(value, int | float):
         return value
@@ -195,6 +204,10 @@ def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
 
 
 def _accept(event_data: object) -> tuple[bytes, Event] | None:
+    """Return the bytes to store for the JSON of an event, and the event.
+
+    Return None if the JSON cannot be stored as it is, and must be converted by `_encoded`.
+    """
     json_bytes = data(event_data)
     return None if _TEMPORARY in json_bytes else events.accept(json_bytes)
 
@@ -284,7 +297,7 @@ def _load(pickled: bytes, loads: Callable[[bytes], Any]) -> Any:
 
 
 def _encoded(event: Event) -> SourceEvent:
-    """Remove the `temp:` keys from the state delta of *event*, and convert *event*."""
+    """Convert *event* to a `SourceEvent`, without the `temp:` keys of its state delta."""
     time = microseconds(event.timestamp)
     events.prepare(event, {})
     return SourceEvent(events.encode(event, replaces=False), time)
@@ -324,8 +337,9 @@ def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
 def zone_of_sessions(dialect: str) -> tzinfo | None:
     """Return the time zone of the times in the table `sessions`; None is this process's local zone.
 
-    It is the zone that the installed google-adk assumes when it reads these times.  The release of
-    google-adk that stored them may have used another zone: see docs/migrate.md, Times.
+    The result is the zone that the installed google-adk assumes when it reads these times.  The
+    release of google-adk that stored the times may have used another zone: see docs/migrate.md,
+    Times.
     """
     major, minor = adk_version.split(".")[:2]
     return UTC if dialect == "sqlite" or (int(major), int(minor)) >= (2, 3) else None

@@ -36,8 +36,9 @@ STATES = 500  # the maximum number of states that `Tables.states` returns at onc
 _COMPRESSION = 3
 _SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
 _FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # the smallest and the largest rowid of SQLite
-# The last character of `SourceSession.version` if the names of the row are not text: see `unnamed`.
-# All other versions are those that `_version` returns, which end with a digit.
+# The last character of `SourceSession.version` if the names of the row are not text; the reason
+# precedes this character.  All other versions are those that `_version` returns, which end with a
+# digit.
 _UNNAMED = "\n"
 _NOT_TEXT = (
     "its app_name, user_id or id is not text in UTF-8, so that google-adk cannot read it, either: "
@@ -108,6 +109,7 @@ USER_STATES = StateTable(
 )
 
 
+# The tables that contain states, each with the columns of its primary key.
 _STATE_KEYS = (
     (_s, _SESSION_KEY),
     *(
@@ -183,9 +185,15 @@ class StateRow(NamedTuple):
 
 
 class Tables:
-    """The SQL of one database, and the conversion of its rows.
+    """The SQL for google-adk's tables in one database, and the conversion of their rows.
+
+    Args:
+        connection: A connection to the database, to inspect its tables.
+        time_zone: The time zone of the processes that wrote the database; None for the zone that
+            the installed google-adk assumes.
 
     Attributes:
+        kind: The kind of the tables in this database.
         kinds: The kinds of tables that this class can read.
         sessions_zone: The time zone of times in `sessions`; None for the local zone.
 
@@ -229,7 +237,7 @@ class Tables:
             self._read_event = adk_rows.pickle_reader()
         elif self.kind is Kind.ADK_SQLITE:
             self._read_event = adk_rows.event_of_json_alone
-        # Early releases of google-adk had fewer columns: select NULL for a column that is missing.
+        # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
             self._json(_e.c[name])
             if name in adk_rows.JSON_VALUES & present
@@ -275,8 +283,8 @@ class Tables:
         """Return the next *limit* sessions, each with the approximate size of its rows in bytes.
 
         A session whose names are not text in UTF-8 has the name of the table and the row id instead
-        of a session id: see `unnamed`.  If its app name is a number or a BLOB, the session is
-        listed for every app.
+        of a session id, and `unnamed` returns the reason.  If the app name of the session is a
+        number or a BLOB, the session is listed for every app.
 
         Args:
             connection: The connection, in a transaction.
@@ -337,7 +345,8 @@ class Tables:
             return 0
         of_events = (_events.c.app_name, _events.c.user_id, _events.c.session_id)
         chosen = self._is_one_of(of_events, keys)
-        # Count the rows first: SQLite's driver counts none for a DELETE that begins with WITH.
+        # Count the rows first: for a DELETE that begins with WITH, SQLite's driver does not return
+        # the number of deleted rows.
         number = connection.scalar(sa.select(sa.func.count()).select_from(_events).where(chosen))
         connection.execute(sa.delete(_events).where(chosen))
         own = (_sessions.c.app_name, _sessions.c.user_id, _sessions.c.id)
@@ -347,9 +356,9 @@ class Tables:
     def delete_states(
         self, connection: sa.Connection, table: StateTable, names: Sequence[tuple[str, ...]]
     ) -> int:
-        """Delete the states of *names*, except those of owners that still have sessions.
+        """Delete the states of the apps or users *names*, and return the number of deleted states.
 
-        Return the number of deleted states.
+        Keep the states of apps and users that still have sessions.
         """
         stored = sa.table(table.name, *map(sa.column, table.names))
         columns = [stored.c[name] for name in table.names]
@@ -374,7 +383,10 @@ class Tables:
     def headers(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
     ) -> dict[tuple[Any, ...], Header]:
-        """Return the rows of the sessions *keys*, by ids in the form that `key` returns."""
+        """Return a mapping from the ids of the sessions *keys* to their rows.
+
+        The ids are in the form that `key` returns.  Sessions that are not stored are omitted.
+        """
         query = sa.select(
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(self._is_one_of(_SESSION_KEY, keys))
@@ -385,8 +397,10 @@ class Tables:
     ) -> tuple[list[tuple[SourceSession, Header]], Position | None]:
         """Return the next sessions of an app or of a user, or the session with all three ids.
 
-        *names* are an app name, an app name and a user id, or these and a session id.  See `page`
-        for sessions whose names are not text.
+        *names* are an app name, an app name and a user id, or these and a session id.  *after* is
+        the position that the last call has returned; None for the first sessions.  A session whose
+        names are not text in UTF-8 has the name of the table and the row id instead of a session
+        id, and an empty header.
 
         Returns:
             The sessions, each with the columns of its row; and the position of the next page, or
@@ -510,7 +524,15 @@ class Tables:
         *,
         lock: bool = False,
     ) -> tuple[list[StateRow], Position | None]:
-        """Return the next rows of a table of states; see `page` for *after* and *lock*.
+        """Return the next rows of a table of states.
+
+        Args:
+            connection: The connection, in a transaction.
+            scope: The app whose states to return; its `since` is ignored.
+            table: The table.
+            after: The position that the last call has returned; None for the first rows.
+            lock: Lock the rows until the transaction ends.  On SQLite, this has no effect: the
+                caller has begun a transaction that locks the whole file.
 
         Returns:
             The rows, and the position of the next rows; None if no row follows.
@@ -537,7 +559,8 @@ class Tables:
     def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> list[StateRow]:
         """Return the states of owners whose names have another spelling in the table `sessions`.
 
-        A row contains the names as in `sessions`, and the state.  See `has_shared_states`.
+        MySQL and MariaDB use one row of state for several spellings of a name.  A row of the result
+        contains the names as in `sessions`, and the state.
         """
         stored, names = table.table, table.names
         pairs = [(_s.c[name], stored.c[name]) for name in names]
@@ -561,9 +584,10 @@ class Tables:
     # with a name that is no text are listed last, in the order of their rowid.
 
     def _key(self, names: Sequence[Any], table: str = "sessions") -> After:
-        """Return *names* of a row as text; on SQLite, a name that is not in UTF-8 as bytes.
+        """Return the *names* of a row of *table* as text.
 
-        Raises ConfigurationError for such a name on another database.
+        On SQLite, a name that is not in UTF-8 is returned as bytes.  On another database, such a
+        name raises ConfigurationError.
         """
         key: list[str | bytes] = []
         for name in names:
@@ -588,8 +612,9 @@ class Tables:
     ) -> SourceSession:
         """Return a session whose names are not text.
 
-        *key* are the names of its row; a name that is not a str becomes an empty text.  *names* are
-        the names that precede *key*, if the caller knows them.
+        *names*, if the caller knows them, and then *key* are the names of the session's row.  In
+        *key*, a name that is not a str becomes an empty text.  *table* and *rowid* replace the
+        session id.
         """
         known = [*names, *(name if isinstance(name, str) else "" for name in key)]
         app_name, user_id = known[:2]
@@ -620,8 +645,15 @@ class Tables:
     ) -> tuple[list[tuple[Any, ...]], FromRow | None]:
         """Return rows that have another type than text in one of *columns*.
 
-        *of_app* is the condition on the app, which does not apply to a row whose app name is not
-        text.
+        Args:
+            connection: The connection, in a transaction that returns texts as bytes.
+            table: The table.
+            columns: The columns of the primary key that may have another type than text.
+            of_app: The condition on the app, which does not apply to a row whose app name is not
+                text; empty for all apps.
+            conditions: Other conditions.
+            position: Where to begin.
+            limit: The maximum number of rows.
 
         Returns:
             For each row, its rowid and its values of *columns* (a value that is not text is None);
@@ -644,8 +676,8 @@ class Tables:
         naive = time.astimezone(self.sessions_zone).replace(tzinfo=None)
         if self._dialect != "sqlite":
             return _is_at_least(_s.c.update_time, sa.literal(naive, sa.DateTime()))
-        # A row may hold text or seconds.  In SQLite, any text is greater than any number, so the
-        # second comparison must not be made with a text.
+        # A row may hold text or seconds.  In SQLite, any text is greater than any number.  So
+        # without the condition on the type, the second comparison would accept every text.
         return sa.or_(
             _is_at_least(_s.c.update_time, naive.isoformat(" ")),
             sa.and_(
@@ -706,7 +738,8 @@ class Tables:
             return sa.tuple_(*columns).in_(keys)
         if self._dialect == "sqlite":
             # For a list of tuples, SQLite scans the whole table.  For a table expression, SQLite
-            # uses the index.  Without an index, it would scan the table for each tuple.
+            # uses the index.  If there is no index, which the first condition checks, SQLite would
+            # scan the table for each tuple of the expression.
             text = sa.Text()
             values = sa.values(
                 sa.column("a", text), sa.column("u", text), sa.column("i", text), name="k"
@@ -775,7 +808,11 @@ def _shown(time: Any) -> str:
 
 
 def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
-    """Return which kinds of session tables the database contains; see `detect`."""
+    """Return which kinds of session tables the database contains.
+
+    Raises:
+        ConfigurationError: google-adk's tables have a schema that this package does not know.
+    """
     inspector = sa.inspect(connection)
     tables = set(_names(inspector.get_table_names()))
     kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()
@@ -787,7 +824,13 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
 
 
 def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
-    """Return the kind of the tables, which have the names of google-adk's tables; see `detect`."""
+    """Return the kind of the tables, which have the names of google-adk's tables.
+
+    If adk-secure-sessions 1.x has encrypted one of the sampled states, the tables are those of 1.x.
+
+    Raises:
+        ConfigurationError: The tables have a schema that this package does not know.
+    """
     if sampled_states(connection).encrypted:
         return Kind.PACKAGE_1X
     if "adk_internal_metadata" in tables:

@@ -53,8 +53,9 @@ __all__ = ["AdkTables", "Kind", "detect"]
 
 T = TypeVar("T")
 
-# Limits for one batch of `AdkTables.sessions`.  In memory, the content of a session is about twice
-# as large as its rows.
+# The maximum number of sessions in one batch of `AdkTables.sessions`, and of bytes in their rows; a
+# larger session is a batch alone.  In memory, the content of a session is about twice as large as
+# its rows.
 _BATCH_SESSIONS = 500
 _BATCH_BYTES = 4 * 2**20
 
@@ -92,7 +93,15 @@ async def inspect(
 ) -> T:
     """Call *work*, which inspects a database and writes nothing, and return its result.
 
-    See `detect` for the other arguments and for the errors.
+    Args:
+        work: Called with a connection to the database.
+        db_url: The database URL; give exactly one of *db_url* and *db_engine*.
+        db_engine: Your own engine for the database.
+
+    Raises:
+        ConfigurationError: An argument cannot be used, or the SQLite file does not exist.  *work*
+            may raise this error, too.
+        DatabaseError: The database cannot be reached.
     """
     reader = _Reader(db_url, db_engine)
     try:
@@ -154,9 +163,9 @@ class AdkTables(LookupSource):
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         """Yield the sessions in *scope* in batches, sorted by app name, user id and session id.
 
-        In SQLite, a row may have ids that are not text in UTF-8.  Such a session has the name of
-        the table and the row id instead of a session id, and `read` returns an `UnreadableSession`
-        for it.
+        In SQLite, a row may have ids that are not text in UTF-8.  In the result, such a session has
+        the name of the table and the row id instead of a session id, and `read` returns an
+        `UnreadableSession` for this session.
         """
         tables = await self._tables()
         after, positions = None, Positions("sessions")
@@ -277,7 +286,8 @@ class AdkTables(LookupSource):
         """Return the statements for the source's tables.
 
         Raises:
-            ConfigurationError: The tables do not exist or cannot be read: see `Tables`.
+            ConfigurationError: The database does not contain the tables, or the installed
+                google-adk cannot read them.
         """
         return await self._tables()
 
@@ -286,12 +296,15 @@ class AdkTables(LookupSource):
     ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
         """Convert *rows*, which `Tables.states` has read.
 
-        The result maps the names of each row (see `adk_sql`) to its state.
+        The keys of the result are the names of the rows: an app name, or an app name and a user id.
         """
         return {row.names: self._state(*row) for row in rows}
 
     async def _convert(self, work: Callable[[], T]) -> T:
-        """Return the result of *work*, which converts rows."""
+        """Return the result of *work*, which converts rows.
+
+        `Package1x` overrides this method: it runs *work* in a thread, because decryption is slow.
+        """
         return work()
 
     def _content(
@@ -363,11 +376,19 @@ class _Reader:
         self._executor = executors_for(url, db_engine, None, None, {}).data
 
     async def inspect(self, work: Callable[[sa.Connection], T]) -> T:
-        """Call *work*, which inspects the tables."""
+        """Call *work*, which inspects the tables, for example their names and columns.
+
+        Unlike in `run`, the driver of SQLite returns texts as str.  If *work* makes several
+        queries, they may read different states of the database.
+        """
         return await repeated(lambda: self._executor.define(work, commit=False))
 
     async def run(self, work: Callable[[sa.Connection], T]) -> T:
-        """Call *work* in a transaction; all its queries read the same state of the database."""
+        """Call *work* in a transaction; all its queries read the same state of the database.
+
+        The driver of SQLite returns texts as bytes, because content that is not UTF-8 must not make
+        the query of a whole batch fail.
+        """
 
         def run_in_snapshot(connection: sa.Connection) -> T:
             with taking_bytes(connection):

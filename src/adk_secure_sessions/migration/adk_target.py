@@ -42,13 +42,14 @@ MISSING = "the target does not have it"
 _LONGEST_ID, _LONGEST_INVOCATION_ID = 128, 256  # characters, in the columns of google-adk
 _EPOCH = datetime(1970, 1, 1)
 _MICROSECOND = timedelta(microseconds=1)
-_FIRST_YEAR = {"mysql": 1000}
+_FIRST_YEAR = {"mysql": 1000}  # the first year that a column of times can hold; 1 if not listed
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
 _UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
 # PostgreSQL's JSONB returns a float of at least this size as an integer.
 _FIRST_WITHOUT_FRACTION = 1e16
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
+# Finds a number with an exponent of 0 or more, as in the JSON of a large float.
 _LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
 _JSON_COLUMNS = ("state", "event_data")
 _COMPARED = 200  # the number of sessions that one statement reads from the target
@@ -234,7 +235,7 @@ class AdkTarget(ClosedByWith):
     async def state_difference(self, owner: tuple[str, ...], state: JsonObject) -> str | None:
         """Return how a state of the target differs from *state*; None if both are equal.
 
-        `insert_state` describes *owner*.
+        *owner* is the app's name; for the state of a user, the app's name and the user's id.
         """
         found = None
         if self._can_have(owner):
@@ -364,6 +365,7 @@ class AdkTarget(ClosedByWith):
 
     @cached_property
     def _reading(self) -> _Reading:
+        """Find out how the installed google-adk reads times, by converting two times with it."""
         session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
         local_updates = local_events = is_event_time = False
         for seconds in (1_705_000_000.0, 1_720_000_000.0):  # one in winter, one in daylight saving
@@ -512,7 +514,9 @@ class AdkTarget(ClosedByWith):
             nonlocal taken
             try:
                 return await self._executor.define(strictly, commit=commit)
-            except UniqueViolation:  # raise it after `repeated`, which would try again
+            except UniqueViolation:
+                # `repeated` would run *work* again after this error.  So raise the error only after
+                # `repeated` has returned.
                 taken = True
                 return None
 
@@ -637,8 +641,8 @@ def _parsed(url: str | sa.URL) -> sa.URL:
     """Parse *url*; for MariaDB, replace the dialect by that of MySQL.
 
     With the dialect of MariaDB, google-adk creates columns that hold no fractions of a second and
-    at most 64 KiB of JSON.  With each of the two dialects, google-adk can read the columns that it
-    has created with the other one.
+    at most 64 KiB of JSON.  A service that uses the dialect of MariaDB can nevertheless read the
+    columns that were created with the dialect of MySQL, and the reverse.
 
     Raises:
         ConfigurationError: *url* is not a database URL, or is that of another kind of database.

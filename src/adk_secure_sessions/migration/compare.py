@@ -31,7 +31,9 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
 
 _EVERYTHING = Scope()
-_READS = 4  # the number of sessions of the target that are read at the same time
+# The maximum number of sessions of the target that are read at the same time, and of bytes that
+# their contents, and those of the same sessions in the source, take in memory.
+_READS = 4
 _READ_BYTES = 16 * 2**20
 
 _MISSING = "it was not copied"
@@ -70,9 +72,9 @@ class Comparison(NamedTuple):
         clean: Whether no session and no state is missing, different, bad, gone, behind or in
             conflict.
         completed: Whether this run has stored the mark that ends the migration, because the
-            comparison was clean and included everything.
-        withdrawn: Whether the mark of an earlier comparison was withdrawn, because this one was
-            not clean.
+            comparison was clean, included everything, and found a session or a state.
+        withdrawn: Whether this run has removed the mark of an earlier comparison, because this
+            comparison was not clean.
         findings: The first 1000 sessions and states that prevented a clean comparison.
         seconds: How long the comparison took.
     """
@@ -110,14 +112,15 @@ async def compare(
     """Compare every session and state of *source* with its copy in *db*, field by field.
 
     The fields of a session are its ids, its state, its times, and the content, the time and the
-    order of its events.  If a service continued a session in the target, only what was copied is
-    compared.
+    order of its events.  If a service continued a session in the target, only the time of its
+    creation and the copied events are compared.
 
-    If *scope* is everything and the comparison is clean, an authenticated mark is stored in the
-    target.  The mark ends the migration: `PlaintextFallbackService` no longer reads the source.
-    The mark says nothing about another source, for example if *source* is an old backup of a
-    database that is still in use.  If a later comparison is not clean, it withdraws the mark,
-    unless `erase_source` has deleted rows of the source meanwhile.  Nothing else is changed.
+    If *scope* is everything, *source* is not empty and the comparison is clean, this function
+    stores an authenticated mark in the target.  The mark ends the migration:
+    `PlaintextFallbackService` no longer reads the source.  The mark says nothing about another
+    source, for example if *source* is an old backup of a database that is still in use.  If a later
+    comparison is not clean, that comparison removes the mark, unless `erase_source` may have
+    deleted rows of the source meanwhile.  This function changes nothing else.
 
     Args:
         source: The source.
@@ -140,8 +143,8 @@ class Comparing:
     """One run of `compare`.
 
     Attributes:
-        equal_sessions: After the run, the ids and the version of each session that counts as equal,
-            moved on or deleted (see `Comparison`).
+        equal_sessions: After the run, the ids and the version of each session that the attributes
+            `equal`, `moved_on` and `deleted` of the `Comparison` count.
         equal_states: After the run, the ids of each owner whose state is counted in
             `Comparison.states`, with the state in the source as JSON.
     """
@@ -170,7 +173,10 @@ class Comparing:
         show_ids: bool,
         progress: Progress | None,
     ) -> "Comparing":
-        """Open both sides; see `compare` for the arguments."""
+        """Open the target, and count the sessions and events of the source for *progress*.
+
+        The arguments are those of `compare`.
+        """
         target = await Target.of(db)
         total = await source.size(scope)
         meter = Meter(progress, total.sessions + total.events, None)
@@ -179,9 +185,9 @@ class Comparing:
     async def run(self, *, completes: bool = True) -> Comparison:
         """Compare everything in the scope, and store the mark that ends the migration.
 
-        The mark is stored only if *completes* is True, the scope is everything, and the comparison
-        is clean.  If the comparison is not clean and *completes* is True, an earlier mark is
-        withdrawn.
+        The mark is stored only if *completes* is True, the scope is everything, the source is not
+        empty, and the comparison is clean.  If the comparison is not clean and *completes* is True,
+        the mark of an earlier comparison is removed.
         """
         began, counts = time.monotonic(), self._counts
         await self._compare_sessions()
@@ -305,8 +311,9 @@ class Comparing:
     async def _state_reason(self, owner: tuple[str, ...], data: bytes, kind: Found) -> str:
         """Return why the state of *owner* is not equal.
 
-        The result is empty if the state is equal, or was changed or deleted in the target after it
-        was copied.
+        *data* is the state in the source as JSON, and *kind* is its status in the target.  The
+        result is empty if the state is equal, or was changed or deleted in the target after the
+        state was copied.
         """
         try:
             stored = await self._target.state(*owner)
@@ -322,7 +329,11 @@ class Comparing:
     # --- both listings ---------------------------------------------------------------------------
 
     async def _compare_listings(self) -> None:
-        """Find sessions that are `gone` or `behind`: see `Comparison`."""
+        """Count and report the sessions that are `gone` or `behind`.
+
+        These are copied sessions that the source no longer has, and sessions that were created or
+        changed in the source during the comparison.
+        """
         target = self._target
         missing: dict[bytes, Copy] = {}
         if self._scope.since is None and not await target.store.migration_is_complete():

@@ -52,7 +52,8 @@ from adk_secure_sessions.storage import (
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.
 _AT_ONCE = 8
-_MOST = 10**15  # `_count` returns this number for larger sums, which only modified rows can have
+# `_count` returns this number for larger sums.  Only rows that were tampered with have such sums.
+_MOST = 10**15
 # The version of a row whose ids cannot be decrypted begins with this text, and the reason follows.
 _UNREADABLE = "unreadable: "
 
@@ -63,15 +64,16 @@ class EncryptedSource(Source):
     The source may have a key database, and may be in another database product than the target.
     Events are returned as they are stored: nothing is converted, and the installed google-adk need
     not be able to read them.  Expired sessions are omitted, and so are collections (artifacts and
-    memory): see `others`.
+    memory), which `others` counts.
 
-    A session or state is only returned if its rows are authentic and belong together, as in a
-    service.  If the row of a session was removed together with its version witness, the source does
-    not notice that: run `verify` on the source, which reports the events that belong to no session.
+    As in a service, a session or state is only returned if its rows are authentic and belong
+    together.  If the row of a session was removed together with its version witness, this class
+    does not notice the removal: run `verify` on the source, which reports the events that belong to
+    no session.
 
     A session whose ids cannot be decrypted has the table and the row id instead of a session id,
-    and the other ids are empty.  Such sessions, and states of unknown owners, are in every scope,
-    because their app and their times are not known.
+    and its app name and user id are empty.  Such a session, and the state of an owner whose ids
+    cannot be decrypted, are in every scope, because their app and their times are not known.
 
     Args:
         db: The database.  `close` closes it.

@@ -30,8 +30,8 @@ from adk_secure_sessions.storage import repeated
 T = TypeVar("T")
 
 _EVERYTHING = Scope()
-_PAGE = 200  # sessions that one transaction deletes
-_LOCK_WAIT = 5  # seconds to wait for a lock to rewrite a table
+_PAGE = 200  # the maximum number of sessions that one transaction deletes
+_LOCK_WAIT = 5  # the maximum number of seconds to wait for the lock that rewriting a table needs
 
 
 class Erased(NamedTuple):
@@ -94,10 +94,11 @@ async def erase_source(
 
     Each transaction deletes up to 200 sessions with their events, except sessions that have changed
     since they were compared.  After all sessions, the states of users and apps without sessions are
-    deleted.  Finally, the bytes of the deleted rows are removed from the files of the database, as
-    far as the database can do that: see docs/migrate.md.  The tables themselves are kept.
+    deleted, except states that have changed since they were compared.  Finally, the bytes of the
+    deleted rows are removed from the files of the database, as far as the database can do that: see
+    docs/migrate.md.  The tables themselves are kept.
 
-    If the run is interrupted, run it again.
+    If a run is interrupted, call this function again.
 
     Args:
         source: An `AdkTables` or a `Package1x`.
@@ -135,9 +136,9 @@ async def erase_source(
         deletable = comparison.sessions
         erased = Erased(deletable, comparison.events, comparison.states, 0, 0, ())
         return SourceErasure(comparison, erased)
-    # The copies in *db* may soon be the only ones.  If this mark is stored, `migrate` deletes no
-    # copy and replaces no state.  It then replaces a session only by a version that begins with all
-    # copied events.
+    # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
+    # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
+    # that begins with all copied events.
     await store.mark_source_erased()
     writer = source.writer()
     try:
@@ -204,6 +205,7 @@ class _Eraser:
         return await repeated(lambda: self._writer.define(in_transaction, commit=True), writes=True)
 
     def _page(self, connection: sa.Connection, after: Position | None) -> "_Page":
+        """Delete those of the next sessions that have not changed since the comparison."""
         found, last = self._tables.page(connection, self._scope, after, limit=_PAGE, lock=True)
         listed = [session for session, _size in found]
         equal = [one[:3] for one in listed if packed(*one) in self._equal.equal_sessions]

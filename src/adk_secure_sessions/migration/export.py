@@ -110,7 +110,7 @@ class _ToAdk:
             await self._write_state((app_name,), state)
 
     async def compare(self) -> None:
-        """Read both databases, and compare all fields."""
+        """Read both databases again, compare all sessions and states, and report differences."""
         found = 0
         async for batch in self._reader.sessions(reports=False):
             contents = {ids_of(one): content for one, content in batch.items()}

@@ -81,7 +81,8 @@ class ExportReader:
 
     Attributes:
         bad: How many sessions and states cannot be exported.
-        problems: The first 1000 of them, and of the differences that a comparison has found.
+        problems: The first 1000 problems: sessions and states that cannot be exported, and
+            differences that a comparison has found.
     """
 
     def __init__(
@@ -156,7 +157,11 @@ class ExportReader:
     ) -> AsyncIterator[tuple[str, str, JsonObject]]:
         """Yield the app name, the user id and the state of each user.
 
-        Omit users that cannot be decrypted; see `sessions` for *reports* and the error.
+        Users that cannot be decrypted are omitted.  If *reports* is True, `reject` counts and lists
+        them.
+
+        Raises:
+            StopExport: A user cannot be decrypted, *reports* is True, and `skip_bad` is False.
         """
         async for batch in self._source.user_states(Scope(self.app_name)):
             for (app_name, user_id), state in batch.items():
@@ -170,10 +175,14 @@ class ExportReader:
     async def app_states(self, *, reports: bool = True) -> AsyncIterator[tuple[str, JsonObject]]:
         """Yield the name and the state of each app.
 
-        Omit apps that cannot be decrypted; see `sessions` for *reports* and the error.
+        Apps that cannot be decrypted are omitted.  If *reports* is True, `reject` counts and lists
+        them.
 
-        If only one user is exported, yield only the apps of this user, which `user_states` has
-        found.  Therefore, read `user_states` to the end first.
+        If only one user id is exported, yield only the apps that have a user with this id.
+        `user_states` collects these apps, so read `user_states` to the end first.
+
+        Raises:
+            StopExport: An app cannot be decrypted, *reports* is True, and `skip_bad` is False.
         """
         async for batch in self._source.app_states(Scope(self.app_name)):
             for app_name, state in batch.items():
@@ -198,7 +207,11 @@ class ExportReader:
             raise StopExport
 
     async def report(self, who: tuple[str, ...], detail: str) -> None:
-        """Add a problem to `problems`, unless the list is full; see `reject` for *who*."""
+        """Add a problem to `problems`, unless the list is full.
+
+        *who* is the kind of the session or state (`session`, `user` or `app`), followed by the ids
+        if they are known.
+        """
         if len(self.problems) == _MAX_LISTED:
             return
         kind, *ids = who

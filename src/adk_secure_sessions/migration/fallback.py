@@ -8,10 +8,10 @@ The rules, which docs/zero-downtime.md explains:
   source.  The first write to the session copies it.
 - The state of a user or an app is copied before the first write that concerns it.
 
-The source must not change any more, so a value that was read from the source stays the same there.
-But between two queries, another process may copy a session, and append to the copy.  So after a
-read has used the source, the read queries `secure_migrated` again.  If the session or a state was
-copied meanwhile, the read is repeated.
+The source must not change any more, so a value that was read from the source stays the same in the
+source.  But between two queries, another process may copy a session, and append to the copy.  So
+after a read has used the source, the read queries `secure_migrated` again.  If the session or a
+state was copied meanwhile, the read is repeated.
 """
 
 import asyncio
@@ -68,11 +68,13 @@ Owner = tuple[str, str | None]  # an app name; and a user id, or None for the ap
 # of the session in the source follows.
 _OF_SOURCE = "plaintext source:"
 _OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
-_CACHED_OWNERS = 10_000
+_CACHED_OWNERS = 10_000  # the maximum number of apps and users in `_moved`
 _CANCEL_TIMEOUT = 5.0  # seconds to wait for a cancelled query of the source
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 
 
+# Returns the `EncryptedSessionService` that the methods call.  The decorators of `audit` need this
+# service, so that they write only one audit record for each operation.
 _THE_SERVICE = attrgetter("_service")
 
 
@@ -95,7 +97,7 @@ class PlaintextFallbackService(BaseSessionService):
             uses the same database.
         source: The plaintext source, for example `AdkTables(url)`.
         read_timeout: Seconds after which a query of the source is interrupted, and the operation
-            raises `DatabaseError`; None for no limit.  It does not limit the queries of *service*.
+            raises `DatabaseError`; None for no limit.  Queries of *service* are not limited.
 
     Attributes:
         fallback_reads: How many queries this object has sent to the source.
@@ -137,7 +139,7 @@ class PlaintextFallbackService(BaseSessionService):
         # could delete the task before it ends.
         self._cancelled: set[asyncio.Future[Any]] = set()
         self._locks = LoopLocks()
-        # Apps and users whose state was copied or erased.  This cannot be undone, so an entry never
+        # Apps and users whose state was copied or erased.  Neither can be undone, so an entry never
         # becomes wrong.
         self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
         # The keyring that was current when the mark that ends the migration was last read.
@@ -168,9 +170,10 @@ class PlaintextFallbackService(BaseSessionService):
         session_id: str | None = None,
         expires_after: timedelta | None = None,
     ) -> Session:
-        """Store a new session, encrypted; see `EncryptedSessionService.create_session`.
+        """Store a new session, encrypted.
 
-        Copy the states of the app and the user first, if they were not copied yet.
+        Copy the states of the app and the user first, if they were not copied yet.  The arguments,
+        the result and all other errors are those of `EncryptedSessionService.create_session`.
 
         Raises:
             AlreadyExistsError: The user already has a session with this id, in the database or in
@@ -200,7 +203,8 @@ class PlaintextFallbackService(BaseSessionService):
     ) -> Session | None:
         """Read a session from the database or, if it was not copied yet, from the source.
 
-        See `EncryptedSessionService.get_session`.
+        The arguments, the result and all other errors are those of
+        `EncryptedSessionService.get_session`.
 
         Raises:
             ConfigurationError: The session or a state in the source cannot be read.
@@ -244,8 +248,9 @@ class PlaintextFallbackService(BaseSessionService):
     ) -> ListSessionsResponse:
         """List the sessions of the database, and those of the source that were not copied yet.
 
-        See `EncryptedSessionService.list_sessions`.  This class has no `list_sessions_page`,
-        because the pages would need one order of the sessions of the database and of the source.
+        The arguments, the result and all other errors are those of
+        `EncryptedSessionService.list_sessions`.  This class has no `list_sessions_page`, because
+        the pages would need one order of the sessions of the database and of the source.
 
         Raises:
             ConfigurationError: The source has a session that cannot be read, and
@@ -295,7 +300,11 @@ class PlaintextFallbackService(BaseSessionService):
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state from the database or, if it was not copied yet, from the source.
 
-        See `EncryptedSessionService.get_user_state`.
+        The arguments, the result and all other errors are those of
+        `EncryptedSessionService.get_user_state`.
+
+        Raises:
+            ConfigurationError: The state in the source cannot be read.
         """
         check_ids(app_name, user_id, "")
         owner = (app_name, user_id)
@@ -312,12 +321,12 @@ class PlaintextFallbackService(BaseSessionService):
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, encrypted, then apply it to `session`.
 
-        Copy the session, and the states of its app and its user, if they were not copied yet.  See
-        `EncryptedSessionService.append_event`.
+        Copy the session, and the states of its app and its user, if they were not copied yet.  All
+        other errors are those of `EncryptedSessionService.append_event`.
 
         Raises:
             StaleSessionError: The stored session has changed since `session` was loaded.  Or
-                `session` was loaded from the source, and another version of it was copied.
+                `session` was loaded from the source, and another version of the session was copied.
             ConfigurationError: The session or a state in the source cannot be read.
         """
         if event.partial:
@@ -493,7 +502,11 @@ class PlaintextFallbackService(BaseSessionService):
     async def _read(
         self, ids: SessionIds, config: GetSessionConfig | None, moved: set[Owner]
     ) -> Session | None:
-        """Return a session of the source; None if the source does not have it."""
+        """Return a session of the source; None if the source does not have the session.
+
+        *moved* contains those of the session's app and user whose state was copied or erased.
+        Their states come from the encrypted database.
+        """
         header = _readable(await self._query(self._source.find(*ids)))
         if header is None:
             return None
@@ -547,7 +560,12 @@ class PlaintextFallbackService(BaseSessionService):
         return app, user
 
     async def _fill_states(self, session: Session, moved: set[Owner]) -> None:
-        """Add the states that were not copied yet to a session of the database."""
+        """Add states in the source to a session of the database.
+
+        *moved* contains the apps and users whose state was copied or erased.  Their states in the
+        source are not used.  Neither is the state in the source if *session* already has keys of
+        the encrypted state.
+        """
         for prefix, owner in _owners(session).items():
             if owner not in moved and not _has(session, prefix):
                 _add(session, prefix, await self._state(owner))
@@ -555,7 +573,10 @@ class PlaintextFallbackService(BaseSessionService):
     async def _fill_listed(
         self, app_name: str, user_id: str | None, listed: list[Session], moved: set[Owner]
     ) -> None:
-        """Do the same as `_fill_states` for all sessions in *listed*, with fewer queries."""
+        """Add states in the source to all sessions in *listed*, which are those of the database.
+
+        The rules are those of `_fill_states`, but each state is read only once.
+        """
         missing: dict[Owner, list[tuple[str, Session]]] = {}
         for session in listed:
             for prefix, owner in _owners(session).items():
@@ -597,10 +618,11 @@ class PlaintextFallbackService(BaseSessionService):
         listed: list[Session],
         moved: set[Owner],
     ) -> list[Session]:
-        """Return the sessions of the source, *headers*, with all states and without events.
+        """Return the sessions *headers* of the source, with all states and without events.
 
         *listed* are the sessions of the database.  They already contain states of the app and of
-        users, which are not read again.
+        users, which are not read again.  *moved* contains the apps and users whose state was copied
+        or erased: their states in the source are not used.
         """
         if not headers:
             return []
@@ -678,6 +700,13 @@ class PlaintextFallbackService(BaseSessionService):
 
         If *session* was read from the source, set its `_storage_update_marker` to the row id and
         revision of the copied session.
+
+        Raises:
+            StaleSessionError: *session* was read from the source, and another version was copied,
+                or the database has another session with these ids.
+            SessionNotFoundError: *session* was read from the source, and the source no longer has
+                the session, or a tombstone forbids copying the session.
+            ConfigurationError: The session or a state in the source cannot be read.
         """
         marker = session._storage_update_marker
         version = (marker or "").partition(_OF_SOURCE)[2]

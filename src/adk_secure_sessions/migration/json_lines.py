@@ -117,8 +117,9 @@ class _ToLines:
     ) -> bool:
         """Write the line of a session or a user, and return True.
 
-        If the state of the app or of the user cannot be decrypted, list the problem and return
-        False; see `ExportReader.reject` for *who*.
+        If the state of the app or of the user cannot be decrypted, list the session or user as a
+        problem, and return False.  *who* names the session or user in the list: its kind (`session`
+        or `user`), followed by the ids.
 
         Raises:
             StopExport: A state cannot be decrypted, and `skip_bad` is False.

@@ -45,7 +45,7 @@ _IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold
 # A dry run measures the speed with the first sessions, until one of these limits is reached.
 _TRIAL_SESSIONS, _TRIAL_EVENTS, _TRIAL_BYTES = 64, 1000, 8 * 2**20
 _EVERYTHING = Scope()
-_KNOWN_OWNERS = 10_000
+_KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_Owners` remembers
 
 _REASONS = {
     Found.CONFLICT: "both sides have changed or deleted it since it was copied",
@@ -119,7 +119,8 @@ class Migration(NamedTuple):
     def is_complete(self) -> bool:
         """Whether the run has ended, and left no session or state that is bad, in conflict or gone.
 
-        If the source is in use, the copy may be behind nevertheless: see `behind`.
+        If the source is in use, sessions that have changed since may nevertheless be missing:
+        `behind` counts them.
         """
         return not (self.stopped or self.bad or self.conflicts or (self.gone or 0) > self.removed)
 
@@ -141,7 +142,8 @@ async def migrate(
 
     A second run copies only sessions and states that are new or have changed in the source.  No run
     overwrites a session or state that a service has changed in the target.  If a run was
-    interrupted, run it again: sessions that were copied are skipped.  The source is only read.
+    interrupted, call this function again: it skips sessions that were copied.  The source is only
+    read.
     Tables and keys of the target that do not exist are created, except in a dry run.
 
     Args:
@@ -215,7 +217,16 @@ class _Stop(Exception):
 
 
 class _Run:
-    """One run of `migrate`."""
+    """One run of `migrate`.
+
+    Args:
+        source: The source.
+        db: The database of the target.
+        target: The target; None in a dry run if *db* has no tables yet.
+        options: The arguments of `migrate`.
+        meter: Reports the progress.
+        limit: Limits the number of events per second.
+    """
 
     def __init__(
         self,
@@ -371,8 +382,10 @@ class _Run:
     async def _has_copy(self, entry: Entry, content: SessionContent) -> bool:
         """Return whether *content* contains all copied events, so that it may replace the copy.
 
-        Also return True if there is no copy any more.  If the source was erased, somebody may have
-        created another session with the same ids since.  Such a session must not replace the copy.
+        Also return True if there is no copy any more, so that nothing can be lost.
+
+        If the source was erased, the copy may be the only one, and somebody may since have created
+        another session with the same ids in the source.  Such a session must not replace the copy.
         """
         assert self._target is not None
         copy = await self._target.content(entry)
@@ -458,7 +471,15 @@ class _Run:
             await self._report_gone(missing)
 
     async def _not_seen(self) -> dict[bytes, Copy]:
-        """Return the copied sessions that the first listing did not have, by their tags."""
+        """Return the copied sessions that the first listing did not have, by their tags.
+
+        The result is empty if no session counts as gone: the target does not exist yet, only recent
+        sessions are read, or the migration is complete.
+
+        Raises:
+            ConfigurationError: `delete_gone` is True, and the first listing had no sessions,
+                although sessions were copied before.
+        """
         missing: dict[bytes, Copy] = {}
         target, scope = self._target, self._options.scope
         if target is None or scope.since is not None or await target.store.migration_is_complete():

@@ -57,8 +57,9 @@ async def open_source(
             backend.
         backends: The names of the backends that encrypted the source; by default `aesgcm`.
         key_db_url: The key database of the source, if there is one.
-        time_zone: The time zone of the processes that wrote the source: see `AdkTables` and
-            `Package1x`.
+        time_zone: The time zone of the processes that wrote the source, if it was not UTC, and if
+            they used a release of google-adk that stored local times: docs/migrate.md, Times, lists
+            these releases.
 
     Raises:
         ConfigurationError: The database contains no sessions that can be read; or it is encrypted,
@@ -75,7 +76,7 @@ async def open_source(
         and await inspect(has_encrypted_states, db_url)
     ):
         # `detect` may have found only plaintext, because it reads only the first and the last
-        # states.  Without this line, the error at the end would tell the caller to omit the keys.
+        # states.  Without this correction, the error below would tell the caller to omit the keys.
         kinds = frozenset([Kind.PACKAGE_1X])
     if Kind.PACKAGE_1X in kinds and not has_keys and (await inspect(sampled_states, db_url)).others:
         raise ConfigurationError(_MIXED)

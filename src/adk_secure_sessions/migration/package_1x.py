@@ -58,8 +58,8 @@ class Package1x(AdkTables):
 
     docs/from-1x.md names the releases.
 
-    A value that cannot be decrypted makes its session or state unreadable.  So does an event whose
-    id in the table differs from the encrypted id.
+    A value that cannot be decrypted makes its session or state unreadable.  A session is also
+    unreadable if the id or the invocation id of an event differs from the encrypted one.
 
     The distribution authenticates the content of each state and event, and nothing else.  An
     attacker with write access may have modified app names, user ids, session ids and the times of
@@ -76,7 +76,9 @@ class Package1x(AdkTables):
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
             opened as read-only.
-        keys: The keys that the application gave to its backends: see `Package1xKeys`.
+        keys: The keys that the application gave to its `FernetBackend` (a Fernet key or a
+            passphrase) or to its `AesGcmBackend` (32 bytes, or these bytes as base64 or hexadecimal
+            text).  There may be several keys: each value is decrypted with the one that fits.
         db_engine: Your own engine for the database.
         time_zone: The time zone of `create_time` and `update_time` in a database on a server.  Give
             it if adk-secure-sessions 1.x ran with a release of google-adk that stored local times:
@@ -172,8 +174,9 @@ class Package1x(AdkTables):
                 self._event(row, f"event {number} of {len(history)}")
                 for number, row in enumerate(history, 1)
             ]
-            # The rows are sorted by their column `timestamp`.  This column is not authenticated,
-            # and some releases stored local time in it, others UTC.
+            # The query sorts the rows by their column `timestamp`.  This column is not
+            # authenticated.  Some releases stored local time in the column, others UTC.  So sort
+            # the events by their decrypted times.
             found.sort(key=lambda event: event.time)
             created_at = time_of(header.created_at, tables.sessions_zone)
             updated_at = time_of(header.updated_at, tables.sessions_zone)
@@ -223,11 +226,11 @@ def _event(plaintext: bytes, event_id: str, invocation_id: str, timestamp: objec
 
 
 class _Tables(Tables):
-    """The SQL of one database.
+    """The SQL for the tables of adk-secure-sessions 1.x in one database.
 
     Releases since 1.1 create no index on the session ids of events.  Therefore, each query for
-    events may scan the whole table.  To limit the number of queries, each query reads the events of
-    many sessions.
+    events may scan the whole table.  This is acceptable, because one query reads the events of many
+    sessions.
     """
 
     # `kinds_in` tells the tables of adk-secure-sessions 1.x from google-adk's only by their

@@ -20,21 +20,21 @@ from adk_secure_sessions.lru import Lru
 
 # The content of a pickle may have at most _FACTOR times as many bytes as the pickle, plus
 # _ALLOWANCE bytes.  A value that occurs several times is counted several times.  For pickles that
-# google-adk 1.0 to 1.21 wrote, the factor was 1 to 7.  It is larger if one long text occurs many
-# times.
+# google-adk 1.0 to 1.21 wrote, the factor was 1 to 7.  The factor is larger if one long text occurs
+# many times.
 _FACTOR = 64
 _ALLOWANCE = 64 * 1024
 _PER_VALUE = 16  # bytes that are added to the size of each value
 # An object of pydantic takes three levels: the object, its pickled state, and its fields.
 _MAX_LEVELS = 3 * json_text.MAX_LEVELS
 _MAX_BITS = 14_285  # the number of bits of an integer with json_text.MAX_DIGITS digits
-_HASHED_BITS = 64
+_HASHED_BITS = 64  # few integers of at most this many bits have equal hashes, so they are allowed
 # The maximum number of keys of dictionaries, and elements of sets, whose hashes an attacker can
 # choose.  If all hashes in a dictionary are equal, n keys take n**2 comparisons.
 _MAX_CHOSEN_HASHES = 100
 # With a larger exponent, the conversion of a Decimal to an integer takes too long.
 _DECIMAL = re.compile(r"[^eE]*(?:[eE][+-]?(\d{1,4}))?", re.ASCII)
-_accepted: Lru[bytes, bool] = Lru(1000)
+_accepted: Lru[bytes, bool] = Lru(1000)  # the SHA-256 hashes of the pickles accepted last
 
 
 class UnsafePickle(ValueError):
@@ -101,7 +101,10 @@ _BUILTINS = ("builtins", "collections", "datetime", "decimal")
 
 
 def check(data: bytes) -> None:
-    """Raise `UnsafePickle` if *data* must not be loaded; see the docstring of this module.
+    """Raise `UnsafePickle` if *data* must not be loaded.
+
+    The reason is that google-adk does not write such a pickle, or that its content would be much
+    larger than *data*.
 
     Following the opcodes takes about as long as all the rest of reading an event.  Most events of a
     database have the same empty actions, so the last accepted pickles are remembered by their hash.
@@ -275,8 +278,8 @@ class _Checker:
         """Add *items* to the value on top of the stack.
 
         Raises:
-            UnsafePickle: The value is not of *kind*, is shared (see `_Value.is_shared`), or becomes
-                too large.
+            UnsafePickle: The value is not of *kind*, or was read from the memo and so must not
+                change any more, or becomes too large.
         """
         value = self._stack[-1]
         if value.kind != kind or value.is_shared:

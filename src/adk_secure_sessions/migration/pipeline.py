@@ -26,6 +26,8 @@ TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
 _MAX_LISTED = 1000
 # An estimate of the memory that an event takes in addition to its bytes.
 _EVENT_OVERHEAD = 200
+# About how many bytes the contents in one part of `Chunks` take, and the maximum number of sessions
+# in one part.
 _CHUNK_BYTES = 4 * 2**20
 _MAX_CHUNK = 256
 
@@ -91,8 +93,9 @@ class Workers:
 class Fingerprints:
     """A set of byte strings that needs 8 bytes of memory for each.
 
-    A string that was not added is found in the set with a probability of 2^-64 for each string that
-    was added.  The key is random, so nobody can choose such strings.
+    The set contains only hashes.  So for each string that was added, another string is wrongly
+    found in the set with a probability of 2^-64.  The hashes have a random key, so nobody can
+    choose strings with equal hashes.
     """
 
     def __init__(self) -> None:

@@ -25,6 +25,8 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.service import check_ids
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
+# The limits of one batch: the number of sessions, and the bytes of their events.  Up to `_AT_ONCE`
+# sessions are added before the limits are checked.
 _BATCH_SESSIONS = 32
 _BATCH_BYTES = 4 * 2**20
 # `size` reads at least this many sessions to estimate the number of events, if there are so many.
@@ -188,6 +190,11 @@ class ServiceSource(Source):
         return [name for name in self._app_names if scope.app_name in (None, name)]
 
     async def _listed(self, app_name: str, since: int | None = None) -> list[_Listed]:
+        """Return the sessions of an app, sorted by user id and session id.
+
+        If *since* is not None, omit sessions that were last updated before this time, in
+        microseconds since 1970, UTC.
+        """
         users: Sequence[str | None] = self._user_ids.get(app_name) or [None]
         found: dict[tuple[str, str], _Listed] = {}
         for user_id in users:
@@ -206,7 +213,10 @@ class ServiceSource(Source):
             )
 
     async def _newest(self, app_name: str, listed: Sequence[_Listed]) -> Session | None:
-        """Return the most recently updated session that still exists."""
+        """Return the most recently updated session in *listed* that still exists, without events.
+
+        Return None if no session in *listed* exists any more.
+        """
         for one in sorted(listed, key=lambda one: one.update_time, reverse=True):
             session = await self._get(app_name, one, config=GetSessionConfig(num_recent_events=0))
             if session is not None:

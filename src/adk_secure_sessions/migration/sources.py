@@ -83,7 +83,8 @@ class SessionHeader(NamedTuple):
     Attributes:
         session: The ids and the version.
         state: The session's own state, without the states of its app and its user.
-        created_at, updated_at: See `SessionContent`.
+        created_at: When the session was created, in microseconds since 1970, UTC.
+        updated_at: `Session.last_update_time`, in microseconds since 1970, UTC.
     """
 
     session: SourceSession

@@ -149,7 +149,10 @@ class Target:
         return found
 
     async def copies(self, app_name: str | None) -> AsyncIterator[Sequence["Copy"]]:
-        """Yield all copied sessions that are still stored, in batches."""
+        """Yield the copied sessions that are still stored, in batches.
+
+        If *app_name* is None, yield those of all apps.
+        """
         if not await self.store.has_imports():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
@@ -173,7 +176,7 @@ class Target:
         return None
 
     async def content(self, entry: Entry) -> SessionContent | None:
-        """Return the session in the target; None if it was deleted.  It may have expired.
+        """Return the session in the target, even if it has expired; None if it was deleted.
 
         Raises one of `maintenance.problems.UNREADABLE` if the session cannot be decrypted.
         """
@@ -201,7 +204,10 @@ class Target:
         return b"{}" if app is None else app.state
 
     async def count_others(self, app_name: str | None) -> int:
-        """Return the number of stored sessions that were not copied."""
+        """Return the number of stored sessions that were not copied.
+
+        If *app_name* is None, count those of all apps.
+        """
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
         has_copies = await self.store.has_imports()
         ((number,),) = await self.db.read(_others(has_copies, app_name is not None), parameters)
@@ -222,8 +228,8 @@ class Copy(NamedTuple):
     """A copied session that is still stored; its row was not authenticated.
 
     *seems_expired* says whether the copy has expired, according to its row.  The source may not
-    list this session any more because it has expired there, too.  So an expired copy does not count
-    as a session that the source no longer has: see `located`.
+    list this session any more because it has expired there, too.  So `Target.located` does not
+    return an expired copy, and it does not count as a session that the source no longer has.
     """
 
     tag: bytes
