@@ -515,7 +515,11 @@ reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
 
 
 async def _recording_rejections(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield *pieces*, which are read after the call of the service has ended."""
+    """Yield *pieces*; if reading a piece raises DecryptionError, record the rejection.
+
+    The decorator `accessed` cannot record it: the application reads the pieces after the call of
+    the service has ended.
+    """
     try:
         async with aclosing(pieces):
             async for piece in pieces:

@@ -112,7 +112,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         key_db_engine: Your own SQLAlchemy `AsyncEngine`, instead of `key_db_url`.
         create_tables: Create missing tables in the key database.
         skip_unreadable_sessions: If True, `list_sessions` omits a session that cannot be
-            decrypted, and logs the error.  If False, it raises `DecryptionError`.
+            decrypted, and logs the error.  If False, `list_sessions` raises `DecryptionError`.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
         cache_seconds: How long data keys are cached for reading, in seconds.  If another process
             erases a user, this process can still read the user's records for this time.
@@ -273,7 +273,11 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
     @accessed("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        """Let the other service delete a session; nothing is decrypted."""
+        """Let the other service delete a session; nothing is decrypted.
+
+        If *session_id* begins or ends with spaces, do nothing: no session has such an id, and some
+        services remove the spaces, and would delete another session.
+        """
         check_ids(app_name, user_id, session_id)
         if session_id == session_id.strip():
             await self._inner.delete_session(
@@ -534,6 +538,11 @@ class _Records:
         return session
 
     def open_session_without_events(self, stored: Session) -> Session:
+        """Decrypt the states of *stored*; the returned session has no events.
+
+        Raises:
+            DecryptionError: A value cannot be decrypted, or *stored* is another session.
+        """
         who = self._who
         _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
         scopes = self.scopes
@@ -640,6 +649,7 @@ def _json_scopes(state: JsonObject | None) -> Scopes:
 
 
 def _text(record: bytes) -> str:
+    """Return *record* in base64, the form in which the inner service stores it."""
     return base64.b64encode(record).decode("ascii")
 
 

@@ -89,7 +89,7 @@ _RUN = "move"
 # The names of the rows of `secure_meta` that are only in the database that has the keys.
 _BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
 _BATCH = 500  # the number of data keys that are read and written at once
-_LOWEST = -(2**63)
+_LOWEST = -(2**63)  # where the first batch begins: below all ids, also those that `_park` changed
 
 _CHANGED = (
     "the keys were changed during the move: stop all services and other commands that use this "
@@ -237,7 +237,8 @@ class _Move:
     ) -> KeyMove:
         """End the move after `holds` was changed, and let services start.
 
-        First delete keys that an earlier run has left in the data database, and clear its file.
+        First delete the keys that an earlier run has left in the data database, and clear the file
+        of the data database.
         """
         check_together(data, keys)
         is_parked = any(row.id < 0 for row in keys.keyring)
@@ -376,7 +377,7 @@ class _Move:
         self._meter = Meter(self._progress, total, None)
 
     async def _copy(self, read: "_ReadRows", change: "_Changer") -> None:
-        """Copy all data keys in batches."""
+        """Copy all data keys in batches: *read* reads the old copy, *change* writes the new one."""
         after = _LOWEST
         while rows := await read(_BATCHES[data_keys.name], {"after": after}):
             sound = [_sound(DataKeyRow(*row)) for row in rows]
@@ -523,7 +524,7 @@ def _reject_memory(connection: sa.Connection) -> None:
 
 
 def _marks(connection: sa.Connection) -> dict[str, str]:
-    """Read and lock the rows of `secure_meta`, by name."""
+    """Lock the rows of `secure_meta`, and return their values by name."""
     query = sa.select(meta.c.name, meta.c.value).with_for_update()
     return {row.name: row.value for row in connection.execute(query)}
 
@@ -558,7 +559,7 @@ def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
     see_what_is_committed(connection)
     overwrite_deleted(connection)
     if connection.dialect.name == "postgresql":
-        # Wait for open transactions that store a data key, as `retire` does.
+        # Wait for open transactions that store a data key, so that this transaction sees the key.
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_wait}s'").close()
         tables = f"{data_keys.name}, {keyring.name}"
         connection.exec_driver_sql(f"LOCK TABLE {tables} IN EXCLUSIVE MODE").close()
@@ -638,12 +639,17 @@ def _switch_to_key_database(
 
 
 def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
-    """Delete the keys in the data database, if the valid keys are in the key database."""
+    """Delete the keys in the data database, after a check that they are not the valid keys.
+
+    Raises:
+        SecureSessionError: The row `holds` of `secure_meta` does not say that the valid keys are in
+            the key database: another run has moved the keys.
+    """
     overwrite_deleted(connection)
     if _marks(connection).get(HOLDS) != Part.DATA.value:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
     # Store the id of this run, so that a concurrent run in the other direction ends with an error.
-    # Otherwise, it could use the keys that are deleted here.
+    # Otherwise, that run could make the keys valid that are deleted here.
     _set(connection, _RUN, run)
     present = set(sa.inspect(connection).get_table_names())
     for table in (keyring, data_keys):

@@ -91,7 +91,7 @@ class Record(NamedTuple):
 
     *key* is the primary key of the row.  *version* is the value of the row's version column
     (`RecordColumn.version`), or 0 for an event.  *context* is a function that returns the record's
-    context, or raises DecryptionError.
+    context, or raises DecryptionError.  *stored* are the bytes of the record.
     """
 
     column: RecordColumn
@@ -326,9 +326,10 @@ class Reencryptor:
     ) -> None:
         """Re-encrypt the *records* that are not encrypted with the data key *target* yet.
 
-        A record that cannot be decrypted is reported and left unchanged.  A record that another
-        process has changed since it was read is left unchanged, too.  All other re-encrypted
-        records are read again and decrypted before they are counted.
+        A record that cannot be decrypted is added to `problems` and left unchanged.  A record that
+        another process has changed since it was read is left unchanged, too.  Each re-encrypted
+        record is read again and decrypted before it is counted.  A dry run only decrypts and
+        counts.
 
         Args:
             keys: The data keys of *owner*.

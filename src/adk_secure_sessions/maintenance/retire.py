@@ -330,7 +330,7 @@ async def _check_owner(
 
 
 def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
-    return None
+    return None  # `retire` only checks that each event can be decrypted
 
 
 def _retire_beside_data(
@@ -384,7 +384,7 @@ def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
 
     - Rows use the key.
     - Rows use an older key.  A service that has read the newer key may be about to write such a row
-      again with it.
+      again with the newer key.
     - The owner's row names the key.  A service that writes with another backend may use the key.
     - A record has a header that names no key of the owner.  So the record may need any key.
 
