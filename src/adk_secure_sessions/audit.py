@@ -150,8 +150,8 @@ def add_facts(**facts: object) -> None:
 def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command: measure each call, and write an audit record at its end.
 
-    The audit record contains the numbers in the function's result (a named tuple), and the facts
-    that were passed to `add_facts`.
+    The audit record contains the numbers and booleans in the function's result (a named tuple), and
+    the facts that were passed to `add_facts`.
     """
 
     @wraps(function)

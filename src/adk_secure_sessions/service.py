@@ -642,7 +642,7 @@ def _marker(stored: StoredSession) -> str:
 
 
 def _parse_marker(marker: str | None) -> Expected:
-    """Return the row id and the revision in *marker*, which `_marker` returned."""
+    """Return the row id and the revision in *marker*; -1 for both if `_marker` did not make it."""
     row, _, revision = (marker or "").partition(".")
     try:
         return Expected(int(row, 16), int(revision))
@@ -653,7 +653,7 @@ def _parse_marker(marker: str | None) -> Expected:
 
 
 def _parse_position(after: str | None) -> Position | None:
-    """Return the position in *after*, which is `SessionPage.next` of the page before.
+    """Return the position in *after*, which is `SessionPage.next` of the page before, or None.
 
     Raises ValueError if *after* is anything else.
     """

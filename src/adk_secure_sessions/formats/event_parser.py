@@ -138,7 +138,10 @@ def _parsed(parse: Parser, data: bytes) -> Event | None:
 
 
 def _without_hooks(schema: Any) -> Any:
-    """Return a copy of *schema* that runs neither `_IDLE_HOOKS` nor `Part.__init__`."""
+    """Return a copy of *schema* without `_IDLE_HOOKS` and without calls of `Part.__init__`.
+
+    The copy rejects unknown fields of an event.
+    """
     if isinstance(schema, list | tuple):
         return type(schema)(map(_without_hooks, schema))
     if not isinstance(schema, dict):

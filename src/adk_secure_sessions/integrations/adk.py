@@ -53,7 +53,7 @@ SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 _ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
-_EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM
+_EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
 
 
 class ServiceUri(NamedTuple):

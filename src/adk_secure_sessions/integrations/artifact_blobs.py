@@ -203,8 +203,8 @@ async def artifacts_of(
                 found = await collections.get(*ids[:3])
                 if found is None:
                     continue
-                # If the tag of the located row was modified, `get` may have found another row by its
-                # tag.  This is no error if the located row was deleted in the meantime.
+                # If the tag of the located row was modified, `get` may have found another row.  But
+                # it is no error if the located row was deleted and another row was created.
                 if found.at.session_row != located.row and await db.read(
                     _ROW, {"row": located.row}
                 ):

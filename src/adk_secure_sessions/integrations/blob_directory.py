@@ -234,6 +234,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _write(directory: Path, name: str, number: int, data: bytes) -> None:
+    """Write a new object of the blob *name*; flush the file and its directories to the disk."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINK | _BINARY
     is_new = True
     with _prefix(directory) as prefix:
@@ -338,6 +339,10 @@ def _read_exactly(read: Callable[[int], bytes | None], length: int) -> bytes:
 
 
 def _delete(directory: Path, name: str) -> None:
+    """Delete the objects of the blob *name*, and the blob's directory unless other files are left.
+
+    If a link is in the place of the blob's directory, delete only the link.
+    """
     try:
         with _prefix(directory) as prefix:
             if _is_link(prefix, name):
@@ -378,6 +383,7 @@ def _deletable(blob: _Folder) -> list[str]:
 
 
 def _blob_names(directory: Path) -> list[str]:
+    """Return the sorted names of the blobs in *directory*; none if *directory* does not exist."""
     try:
         with _prefix(directory) as prefix:
             return sorted(

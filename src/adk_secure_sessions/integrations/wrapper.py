@@ -445,7 +445,8 @@ class _Scope(NamedTuple):
     """The app's, the user's or the session's state.
 
     *prefix* is the prefix of its keys.  *owner* is the tag of the data key's owner.  *parts* are
-    the name of the scope (`app`, `user` or `session`) and the ids.
+    the name of the scope (`app`, `user` or `session`) and the ids, to which the encrypted values
+    are bound.
     """
 
     prefix: str
@@ -464,7 +465,8 @@ class _Records:
 
     Args:
         keys: The data keys of the app and the user.
-        is_current: Whether all data keys were just read, and not cached.
+        is_current: Whether all data keys were just read, and not cached.  If True, a data key that
+            is missing does not exist.
         index: Computes the blind indexes of state keys.
         who: The ids of the session.
     """

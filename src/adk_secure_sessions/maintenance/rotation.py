@@ -41,7 +41,7 @@ from adk_secure_sessions.storage import (
 
 # The name of a checkpoint in `secure_meta` is this prefix, followed by the name of the rotation.
 PREFIX = "rotation."
-_PASSES = 3
+_PASSES = 3  # the maximum number of passes of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
 _END = 253_402_300_800_000_000
