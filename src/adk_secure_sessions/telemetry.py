@@ -160,6 +160,7 @@ class _Switch:
         self._is_on = False
 
     def is_on(self) -> bool:
+        """Return whether a provider was set, as of at most `_RECHECK` seconds ago."""
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + _RECHECK

@@ -162,6 +162,7 @@ def reencrypted_item(
 
 
 def _values(blob: Blob) -> JsonObject:
+    """Return *blob* as the JSON values that an item stores."""
     return {**blob._asdict(), "key": blob.key.hex()}
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
-TIMEOUT = 60.0  # seconds for one request, including its retries
+TIMEOUT = 60.0  # the default limit for one request and its retries, in seconds
 _PARALLEL = 3  # objects that are uploaded at the same time
 _CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
 _SCHEMES = ("s3", "gs", "az", "memory")

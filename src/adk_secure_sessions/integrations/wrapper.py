@@ -83,7 +83,7 @@ EVENTS, STATES = "inner events", "inner states"
 
 _IDS = ("app_name", "user_id", "id")
 _CHUNK = 64  # events to decrypt before other tasks may run
-_NAME = re.compile("[0-9a-f]{32}")
+_NAME = re.compile("[0-9a-f]{32}")  # a state key without its prefix, as the inner service stores it
 _LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionService`
 # Seconds by which the inner service may round the time of an event.
 _ROUNDING = 0.001

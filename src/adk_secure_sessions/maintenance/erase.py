@@ -235,8 +235,9 @@ class _Deletion:
         """Delete all rows of the user except the data keys.
 
         To avoid deadlocks, the sessions are locked first, then the user's row, as in a service.
-        Without a key database, `delete_keys` comes after this method.  Services cannot append
-        events to a locked session.  They cannot create sessions of a user whose row is deleted.
+        Without a key database, `delete_keys` comes after this method.  After this method, services
+        cannot append events to the locked sessions, and cannot create sessions of the user, whose
+        row is deleted.
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()

@@ -468,6 +468,11 @@ _NUMBERS = {
 
 
 def _fingerprint() -> Steps[_Fingerprint]:
+    """Compute a fingerprint in steps that read batches of rows; the caller runs each step.
+
+    Before hashing, master keys get the ids that they had before `_park`.  Therefore the keys in the
+    key database and their copy in the data database have the same fingerprint.
+    """
     digest, masters = hashlib.sha256(), []
     after = _LOWEST
     while rows := (yield Read(_BATCHES[keyring.name], {"after": after})):
@@ -514,6 +519,7 @@ def _fingerprint_now(connection: sa.Connection) -> _Fingerprint:
 
 
 def _reject_memory(connection: sa.Connection) -> None:
+    """Raise ConfigurationError if the key database is a SQLite database in memory."""
     if connection.dialect.name != "sqlite":
         return
     for _, name, file in connection.exec_driver_sql("PRAGMA database_list"):
@@ -601,6 +607,7 @@ def _prepare_key_database(
 
 
 def _insert(run: str, rows: list[DataKeyRow], connection: sa.Connection) -> None:
+    """Store a batch of data keys, in place of any rows with the same ids."""
     _require_run(run, _marks(connection))
     ids = [row.id for row in rows]
     connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
