@@ -136,7 +136,8 @@ async def read_app(
 ) -> tuple[OwnerIds, list[Record]] | None:
     """Read the records of an app: its row and its version witness.
 
-    Return None if the app's row does not exist.
+    *keys* are the data keys of the app.  This function also tells *keys* which data keys the app's
+    row names.  Return None if the app's row does not exist.
 
     Raises:
         DecryptionError: The app's row cannot be decrypted.
@@ -160,7 +161,8 @@ async def read_user(
 ) -> tuple[OwnerIds, list[Record]] | None:
     """Read the records of a user's row and its version witness, but not those of the sessions.
 
-    Return None if the user's row does not exist.
+    *keys* are the data keys of the user.  This function also tells *keys* which data keys the
+    user's row names.  Return None if the user's row does not exist.
 
     Raises:
         DecryptionError: The user's row cannot be decrypted.
@@ -297,6 +299,10 @@ async def _witness_records(db: Database, app_name: str, tags: Iterable[bytes]) -
 
 
 def _identity(owner: OwnerIds, session_id: str) -> Identity:
+    """Return the ids for the contexts of events and snapshots.
+
+    These contexts contain no tag, so the tags of the app and the session are left empty.
+    """
     assert owner.user_id is not None
     return Identity(owner.app_name, owner.user_id, session_id, b"", owner.tag, b"")
 

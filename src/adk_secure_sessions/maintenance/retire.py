@@ -156,8 +156,9 @@ async def retire(
 def reject_wrapper(survey: Survey, command: str) -> None:
     """Raise ConfigurationError if `EncryptedSessionWrapper` uses the database.
 
-    *command* is the name of the command, for the error.  It deletes keys that no record uses, but
-    it cannot read the records of the wrapper, which another session service stores.
+    *command* is the name of the command, for the error: `retire` or `separate`.  Both commands
+    delete keys that no record uses, but cannot read the records of the wrapper, which another
+    session service stores.
     """
     if WRAPPER in stored_features(survey):
         raise ConfigurationError(
