@@ -150,8 +150,8 @@ def add_facts(**facts: object) -> None:
 def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command: measure each call, and write an audit record at its end.
 
-    The audit record contains the numbers in the function's result (a named tuple), and the facts
-    that were passed to `add_facts`.
+    The audit record contains the numbers and booleans in the function's result (a named tuple), and
+    the facts that were passed to `add_facts`.
     """
 
     @wraps(function)
@@ -186,11 +186,13 @@ def _numbers(result: object) -> dict[str, object] | None:
 
 # --- Accesses -------------------------------------------------------------------------------------
 
-# It does not wait for the database: a record is also written for an operation that was cancelled,
-# whose coroutine must end at once.
+# A function that converts an app name, a user id and a session id to the facts of an audit record.
+# The function must not wait for the database: a record is also written for an operation that was
+# cancelled, whose coroutine must end at once.
 ReadIds = Callable[[str, str, str], dict[str, object]]
 
-# The service whose calls need no records, because the caller writes them.
+# The service whose calls in this task need no records, because the method that calls the service
+# writes the record (the argument `covers` of `accessed`).
 _covered: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 

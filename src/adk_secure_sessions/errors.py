@@ -211,7 +211,7 @@ class TamperedError(DecryptionError):
 class PlaintextRefusedError(DecryptionError):
     """The value is stored as plaintext where an encrypted value is required.
 
-    If `NoOpBackend` wrote it on purpose, list `NoOpBackend` in `additional_backends`.
+    If `NoOpBackend` wrote the value on purpose, list `NoOpBackend` in `additional_backends`.
     """
 
     reason = Reason.PLAINTEXT

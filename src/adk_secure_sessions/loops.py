@@ -38,7 +38,10 @@ class LoopLocks:
 
     @asynccontextmanager
     async def hold(self, key: Hashable) -> AsyncIterator[None]:
-        """Hold the lock of *key* during the block; only tasks of this event loop wait for it."""
+        """Hold the lock of *key* during the block.
+
+        Only tasks of the same event loop wait for this lock.
+        """
         locks = self._loops.setdefault(asyncio.get_running_loop(), {})
         lock, users = locks.setdefault(key, (asyncio.Lock(), [0]))
         users[0] += 1

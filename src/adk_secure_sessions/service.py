@@ -57,7 +57,7 @@ except ImportError:  # google-adk before 2.7 raises a plain ValueError
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-MAX_ID_BYTES = 1024
+MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
 MAX_PAGE = 1000  # sessions
 
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
@@ -115,7 +115,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             needs no read.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
         cache_seconds: How long sessions and data keys are cached, in seconds.  If another process
-            erases a user, this process may use the user's data key until then.
+            erases a user, this process may use the user's cached data key for this time.
         read_timeout: Seconds after which a query of the database is interrupted, and the operation
             raises `DatabaseError`.  One statement of a write may take ten times as long.  If None,
             there is no limit.
@@ -516,7 +516,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     async def _expected_of_unmarked(self, session: Session) -> Expected:
         """Return the row id and the revision of the stored session.
 
-        Call this if `_storage_update_marker` of *session*, which contains them, is None.
+        Call this method if *session* has no `_storage_update_marker`: the marker would contain the
+        row id and the revision.
 
         Raises:
             SessionNotFoundError: The session is not stored.
@@ -548,6 +549,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 
 
 def _unsupported(name: str) -> Callable[..., Never]:
+    """Return a method that raises NotImplementedError and calls itself *name* in the error."""
+
     def method(*args: object, **kwargs: object) -> Never:
         raise NotImplementedError(
             f"this release of adk-secure-sessions does not implement {name}(), which the installed "
@@ -639,6 +642,7 @@ def _marker(stored: StoredSession) -> str:
 
 
 def _parse_marker(marker: str | None) -> Expected:
+    """Return the row id and the revision in *marker*; -1 for both if `_marker` did not make it."""
     row, _, revision = (marker or "").partition(".")
     try:
         return Expected(int(row, 16), int(revision))
@@ -649,6 +653,10 @@ def _parse_marker(marker: str | None) -> Expected:
 
 
 def _parse_position(after: str | None) -> Position | None:
+    """Return the position in *after*, which is `SessionPage.next` of the page before, or None.
+
+    Raises ValueError if *after* is anything else.
+    """
     if after is None:
         return None
     match = _POSITION.fullmatch(after) if isinstance(after, str) else None

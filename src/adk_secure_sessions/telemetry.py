@@ -52,15 +52,18 @@ _CIPHER_SECONDS = (
     0.000005, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01,
     0.025, 0.05, 0.1, 0.25, 1.0,
 )  # fmt: skip
+# The upper limits for the number of transactions that one commit of SQLite stores.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
-# The names of errors, backends and key providers are those of classes, which other packages may
-# define, also while they run.  The first names are recorded, and all later ones as `_OTHER`, which
-# is the value that the semantic conventions of `error.type` name.
+# Other packages may define errors, backends and key providers, also while they run, so the number
+# of names is not limited.  Each name that is recorded takes memory in OpenTelemetry's SDK.
+# Therefore only the first names are recorded, and all later ones as `_OTHER`: the semantic
+# conventions of `error.type` name this value.
 _MOST_NAMES = 50
 _MOST_ADDED = 1000  # encryptions that an operation adds up at once
 _OTHER = "_OTHER"
-# An error may come from a backend or a key provider of the application, with any text as table.
+# An error may come from a backend or a key provider of the application, with any text as table.  So
+# only these names of tables are recorded.
 TABLES = frozenset({
     "secure_apps", "secure_bases", "secure_data_keys", "secure_events", "secure_keyring",
     "secure_meta", "secure_migrated", "secure_sessions", "secure_users", "secure_witnesses",
@@ -157,6 +160,7 @@ class _Switch:
         self._is_on = False
 
     def is_on(self) -> bool:
+        """Return whether a provider was set, as of at most `_RECHECK` seconds ago."""
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + _RECHECK
@@ -257,7 +261,7 @@ class Operation:
                     costs[key] = size, seconds
 
     def record(self, otel: _Instruments) -> None:
-        """Record what was added."""
+        """Record the sums of all added values in the instruments of *otel*."""
         self._add_up()
         for (backend, direction), (size, seconds) in self._costs.items():
             size_class = _SIZE_CLASSES[bisect_left(_SIZES, size)]
@@ -273,6 +277,7 @@ class Operation:
 def _cipher_attributes(
     backend: str, direction: str, size_class: str
 ) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the attributes for the bytes of plaintext, and those for the duration."""
     attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
     return attributes, {**attributes, SIZE: size_class}
 
@@ -293,10 +298,12 @@ class _Span:
     Spans that begin in the block become children of this span.
 
     Args:
+        otel: The tracer and the instruments.
         name: The name of the span.
+        kind: The kind of the span: client if the block sends a request to another service,
+            otherwise internal.
         duration: The histogram that receives the duration.
         attributes: The attributes of both the span and the duration.
-        is_client: Whether the block sends a request to another service.
     """
 
     __slots__ = ("_attributes", "_began", "_duration", "_otel", "_span", "_token")

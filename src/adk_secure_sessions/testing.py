@@ -15,7 +15,7 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.keys.providers import KeyProvider, StaticKey, check_key_id
 
 _CONTEXT = b"context"
-_AT_ONCE = 8
+_AT_ONCE = 8  # how many calls of a provider run at the same time
 
 
 async def check_key_provider(
@@ -36,7 +36,8 @@ async def check_key_provider(
         other: Returns a new provider in each call, for another root key.  If given, the check also
             tests that neither provider unwraps the keys of the other.
         hidden: Secrets that the provider holds, such as keys, tokens and passwords.  The check
-            tests that they do not appear in its `repr`, its `str`, its `key_id` or a pickle.
+            tests that no secret appears in the `repr`, the `str`, the `key_id` or a pickle of the
+            provider.
         every: Modify only every *every*-th byte.  A larger number makes fewer calls.
 
     Raises:
@@ -68,6 +69,7 @@ async def check_key_provider(
 
 
 def _rule(kept: bool, rule: str) -> None:
+    """Raise AssertionError with the text *rule*, unless *kept* is True."""
     if not kept:
         raise AssertionError(f"a key provider {rule}")
 

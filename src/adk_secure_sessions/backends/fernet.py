@@ -73,7 +73,7 @@ class FernetCipher(KeyMaterial):
 class TokenKey(KeyMaterial):
     """The key of one Fernet token: 16 bytes for HMAC, then 16 bytes for AES.
 
-    An object can encrypt or decrypt only one token.
+    An object can encrypt or decrypt only one token, because its HMAC can be finished only once.
     """
 
     __slots__ = ("_aes", "_hmac")

@@ -10,7 +10,7 @@ _PLAINTEXT_WRAP = b"\x00"
 
 
 class NoRootKey:
-    """A key provider without a root key.  It returns master keys as plaintext."""
+    """A key provider without a root key: `wrap` returns a 00 byte and the plaintext of the key."""
 
     key_id = PLAINTEXT_ROOT_KEY_ID
 

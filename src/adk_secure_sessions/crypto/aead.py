@@ -18,7 +18,8 @@ NONCE_LENGTH = 12
 class Aes256Gcm(KeyMaterial):
     """AES-256-GCM with one 32-byte key.
 
-    One key may encrypt at most 2^32 records (docs/format.md, "Limits").
+    One key may encrypt at most 2^32 records, because the nonces are random (docs/format.md,
+    "Limits").
     """
 
     __slots__ = ("_aead",)

@@ -36,8 +36,8 @@ _HKDF_SALT_LENGTH = 16
 # A ciphertext of `FernetBackend` is a Fernet token as base64url text.  If there is a salt, the byte
 # `_SALTED` and the salt come before the token.
 _SALTED = 0x01
-_LEAST_BASE64URL = 0x2B
-_LEAST_TOKEN = 100  # characters
+_LEAST_BASE64URL = 0x2B  # base64 text never begins with a lower byte
+_LEAST_TOKEN = 100  # the minimum length of a Fernet token, in characters of base64url
 _GCM_TAG_LENGTH = 16
 
 

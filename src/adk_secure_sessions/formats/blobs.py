@@ -17,9 +17,9 @@ Bytes = bytes | bytearray | memoryview
 MAGIC = b"AKSB"
 VERSION = 1
 HEADER = MAGIC + bytes([VERSION])
-CHUNK_LENGTH = 65536  # bytes of plaintext
-SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH
-MAX_SIZE = 2**48
+CHUNK_LENGTH = 65536  # bytes of plaintext in each chunk except the last, which may be shorter
+SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH  # bytes of such a chunk after encryption
+MAX_SIZE = 2**48  # bytes of plaintext in one blob
 # The functions at the end of this module process longer pieces in steps of this many bytes.  With
 # larger steps, the operating system must provide new pages of memory for each step: encrypting
 # 10 MB in steps of 8 MiB took four times as long.
@@ -55,7 +55,11 @@ class BlobEncryptor(KeyMaterial):
         self._is_finished = False
 
     def update(self, piece: Bytes) -> list[bytes]:
-        """Encrypt *piece*, of any length; return the next chunks of the blob, if any."""
+        """Encrypt *piece*, of any length; return the next chunks of the blob, if any.
+
+        Raises:
+            ValueError: `finish` was called before, or the plaintext is longer than `MAX_SIZE`.
+        """
         if self._is_finished:
             raise ValueError("the blob is finished")
         view = memoryview(piece).cast("B")
@@ -78,7 +82,11 @@ class BlobEncryptor(KeyMaterial):
         return sealed
 
     def finish(self) -> bytes:
-        """Encrypt the last chunk, and return the last bytes of the blob."""
+        """Encrypt the last chunk, and return the last bytes of the blob.
+
+        Raises:
+            ValueError: `finish` was called before.
+        """
         if self._is_finished:
             raise ValueError("the blob is finished")
         self._is_finished = True
@@ -105,7 +113,7 @@ class BlobDecryptor(KeyMaterial):
 
     @hides_frames
     def __init__(self, key: bytes, size: int, start: int = 0, stop: int | None = None) -> None:
-        """Prepare to decrypt bytes *start* to *stop* - 1 of the plaintext, or all of it.
+        """Prepare to decrypt bytes *start* to *stop* - 1 of the plaintext, by default all bytes.
 
         Args:
             key: The key of the blob.

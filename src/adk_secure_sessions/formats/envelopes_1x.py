@@ -19,7 +19,7 @@ from adk_secure_sessions.errors import (
 FERNET, AES_256_GCM = 1, 2  # the backend ids
 _VERSION = b"\x01"
 _HEADER_LENGTH = 2
-# Characters of base64 that contain the first 3 bytes of an envelope.
+# The number of base64 characters that contain the first 3 bytes of an envelope.
 _BASE64_START = 4
 
 

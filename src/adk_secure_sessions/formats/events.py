@@ -161,9 +161,10 @@ def _fields(event: Event) -> JsonObject:
     fields = _dumped(event)
     actions = fields.get("actions")
     for name in ("state_delta", "agent_state"):
-        # `_dumped` omits all fields that are None.  google-adk keeps them in the models inside
-        # `state_delta` or `agent_state` if the value of that field cannot be converted to JSON.
-        # Then use the original value, which still contains these models.
+        # `_dumped` omits all fields that are None.  google-adk also omits them, with one exception:
+        # if the value of `state_delta` or `agent_state` cannot be converted to JSON, google-adk
+        # keeps the None fields of the models inside that value.  In this case, use the original
+        # value, which still contains these models with all their fields.
         value = getattr(event.actions, name, None)
         if isinstance(actions, dict) and name in actions and not _has_json_form(value):
             actions[name] = value
@@ -204,7 +205,7 @@ def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
     """Return the event in *plaintext*: authenticated bytes that `encode` returned.
 
     Raises:
-        ConfigurationError: the installed google-adk cannot read the event.  The message names the
+        ConfigurationError: The installed google-adk cannot read the event.  The message names the
             event's row (*session_row*, *seq*), the google-adk version that wrote the event, and
             the installed version.
         DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an event.

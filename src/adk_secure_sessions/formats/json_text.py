@@ -21,11 +21,12 @@ MAX_LEVELS = 200  # nested lists and objects; an empty list or object does not c
 MAX_DIGITS = 4300  # in one integer
 MAX_BYTES = 256 * 2**20  # JSON in one record
 
-_FIRST_TOO_LARGE = 10**MAX_DIGITS
+_FIRST_TOO_LARGE = 10**MAX_DIGITS  # the smallest integer with more than MAX_DIGITS digits
 # Converting an integer with more bits to decimal text takes seconds.
 _MAX_DECIMAL_BITS = 2**20
 # Parses any JSON object without creating Python values.
 _PARSER = SchemaValidator(core_schema.model_fields_schema({}, extra_behavior="ignore"))
+# The escape of a surrogate in JSON, such as \ud800.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 # The version of google-adk at the start of an event.  Error messages quote it, so the pattern must
 # match nothing else.
@@ -38,7 +39,7 @@ _VERSION = re.compile(rb"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
 def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
     """Return whether the JSON object *data* is within the limits, with at most *levels* levels.
 
-    *data* is parsed only if it may exceed a limit, because it is long or has many brackets.
+    Data that is short and has few brackets cannot exceed a limit, so it is not parsed.
     """
     if len(data) <= MAX_DIGITS and data.count(b"{") + data.count(b"[") <= levels:
         return True
@@ -147,7 +148,8 @@ def to_values(
     result: list[Any] = [None]
     replaced = False
     todo: list[tuple[Any, Any, Any, _Container | None]] = [(root, result, 0, None)]
-    for value, into, key, outer in todo:  # in order, so that the last of two equal keys wins
+    # If two keys have the same JSON text, the last value must be kept.  So convert in order.
+    for value, into, key, outer in todo:
         kind = type(value)
         if value is None or kind in (str, bool, float):
             into[key] = value
@@ -233,7 +235,9 @@ def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
     value: Any = None
     try:
         value = from_json(data)
-    except ValueError:  # pydantic rejects lone surrogates
+    except ValueError:
+        # pydantic rejects lone surrogates.  So check the limits with spaces in their place, and
+        # parse the JSON with Python's module `json`, which accepts them.
         if _SURROGATE.search(data) and fits(_SURROGATE.sub(rb"\\u0020", data)):
             value = _with_room(_loads_surrogates, data)
     if type(value) is dict:

@@ -63,7 +63,11 @@ class MemoryItem(NamedTuple):
     replacement: str | None = None
 
     def values(self) -> JsonObject:
-        """Return the JSON values to store."""
+        """Return the JSON values to store, without empty fields.
+
+        A dropped entry becomes null, so that later entries keep their positions.  Therefore nulls
+        at the end of `add` are not needed, and are omitted.
+        """
         add = list(self.add)
         while add and add[-1] is None:
             add.pop()

@@ -32,6 +32,7 @@ HEADER_LENGTH = _HEADER.size
 FLAGS = b"\x00"  # the first byte of every plaintext; reserved for later releases
 NOOP_BACKEND_ID = 3  # the backend id of `NoOpBackend`, whose records contain plaintext
 _LENGTH = Struct(">I")
+# The second half of a context, by the number of integers: their length in bytes, then the integers.
 _NUMBERS = [Struct(f">I{count}q") for count in range(8)]
 
 
@@ -97,7 +98,7 @@ def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
     numbers, so different arguments give different contexts (docs/format.md, "Contexts").
 
     Raises:
-        TamperedError: a part is neither text nor bytes, or a number is not a 64-bit integer.
+        TamperedError: A part is neither text nor bytes, or a number is not a 64-bit integer.
     """
     return numbered_context(context_parts(parts), *numbers)
 
@@ -109,7 +110,7 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
     faster than `context`.
 
     Raises:
-        TamperedError: a number is not a 64-bit integer.
+        TamperedError: A number is not a 64-bit integer.
     """
     count = len(numbers)
     try:
@@ -123,7 +124,7 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     """Return the first half of a context: the length and the bytes of each part.
 
     Raises:
-        TamperedError: a part is neither text nor bytes.
+        TamperedError: A part is neither text nor bytes.
     """
     made = []
     for part in parts:
@@ -244,6 +245,7 @@ EVENT_LINK = slice(1, 1 + LINK_LENGTH)
 EVENT_PREVIOUS = slice(1 + LINK_LENGTH, 1 + 2 * LINK_LENGTH)
 EVENT_REST = slice(1 + 2 * LINK_LENGTH, None)  # google-adk's version, and JSON
 
+# The ids of data keys in the plaintext of an owner, by their number: the number, then the ids.
 _KEY_IDS = [Struct(f">B{count}q") for count in range(256)]
 
 

@@ -16,7 +16,7 @@ JsonObject = json_text.JsonObject
 # state delta is at level 3 (event, actions, delta), so the values in the delta reach at most level
 # 193.  This is less than the limit of events, `json_text.MAX_LEVELS`.
 MAX_STATE_LEVELS = 191
-MAX_KEY_BYTES = 8192
+MAX_KEY_BYTES = 8192  # the maximum length of a key with its prefix, in UTF-8
 
 # Copies of the prefixes in `google.adk.sessions.State`.  Importing google-adk takes seconds and
 # would delay the command line.  A test checks that the copies are equal to the originals.

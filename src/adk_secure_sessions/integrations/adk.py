@@ -49,10 +49,11 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
     "mariadb+aiomysql": _MYSQL,
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
+# The options of this package: a URI may contain each option in `_ONCE` at most once.
 _ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
-_EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM
+_EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
 
 
 class ServiceUri(NamedTuple):
@@ -66,7 +67,8 @@ class ServiceUri(NamedTuple):
         blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
             URI has no option `blobs`.
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
-        audit_accesses: The argument of `EncryptedSessionService`.
+        audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
+            has no such option.
     """
 
     db_url: str
@@ -82,6 +84,7 @@ class ServiceUri(NamedTuple):
 
     @property
     def stores_plaintext(self) -> bool:
+        """Whether the service stores new records as plaintext."""
         return self.backends[0] == NO_OP
 
 
@@ -249,7 +252,7 @@ _lock = threading.Lock()
 
 
 def _shared(uri: ServiceUri) -> EncryptedSessionService:
-    """Return the service for the database and the keys of *uri*."""
+    """Return the service for the database and the keys of *uri*; the first call creates it."""
     which = uri._replace(blobs=None, allow_http=False)
     with _lock:
         if which not in _services:
@@ -283,8 +286,8 @@ def _close_on_sigterm() -> None:
     process = os.getpid()
 
     def close_and_end(number: int, _frame: FrameType | None) -> None:
-        # A forked child inherits this handler.  It must not close the connections, which belong to
-        # its parent.
+        # A forked child inherits this handler.  The child must not close the connections, because
+        # they belong to the parent.
         if os.getpid() == process:
             # An event loop may be running in this thread, which cannot run a second event loop.
             thread = threading.Thread(target=asyncio.run, args=(_close_files(),), daemon=True)

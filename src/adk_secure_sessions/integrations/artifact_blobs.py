@@ -167,6 +167,10 @@ async def open_of_database(
     options: Mapping[str, Any] | None,
     allow_http: bool,
 ) -> tuple[BlobStore, str]:
+    """Open the part of *store* that contains the blobs of *db*.
+
+    Return this part, and its prefix: the id of the database in hexadecimal.
+    """
     prefix = (await Collections(db.unit).database_id()).hex()
     return opened_at(store, prefix, options, allow_http), prefix
 
@@ -177,6 +181,7 @@ def opened_at(
     options: Mapping[str, Any] | None,
     allow_http: bool,
 ) -> BlobStore:
+    """Open the part of *store* with *prefix*; a missing directory is not created."""
     return open_store(store, prefix, options=options, allow_http=allow_http, create=False)
 
 
@@ -198,6 +203,8 @@ async def artifacts_of(
                 found = await collections.get(*ids[:3])
                 if found is None:
                     continue
+                # If the tag of the located row was modified, `get` may have found another row.  But
+                # it is no error if the located row was deleted and another row was created.
                 if found.at.session_row != located.row and await db.read(
                     _ROW, {"row": located.row}
                 ):

@@ -162,6 +162,7 @@ def reencrypted_item(
 
 
 def _values(blob: Blob) -> JsonObject:
+    """Return *blob* as the JSON values that an item stores."""
     return {**blob._asdict(), "key": blob.key.hex()}
 
 
@@ -173,7 +174,11 @@ class _Described(NamedTuple):
 
 
 def _described(collection: Collection) -> list[_Described]:
-    """Parse all items in *collection*, and check each item against the one before it."""
+    """Parse all items in *collection*, and check each item against the item before it.
+
+    If *collection* begins with a later item than number 0, the first parsed item is not checked
+    against the missing item before it.
+    """
     first = collection.size - len(collection.items)
     found: list[_Described] = []
     for number in range(first, collection.size):

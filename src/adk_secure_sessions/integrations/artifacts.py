@@ -401,6 +401,7 @@ class EncryptedArtifactService(BaseArtifactService):
         session_id: str | None,
         number: int | None,
     ) -> Version | None:
+        """Return the version *number*, or the latest if *number* is None; None if there is none."""
         name = _collection_name(app_name, user_id, filename, session_id)
         limit = 1
         while True:
@@ -429,6 +430,10 @@ class EncryptedArtifactService(BaseArtifactService):
         session_id: str | None,
         number: int | None,
     ) -> types.Part | None:
+        """Return the part of the version *number*, or of the latest version if *number* is None.
+
+        Return None if there is no such version.
+        """
         while True:
             found = await self._version(app_name, user_id, filename, session_id, number)
             if found is None:
@@ -439,6 +444,12 @@ class EncryptedArtifactService(BaseArtifactService):
                 pass  # the artifact was deleted after its row was read; it may exist again
 
     async def _part(self, key: _Key, version: Version) -> types.Part:
+        """Return the part of *version*, with its content.
+
+        Raises:
+            ConfigurationError: The installed google-adk cannot read the part.
+            NotFoundError: The artifact was deleted after *version* was read.
+        """
         is_text = version.is_text
         part = _restored({**version.part, "text": None} if is_text else version.part)
         if part is None:
@@ -515,7 +526,11 @@ reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
 
 
 async def _recording_rejections(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield *pieces*, which are read after the call of the service has ended."""
+    """Yield *pieces*; if reading a piece raises DecryptionError, record the rejection.
+
+    The decorator `accessed` cannot record it: the application reads the pieces after the call of
+    the service has ended.
+    """
     try:
         async with aclosing(pieces):
             async for piece in pieces:

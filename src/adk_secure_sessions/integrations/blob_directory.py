@@ -41,8 +41,8 @@ _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _PASS = getattr(os, "O_PATH", 0)
 # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-# The errors that `open` raises if a link, a file or a socket is in the place of a blob or an
-# object.
+# The errors that `open` raises if a link or a socket is in the place of a blob or an object, or if
+# a file is in the place of a blob.
 _REPLACED = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_fd  # not on Windows
@@ -66,7 +66,7 @@ class StoredObject(NamedTuple):
 
 
 class BlobDirectory:
-    """Stores the objects of blobs as files `NAME/K` in one directory.
+    """Stores the objects of blobs as files `NAME/K` in one directory: see `object_store.Objects`.
 
     NAME is the name of the blob, and K is the number of the object.  The class creates directories
     with the mode 0700, and files with the mode 0600.  The directory itself must not be a symbolic
@@ -169,6 +169,7 @@ class _Folder:
 
 
 def _check_directory(path: Path) -> None:
+    """Raise an OSError if *path* is a link (on Windows, also a junction) or not a directory."""
     status = os.lstat(path)
     junction = getattr(stat, "IO_REPARSE_TAG_MOUNT_POINT", None)
     is_junction = getattr(status, "st_reparse_tag", 0) == junction
@@ -191,6 +192,7 @@ def _root(directory: Path) -> Iterator[_Folder]:
 
 @contextmanager
 def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
+    """Open *directory* with *flags*; raise an OSError if it is a link or a file."""
     with _root(directory) as root, root.child(directory.name, flags) as prefix:
         yield prefix
 
@@ -232,6 +234,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _write(directory: Path, name: str, number: int, data: bytes) -> None:
+    """Write a new object of the blob *name*; flush the file and its directories to the disk."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINK | _BINARY
     is_new = True
     with _prefix(directory) as prefix:
@@ -272,6 +275,11 @@ def _sync(descriptor: int) -> None:
 
 
 def _read(directory: Path, name: str, number: int, size: int, start: int, stop: int) -> bytes:
+    """Return bytes *start* to *stop* - 1 of an object of the blob *name*.
+
+    Raises:
+        TamperedError: The object is missing, is not a file, or does not have *size* bytes.
+    """
     data: bytes | None = None
     code: int | None = None
     try:
@@ -331,6 +339,10 @@ def _read_exactly(read: Callable[[int], bytes | None], length: int) -> bytes:
 
 
 def _delete(directory: Path, name: str) -> None:
+    """Delete the objects of the blob *name*, and the blob's directory unless other files are left.
+
+    If a link is in the place of the blob's directory, delete only the link.
+    """
     try:
         with _prefix(directory) as prefix:
             if _is_link(prefix, name):
@@ -371,6 +383,7 @@ def _deletable(blob: _Folder) -> list[str]:
 
 
 def _blob_names(directory: Path) -> list[str]:
+    """Return the sorted names of the blobs in *directory*; none if *directory* does not exist."""
     try:
         with _prefix(directory) as prefix:
             return sorted(

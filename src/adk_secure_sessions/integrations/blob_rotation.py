@@ -298,6 +298,7 @@ class _BlobRotationRun(DataRotationRun):
         return again
 
 
+# The number of items in all collections: the revision of a collection is the number of its items.
 _ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(
     sessions.c.base_revision == sa.literal_column(str(COLLECTION))
 )

@@ -69,6 +69,7 @@ _IN_MEMORY = {
     "InMemorySpanExporter",
     "WebUiLogExporter",
 }
+# The name of the place to which each plugin of google-adk writes, by the name of its class.
 _PLUGINS = {
     "AutoTracingPlugin": "auto-tracing-plugin",
     "BigQueryAgentAnalyticsPlugin": "bigquery-plugin",
@@ -219,6 +220,7 @@ def _telemetry(environ: Mapping[str, str], run_config: "RunConfig | None") -> It
 
 
 def _captures_content(run_config: "RunConfig | None") -> bool:
+    """Return whether *run_config* makes google-adk write the content of messages to telemetry."""
     mode = getattr(getattr(run_config, "telemetry", None), "capture_message_content", None)
     return mode is not None and _is_on(str(getattr(mode, "value", mode)))
 
@@ -335,6 +337,7 @@ def _service(service: object) -> Iterator[Leak]:
         yield _leak("task-store", f"{_named(service)} is in use")
 
 
+# The name of google-adk's base class for each kind of service.
 _BASES = dict(
     zip(SERVICES, ("BaseSessionService", "BaseArtifactService", "BaseMemoryService"), strict=True)
 )

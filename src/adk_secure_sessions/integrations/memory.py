@@ -309,7 +309,9 @@ class EncryptedMemoryService(BaseMemoryService):
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
-        """Return up to ten memories with the most words of *query*; or those a ranker chooses.
+        """Return up to ten memories: those that contain the most words of *query*, best first.
+
+        If the service has a ranker, return the memories that the ranker chooses instead.
 
         Args:
             app_name: The app's name.
@@ -561,6 +563,13 @@ async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> li
 
 
 async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
+    """Return the entries of *memory* that *ranker* chooses for *query*.
+
+    Entries that are deleted while the ranker runs are omitted.
+
+    Raises:
+        ConfigurationError: The ranker returned anything else than entries that it was given.
+    """
     with memory.lock:
         entries = list(memory.entries.items())
         row = memory.at.session_row
@@ -611,6 +620,7 @@ def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> 
 def _from_memories(
     memories: Sequence[MemoryEntry], custom_metadata: Mapping[str, object]
 ) -> Iterator[_New]:
+    """Check *memories*, and yield their entries; see `add_memory` for the arguments and errors."""
     for number, memory in enumerate(memories):
         where = f"memories[{number}]"
         memory_id = platform_uuid.new_uuid() if memory.id is None else memory.id
@@ -656,6 +666,10 @@ def _content(content: types.Content, name: str, number: int) -> bytes:
 
 
 def _metadata(values: Mapping[str, object] | None, name: str) -> bytes | None:
+    """Return the JSON of *values*, which errors call *name*; None if there are no values.
+
+    Raises ValueError if a key is not a string, or a value cannot be converted or exceeds a limit.
+    """
     if not values:
         return None
     if not all(isinstance(key, str) for key in values):

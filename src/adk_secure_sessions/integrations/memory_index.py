@@ -182,7 +182,7 @@ class UserMemory:
         self._items: list[MemoryItem] = []  # with an empty field `add`: `entries` has the entries
         self._keys: list[list[int | None]] = []  # per item: its entries' keys; None if dropped
         self._scopes: dict[Scope, dict[int, Entry]] = {}
-        self._numbers: dict[Scope, int] = {}
+        self._numbers: dict[Scope, int] = {}  # the scope numbers in the keys of entries
         # For each word, the keys of the entries that contain the word.  The keys in `_dropped` are
         # included until `clean_index` removes them.
         self._words: dict[str, set[int]] = {}
@@ -380,6 +380,7 @@ def nfc(text: str) -> str:
 
 
 def _broken(run: re.Match[str]) -> str:
+    """Return the matched text, with a joiner after each 30 combining marks in a row."""
     characters = []
     marks = 0
     for character in run[0]:

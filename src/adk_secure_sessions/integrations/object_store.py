@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
-TIMEOUT = 60.0  # seconds for one request, including its retries
+TIMEOUT = 60.0  # the default limit for one request and its retries, in seconds
 _PARALLEL = 3  # objects that are uploaded at the same time
 _CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
 _SCHEMES = ("s3", "gs", "az", "memory")
@@ -58,10 +58,11 @@ class StoredBlob(NamedTuple):
 class Objects(Protocol):
     """A store of the objects of blobs; an object is identified by the blob's name and a number.
 
-    `get` returns the bytes *start* to *stop* - 1 of an object with *size* bytes.  It raises
-    `TamperedError` if the object is missing, or does not have the length *size*.  `delete` deletes
-    all objects of a blob, and `list` yields the objects of one blob or of all blobs.  All methods
-    raise `ArtifactStoreError` if the store fails.
+    `put` stores *data* as a new object.  `get` returns the bytes *start* to *stop* - 1 of an object
+    with *size* bytes.  `get` raises `TamperedError` if the object is missing, or does not have the
+    length *size*.  `delete` deletes all objects of a blob.  `list` yields the objects of the blob
+    *name* or, if *name* is None, of all blobs.  All methods raise `ArtifactStoreError` if the store
+    fails.
     """
 
     async def put(self, name: str, number: int, data: bytes) -> None: ...
@@ -378,6 +379,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     made: Any = None
     plain: list[str] = []
     try:
+        # This object only shows the configuration, which obstore reads from the environment, too.
         made = classes[scheme](parts.netloc, **arguments)
         plain = _plain_addresses(made.config) or _plain_addresses(variables)
         # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
@@ -442,7 +444,7 @@ _first_process: int | None = None
 
 
 class _Remote:
-    """Objects in a store of `obstore`."""
+    """The objects of blobs in a store of `obstore`: see `Objects`."""
 
     def __init__(self, store: "ObjectStore", prefix: str, timeout: float) -> None:
         self._store = store
@@ -586,6 +588,7 @@ def _check_size(found: int, expected: int) -> None:
 
 
 def _translated(error: Exception) -> Exception:
+    """Return our own error for *error* of obstore; `_Missing` if an object or bucket is missing."""
     from obstore import exceptions
 
     if isinstance(error, FileNotFoundError):

@@ -119,6 +119,8 @@ def guard_registry(registry: Any, allowed: Collection[str]) -> None:
 
 
 def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls *create*, and rejects a service that stores plaintext."""
+
     def create_checked(uri: str, **options: Any) -> Any:
         service = create(uri, **options)
         if service is None:
@@ -191,6 +193,7 @@ class WithoutEvaluations:
 
 
 def _refusal(stored: str, kinds: Collection[str]) -> str:
+    """Return the text of an error: *stored* describes the data, whose kinds are *kinds*."""
     return (
         f"google-adk would store this as plaintext: {stored}; give --service_uri encrypted+..., or "
         f"the URI memory:// to store nothing, or --allow-plaintext {','.join(kinds)}"

@@ -114,7 +114,10 @@ def _is_ours(factory: _Factory) -> bool:
 
 @contextmanager
 def _registrations(registry: Any) -> Iterator[dict[tuple[str, str], _Factory]]:
-    """Record the functions that are registered, by the kind of service and the scheme."""
+    """Record the functions that are registered during the block, by kind of service and scheme.
+
+    The record tells whether `services.yaml` or `services.py` has replaced one of our functions.
+    """
     found: dict[tuple[str, str], _Factory] = {}
 
     def recording(kind: str, register: Callable[[str, _Factory], None]) -> Any:

@@ -83,7 +83,7 @@ EVENTS, STATES = "inner events", "inner states"
 
 _IDS = ("app_name", "user_id", "id")
 _CHUNK = 64  # events to decrypt before other tasks may run
-_NAME = re.compile("[0-9a-f]{32}")
+_NAME = re.compile("[0-9a-f]{32}")  # a state key without its prefix, as the inner service stores it
 _LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionService`
 # Seconds by which the inner service may round the time of an event.
 _ROUNDING = 0.001
@@ -112,7 +112,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         key_db_engine: Your own SQLAlchemy `AsyncEngine`, instead of `key_db_url`.
         create_tables: Create missing tables in the key database.
         skip_unreadable_sessions: If True, `list_sessions` omits a session that cannot be
-            decrypted, and logs the error.  If False, it raises `DecryptionError`.
+            decrypted, and logs the error.  If False, `list_sessions` raises `DecryptionError`.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
         cache_seconds: How long data keys are cached for reading, in seconds.  If another process
             erases a user, this process can still read the user's records for this time.
@@ -273,7 +273,11 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
     @accessed("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        """Let the other service delete a session; nothing is decrypted."""
+        """Let the other service delete a session; nothing is decrypted.
+
+        If *session_id* begins or ends with spaces, do nothing: no session has such an id, and some
+        services remove the spaces, and would delete another session.
+        """
         check_ids(app_name, user_id, session_id)
         if session_id == session_id.strip():
             await self._inner.delete_session(
@@ -441,7 +445,8 @@ class _Scope(NamedTuple):
     """The app's, the user's or the session's state.
 
     *prefix* is the prefix of its keys.  *owner* is the tag of the data key's owner.  *parts* are
-    the name of the scope (`app`, `user` or `session`) and the ids.
+    the name of the scope (`app`, `user` or `session`) and the ids, to which the encrypted values
+    are bound.
     """
 
     prefix: str
@@ -460,7 +465,8 @@ class _Records:
 
     Args:
         keys: The data keys of the app and the user.
-        is_current: Whether all data keys were just read, and not cached.
+        is_current: Whether all data keys were just read, and not cached.  If True, a data key that
+            is missing does not exist.
         index: Computes the blind indexes of state keys.
         who: The ids of the session.
     """
@@ -534,6 +540,11 @@ class _Records:
         return session
 
     def open_session_without_events(self, stored: Session) -> Session:
+        """Decrypt the states of *stored*; the returned session has no events.
+
+        Raises:
+            DecryptionError: A value cannot be decrypted, or *stored* is another session.
+        """
         who = self._who
         _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
         scopes = self.scopes
@@ -640,6 +651,7 @@ def _json_scopes(state: JsonObject | None) -> Scopes:
 
 
 def _text(record: bytes) -> str:
+    """Return *record* in base64, the form in which the inner service stores it."""
     return base64.b64encode(record).decode("ascii")
 
 

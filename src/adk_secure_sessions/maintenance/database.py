@@ -200,7 +200,8 @@ class Database(KeyMaterial, ClosedByWith):
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction on the data database, and return what *work* returns.
 
-        After a conflict or a lost connection, run *work* again in a new transaction.
+        After a conflict or a lost connection, run *work* again in a new transaction.  If *commit*
+        is False, roll the transaction back at its end.
         """
         return await self.unit.change(work, commit=commit)
 
@@ -221,7 +222,7 @@ def see_what_is_committed(connection: sa.Connection) -> None:
     """Set the isolation level READ COMMITTED; call this at the start of a transaction.
 
     Each statement of the transaction then sees the changes that other transactions had committed
-    when the statement began.
+    when the statement began.  On SQLite, this function does nothing.
     """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()

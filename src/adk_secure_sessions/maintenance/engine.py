@@ -29,8 +29,8 @@ from adk_secure_sessions.storage import (
 )
 
 R = TypeVar("R")
-Progress = Callable[[int, int], None]
-_METRIC_PAUSE = 1.0  # seconds
+Progress = Callable[[int, int], None]  # called with the numbers of processed rows and of all rows
+_METRIC_PAUSE = 1.0  # the minimum number of seconds between two updates of the progress metric
 
 # --- ranges and batches --------------------------------------------------------------------------
 
@@ -106,7 +106,8 @@ async def batches(
         key: The primary key, whose ranges have *size* rows each.
         statement: A function that returns the statement that reads the rows of a range with the
             given bounds.
-        row: A function that converts the columns of a row, such as a class of named tuples.
+        row: A function that is called with the columns of each row, such as a class of named
+            tuples.  Its results are the elements of the yielded lists.
         size: The number of rows in each range.
     """
     read = db.reader_of(key.table)
@@ -250,7 +251,8 @@ async def count_records(
 
     A record counts as `newest` if its header names the newest data key of its owner.  In addition,
     this data key must have been created at *since* (microseconds since 1970) or later.  If the
-    keyring *masters* is given, *masters* must be able to unwrap the data key.
+    keyring *masters* is given, *masters* must be able to unwrap the data key.  *meter* counts the
+    rows.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
@@ -270,7 +272,7 @@ async def count_records(
 
 
 async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:
-    """Count data keys by backend and by the data master that wraps them."""
+    """Count data keys by backend and by data master; *meter* counts the rows."""
     counts: Counter[tuple[int, int | None]] = Counter()
     size = db.limits.headers
     async for groups in batches(db, data_keys.c.id, _data_keys, _DataKeyGroup, size):
@@ -306,7 +308,7 @@ async def _newest_keys(
     """Map the tag of each owner to the id of the owner's newest data key.
 
     Map the tag to None if this data key was created before *since*, or if *masters* are given and
-    cannot unwrap it.
+    cannot unwrap this data key.
     """
     rows = (await read_data_keys(db.read_keys, owners)).data_keys
     # SQLite stores any type in any column, so a modified generation can have another type.
@@ -325,7 +327,7 @@ async def _newest_keys(
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
     """Return whether the keyring *masters* can unwrap the data key in *row*.
 
-    If it can, *row* is authentic.
+    If the result is True, *row* is authentic.
     """
     try:
         unwrap_data_key(row, masters)
@@ -336,7 +338,7 @@ def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
 
 # --- statements that count -----------------------------------------------------------------------
 
-_MOST_EVENTS = 10**15
+_MOST_EVENTS = 10**15  # the largest result of `count_events`; a larger sum was tampered with
 # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
 # a sum of integers.  So multiply the revisions by 1.0.
 _CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
@@ -404,6 +406,7 @@ def _events(bounds: Bounds) -> sa.Select[Any]:
 @functools.cache
 def _witnesses(bounds: Bounds) -> sa.Select[Any]:
     """Return the query that counts version witnesses by owner and by header.
+
     The owner of a session's version witness is the user.  The `tag` of any other version witness
     is the tag of its owner.
     """

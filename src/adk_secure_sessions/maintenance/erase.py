@@ -152,7 +152,8 @@ class _Erasing(NamedTuple):
         """Run *steps* in one transaction, and return the attempt that was committed.
 
         *change* runs the transaction.  After a conflict or a lost connection, *change* runs another
-        attempt.
+        attempt.  *headers* are record headers that name the user's data keys, if an earlier
+        transaction has found them.
         """
         attempts: list[_Deletion] = []
 
@@ -186,7 +187,7 @@ class _Deletion:
         self._names = erasing.limits.names
 
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
-        """Run all *steps* in passes until a pass finds no more rows.
+        """Run all *steps* in passes until a pass finds no more rows; a dry run has one pass.
 
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
@@ -234,8 +235,9 @@ class _Deletion:
         """Delete all rows of the user except the data keys.
 
         To avoid deadlocks, the sessions are locked first, then the user's row, as in a service.
-        Without a key database, `delete_keys` comes after this method.  Services cannot append
-        events to a locked session.  They cannot create sessions of a user whose row is deleted.
+        Without a key database, `delete_keys` comes after this method.  After this method, services
+        cannot append events to the locked sessions, and cannot create sessions of the user, whose
+        row is deleted.
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()
@@ -249,9 +251,10 @@ class _Deletion:
             self._delete(sessions, sessions.c.id.in_(ids))
 
     def _user_rows(self) -> set[int]:
-        """Return the ids of the user's rows: rows with the user's tag, or rows found before.
+        """Return the row ids of the user: usually one id, of the row with the user's tag.
 
-        If there are none, an attacker may have modified the tag.  Then return the rows whose
+        If no row has the tag, return the ids that an earlier pass of `run` has found.  If there are
+        none, either, an attacker may have modified the tag.  Then return the ids of the rows whose
         record has one of `headers`, which name the user's data keys.
         """
         query = sa.select(users.c.id)

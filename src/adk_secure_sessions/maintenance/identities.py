@@ -67,7 +67,7 @@ class LocatedSessions(NamedTuple):
 
 
 class SessionColumns(NamedTuple):
-    """The columns of a row of `secure_sessions`, still encrypted."""
+    """The columns of a row of `secure_sessions`; the record in *state* is still encrypted."""
 
     id: int
     user_row: int
@@ -103,7 +103,7 @@ class Due(NamedTuple):
         return {"before": -(2**63) if self.before is None else self.before, "now": self.now}
 
     def includes(self, session: StoredSession) -> bool:
-        """Whether *session* is to be deleted."""
+        """Return whether `purge` deletes *session*."""
         is_old = self.before is not None and session.updated_at < self.before
         return is_old or session.expires_at <= self.now
 
@@ -144,8 +144,8 @@ def app_name_of(stored: object) -> str:
 class OwnerTag(NamedTuple):
     """The columns that identify an app or a user; they are not authenticated yet.
 
-    For a user, *app_name* is that of the app, or None if the app's row does not exist.  For an app,
-    *app_row* is 0.
+    For a user, *app_name* is the name in the row of the user's app, or None if that row does not
+    exist.  *app_row* is the id of that row; for an app, it is 0.
     """
 
     id: int
@@ -223,7 +223,8 @@ async def _located_with_present_keys(
 async def _located(db: Database, span: Range, due: Due | None) -> list[LocatedSession]:
     found = await _read(db, span, due)
     keys = await db.keys_of(*(user.tag for user in found.users.values()))
-    # SQLite stores any type in any column, so a modified id can have another type.
+    # SQLite stores any type in any column, so a modified id can have another type, which cannot be
+    # compared with an integer.  A row with such an id comes first.
     in_order = sorted(found.sessions, key=lambda row: row.id if isinstance(row.id, int) else -1)
     return [_locate(row, found, keys) for row in in_order]
 
@@ -268,8 +269,8 @@ async def _read(db: Database, span: Range, due: Due | None) -> _SessionsAndOwner
     return _SessionsAndOwners(found_sessions, found_users, app_names)
 
 
-_SESSION, _USER, _APP = range(3)
-_NUMBERS, _BLOBS = 7, 2
+_SESSION, _USER, _APP = range(3)  # the values of `kind`, the first column of the UNION
+_NUMBERS, _BLOBS = 7, 2  # how many integer columns and binary columns follow `kind`
 
 
 @functools.cache

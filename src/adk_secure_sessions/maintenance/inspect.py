@@ -45,7 +45,8 @@ class RecordHeader(NamedTuple):
     """The header of a stored record.  `inspect` does not authenticate the header.
 
     Attributes:
-        row: The row's primary key; for a version witness, the tag in hexadecimal.
+        row: The row's primary key.  For an event or item, the row id of its session or collection
+            and its number; for a version witness, the tag in hexadecimal.
         column: The column that stores the record.
         backend_id: The id of the backend that encrypted the record.  None if the value is a master
             key or has an unknown format.
@@ -121,7 +122,7 @@ async def lookup(
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:
-    """Return the headers of stored records.  This needs no key.
+    """Return the headers of stored records; no key is needed.
 
     Args:
         db: The database; it needs no backend.

@@ -89,7 +89,7 @@ _RUN = "move"
 # The names of the rows of `secure_meta` that are only in the database that has the keys.
 _BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
 _BATCH = 500  # the number of data keys that are read and written at once
-_LOWEST = -(2**63)
+_LOWEST = -(2**63)  # where the first batch begins: below all ids, also those that `_park` changed
 
 _CHANGED = (
     "the keys were changed during the move: stop all services and other commands that use this "
@@ -237,7 +237,8 @@ class _Move:
     ) -> KeyMove:
         """End the move after `holds` was changed, and let services start.
 
-        First delete keys that an earlier run has left in the data database, and clear its file.
+        First delete the keys that an earlier run has left in the data database, and clear the file
+        of the data database.
         """
         check_together(data, keys)
         is_parked = any(row.id < 0 for row in keys.keyring)
@@ -376,7 +377,7 @@ class _Move:
         self._meter = Meter(self._progress, total, None)
 
     async def _copy(self, read: "_ReadRows", change: "_Changer") -> None:
-        """Copy all data keys in batches."""
+        """Copy all data keys in batches: *read* reads the old copy, *change* writes the new one."""
         after = _LOWEST
         while rows := await read(_BATCHES[data_keys.name], {"after": after}):
             sound = [_sound(DataKeyRow(*row)) for row in rows]
@@ -467,6 +468,11 @@ _NUMBERS = {
 
 
 def _fingerprint() -> Steps[_Fingerprint]:
+    """Compute a fingerprint in steps that read batches of rows; the caller runs each step.
+
+    Before hashing, master keys get the ids that they had before `_park`.  Therefore the keys in the
+    key database and their copy in the data database have the same fingerprint.
+    """
     digest, masters = hashlib.sha256(), []
     after = _LOWEST
     while rows := (yield Read(_BATCHES[keyring.name], {"after": after})):
@@ -513,6 +519,7 @@ def _fingerprint_now(connection: sa.Connection) -> _Fingerprint:
 
 
 def _reject_memory(connection: sa.Connection) -> None:
+    """Raise ConfigurationError if the key database is a SQLite database in memory."""
     if connection.dialect.name != "sqlite":
         return
     for _, name, file in connection.exec_driver_sql("PRAGMA database_list"):
@@ -523,7 +530,7 @@ def _reject_memory(connection: sa.Connection) -> None:
 
 
 def _marks(connection: sa.Connection) -> dict[str, str]:
-    """Read and lock the rows of `secure_meta`, by name."""
+    """Lock the rows of `secure_meta`, and return their values by name."""
     query = sa.select(meta.c.name, meta.c.value).with_for_update()
     return {row.name: row.value for row in connection.execute(query)}
 
@@ -558,7 +565,7 @@ def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
     see_what_is_committed(connection)
     overwrite_deleted(connection)
     if connection.dialect.name == "postgresql":
-        # Wait for open transactions that store a data key, as `retire` does.
+        # Wait for open transactions that store a data key, so that this transaction sees the key.
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_wait}s'").close()
         tables = f"{data_keys.name}, {keyring.name}"
         connection.exec_driver_sql(f"LOCK TABLE {tables} IN EXCLUSIVE MODE").close()
@@ -600,6 +607,7 @@ def _prepare_key_database(
 
 
 def _insert(run: str, rows: list[DataKeyRow], connection: sa.Connection) -> None:
+    """Store a batch of data keys, in place of any rows with the same ids."""
     _require_run(run, _marks(connection))
     ids = [row.id for row in rows]
     connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
@@ -638,12 +646,17 @@ def _switch_to_key_database(
 
 
 def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
-    """Delete the keys in the data database, if the valid keys are in the key database."""
+    """Delete the keys in the data database, after a check that they are not the valid keys.
+
+    Raises:
+        SecureSessionError: The row `holds` of `secure_meta` does not say that the valid keys are in
+            the key database: another run has moved the keys.
+    """
     overwrite_deleted(connection)
     if _marks(connection).get(HOLDS) != Part.DATA.value:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
     # Store the id of this run, so that a concurrent run in the other direction ends with an error.
-    # Otherwise, it could use the keys that are deleted here.
+    # Otherwise, that run could make the keys valid that are deleted here.
     _set(connection, _RUN, run)
     present = set(sa.inspect(connection).get_table_names())
     for table in (keyring, data_keys):

@@ -91,7 +91,7 @@ class Record(NamedTuple):
 
     *key* is the primary key of the row.  *version* is the value of the row's version column
     (`RecordColumn.version`), or 0 for an event.  *context* is a function that returns the record's
-    context, or raises DecryptionError.
+    context, or raises DecryptionError.  *stored* are the bytes of the record.
     """
 
     column: RecordColumn
@@ -136,7 +136,8 @@ async def read_app(
 ) -> tuple[OwnerIds, list[Record]] | None:
     """Read the records of an app: its row and its version witness.
 
-    Return None if the app's row does not exist.
+    *keys* are the data keys of the app.  This function also tells *keys* which data keys the app's
+    row names.  Return None if the app's row does not exist.
 
     Raises:
         DecryptionError: The app's row cannot be decrypted.
@@ -160,7 +161,8 @@ async def read_user(
 ) -> tuple[OwnerIds, list[Record]] | None:
     """Read the records of a user's row and its version witness, but not those of the sessions.
 
-    Return None if the user's row does not exist.
+    *keys* are the data keys of the user.  This function also tells *keys* which data keys the
+    user's row names.  Return None if the user's row does not exist.
 
     Raises:
         DecryptionError: The user's row cannot be decrypted.
@@ -297,6 +299,10 @@ async def _witness_records(db: Database, app_name: str, tags: Iterable[bytes]) -
 
 
 def _identity(owner: OwnerIds, session_id: str) -> Identity:
+    """Return the ids for the contexts of events and snapshots.
+
+    These contexts contain no tag, so the tags of the app and the session are left empty.
+    """
     assert owner.user_id is not None
     return Identity(owner.app_name, owner.user_id, session_id, b"", owner.tag, b"")
 
@@ -326,9 +332,10 @@ class Reencryptor:
     ) -> None:
         """Re-encrypt the *records* that are not encrypted with the data key *target* yet.
 
-        A record that cannot be decrypted is reported and left unchanged.  A record that another
-        process has changed since it was read is left unchanged, too.  All other re-encrypted
-        records are read again and decrypted before they are counted.
+        A record that cannot be decrypted is added to `problems` and left unchanged.  A record that
+        another process has changed since it was read is left unchanged, too.  Each re-encrypted
+        record is read again and decrypted before it is counted.  A dry run only decrypts and
+        counts.
 
         Args:
             keys: The data keys of *owner*.

@@ -156,8 +156,9 @@ async def retire(
 def reject_wrapper(survey: Survey, command: str) -> None:
     """Raise ConfigurationError if `EncryptedSessionWrapper` uses the database.
 
-    *command* is the name of the command, for the error.  It deletes keys that no record uses, but
-    it cannot read the records of the wrapper, which another session service stores.
+    *command* is the name of the command, for the error: `retire` or `separate`.  Both commands
+    delete keys that no record uses, but cannot read the records of the wrapper, which another
+    session service stores.
     """
     if WRAPPER in stored_features(survey):
         raise ConfigurationError(
@@ -330,7 +331,7 @@ async def _check_owner(
 
 
 def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
-    return None
+    return None  # `retire` only checks that each event can be decrypted
 
 
 def _retire_beside_data(
@@ -384,7 +385,7 @@ def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
 
     - Rows use the key.
     - Rows use an older key.  A service that has read the newer key may be about to write such a row
-      again with it.
+      again with the newer key.
     - The owner's row names the key.  A service that writes with another backend may use the key.
     - A record has a header that names no key of the owner.  So the record may need any key.
 

@@ -160,6 +160,7 @@ class DataRotationRun(Rotation):
         return 2 * (own + await count_events(self._db))
 
     async def _begin(self) -> None:
+        # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
         if isinstance(self._db.backends.writer, NoOpBackend) and not self._dry_run:
             await self._db.change(mark_plaintext)
             if self._db.executors.has_key_database:
@@ -249,9 +250,9 @@ class DataRotationRun(Rotation):
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
 
-        It is the owner's current data key, which encrypts new records.  Return None if this key is
-        not the owner's newest data key, or was created before `since`.  This is so in a dry run,
-        which does not create the new data key.
+        The result is the owner's current data key, which encrypts new records.  Return None if this
+        key is not the owner's newest data key, or was created before `since`.  For example, a dry
+        run does not create the new data key, so the current data key may be older than `since`.
         """
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):

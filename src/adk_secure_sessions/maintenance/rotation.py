@@ -41,7 +41,7 @@ from adk_secure_sessions.storage import (
 
 # The name of a checkpoint in `secure_meta` is this prefix, followed by the name of the rotation.
 PREFIX = "rotation."
-_PASSES = 3
+_PASSES = 3  # the maximum number of passes of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
 _END = 253_402_300_800_000_000
@@ -192,6 +192,12 @@ class Checkpoints:
             await self.check(since)
 
     async def _write(self, text: str | None, expected: int | None) -> None:
+        """Store a checkpoint with the time *text*, or delete the checkpoint if *text* is None.
+
+        Raises:
+            SecureSessionError: *expected* is given, and the stored checkpoint belongs to another
+                rotation than the one that began at *expected*.
+        """
         if self._dry_run:
             return
         value = None
@@ -316,6 +322,7 @@ def _is_of(since: int, value: object) -> bool:
     return str(value).startswith(f"{since} ")
 
 
+# The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.
 _FORM = re.compile(r"(?P<since>0|[1-9][0-9]{0,17}) (?P<mac>[0-9a-f]{32})")
 _CHECKPOINT = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
 

@@ -89,8 +89,8 @@ class MigrationStatus(NamedTuple):
 
     Attributes:
         sessions: How many sessions were copied, including those that were deleted afterwards.
-        tombstones: How many sessions were deleted before they were copied, and how many users were
-            erased.  They are never copied.
+        tombstones: The number of sessions that were deleted before they were copied, plus the
+            number of users that were erased.  `migrate` does not copy these sessions and users.
         is_complete: Whether `secure_meta` has the mark that ends the migration: a row that is
             stored when a comparison has found no difference.  With this mark,
             `PlaintextFallbackService` does not read the source any more.
@@ -168,7 +168,8 @@ async def status(
     )
 
 
-_NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")
+_NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")  # the row id in a tombstone
+# `secure_migrated` also has rows for copied users and apps.  `_COPIED` counts only sessions.
 _IS_OWNER = sa.or_(
     *(
         sa.exists(sa.select(sa.literal_column("1")).where(table.c.tag == migrated.c.tag))
@@ -234,6 +235,7 @@ def _progress(
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
+    """Describe a row of the keyring; if root keys were given, try to unwrap the master key."""
     unwraps = None
     if db.has_keys:
         try:

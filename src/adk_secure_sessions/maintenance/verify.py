@@ -175,9 +175,9 @@ class _Histories:
 class _Verifier:
     """Checks and counts the rows of apps, users and sessions.
 
-    Users and sessions are checked even if the row of their app is bad.  If the app's name was
-    modified or the user's row is bad, their context cannot be computed, and they count as
-    unchecked.
+    Users and sessions are checked even if the row of their app is bad.  But if the app's name was
+    modified, the contexts of the app's users and sessions cannot be computed, and these users and
+    sessions count as unchecked.  The same applies to the sessions of a user whose row is bad.
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
@@ -342,12 +342,17 @@ class _Verifier:
 
 
 def _check_event(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
+    """Parse an event, or an item that is no memory; return None, because nothing else is checked.
+
+    The row is (*session_row*, *seq*).
+    """
     with naming(events.name, f"{session_row}, {seq}"):
         read_event(plaintext)
     return None
 
 
 def _check_memory_item(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
+    """Parse an item of a memory, and return it for the check whether it was replaced."""
     with naming(events.name, f"{session_row}, {seq}"):
         return memory_items.parse_item(read_event(plaintext)[1], seq)
 
@@ -361,6 +366,7 @@ def _check_states(session: StoredSession) -> None:
 
 
 def _reject_rollback(row: _ImportedRow) -> None:
+    """Raise TamperedError if the imported row is older now than right after the import."""
     if isinstance(row.version, int) and row.version < row.number:
         raise TamperedError(
             f"the row that was imported has version {row.version} instead of {row.number} or a "
