@@ -1,11 +1,14 @@
 """The code on the README and the site runs, and prints what the page says."""
 
 import contextlib
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from adk_secure_sessions import audit_actor
 from examples.vectors.page import worked_example
 from tests import pages
 from tests.benchmarks.report import RESULTS, Report
@@ -28,6 +31,21 @@ WITH_CODE = [page for page in PAGES if pages.blocks(page).regions]
 assert WITH_CODE, "no code found: an empty search must not pass as success"
 
 
+@pytest.fixture
+def audit_log_as_it_was() -> Iterator[None]:
+    """Undo what the page on the audit log does to the logger and to the actor of this process."""
+    logger = logging.getLogger("adk_secure_sessions.audit")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    audit_actor.set(None)
+    for handler in logger.handlers:
+        if handler not in before[2]:
+            handler.close()
+    logger.level, logger.propagate, logger.handlers = before
+    logger.setLevel(before[0])  # which empties logging's cache of levels
+
+
+@pytest.mark.usefixtures("audit_log_as_it_was")
 @pytest.mark.parametrize("path", WITH_CODE, ids=pages.name_of)
 def test_code_in_the_page_runs_and_prints_what_it_says(
     path: Path,
