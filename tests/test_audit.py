@@ -384,6 +384,16 @@ async def source(tmp_path: Path) -> str:
     return url
 
 
+def test_command_may_end_in_another_context() -> None:
+    @audit.command
+    async def endless() -> None:
+        await asyncio.sleep(0)
+
+    call = endless()
+    copy_context().run(call.send, None)
+    call.close()  # as the collector of garbage does
+
+
 async def test_reads_of_the_plaintext_source_are_recorded(log: Log, url: str, source: str) -> None:
     async with PlaintextFallbackService(service_of(url), AdkTables(source)) as fallback:
         assert await fallback.get_session(**IDS)

@@ -19,6 +19,7 @@ from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.loops import bound
 from adk_secure_sessions.telemetry import count_rejected, measured
 
 P = ParamSpec("P")
@@ -159,16 +160,14 @@ def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
         facts: dict[str, object] = {"command": function.__name__, "account": account()}
         if kwargs.get("dry_run"):
             facts["dry_run"] = True
-        token = _facts.set(facts)
         try:
-            result = await function(*args, **kwargs)
+            with bound(_facts, facts):
+                result = await function(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, DecryptionError):
                 record_rejected(error)
             record("command", **facts, outcome="failure", error=type(error).__name__)
             raise
-        finally:
-            _facts.reset(token)
         record("command", **facts, outcome="success", result=_numbers(result))
         return result
 
@@ -235,20 +234,20 @@ def accessed(
             read_ids = service._access_ids
             if read_ids is not None and not is_on():
                 _warn_that_it_is_off()
-            if read_ids is None or not is_on():
-                try:
-                    return await method(service, *args, **kwargs)
-                except DecryptionError as error:
-                    record_rejected(error)
-                    raise
-            ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
+                read_ids = None
+            ids = ("", "", "")
+            if read_ids is not None:
+                ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
             try:
                 result = await method(service, *args, **kwargs)
             except BaseException as error:
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
-                record(action, **read_ids(*ids), outcome="failure", error=type(error).__name__)
+                if read_ids is not None:
+                    record(action, **read_ids(*ids), outcome="failure", error=type(error).__name__)
                 raise
+            if read_ids is None:
+                return result
             if not ids[2]:  # the service has chosen the id of a new session
                 ids = (*ids[:2], str(getattr(result, "id", "") or ""))
             found = "missing" if result is None and action.endswith(".read") else "success"
@@ -261,12 +260,8 @@ def accessed(
                 return await method(service, *args, **kwargs)
             if covers is None:
                 return await recorded(service, *args, **kwargs)
-            before = _covered.get()
-            _covered.set(covers(service))
-            try:
+            with bound(_covered, covers(service)):
                 return await recorded(service, *args, **kwargs)
-            finally:
-                _covered.set(before)  # `reset` raises an error if another context ends the call
 
         return measured(call) if covers is None else call
 

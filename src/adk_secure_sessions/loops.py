@@ -1,10 +1,11 @@
-"""Locks for services that several event loops use, and functions that wait for work to end."""
+"""Locks for several event loops, waiting for work to end, and context variables for a block."""
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
-from typing import Self, TypeVar
+from contextvars import ContextVar
+from typing import Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
@@ -110,3 +111,24 @@ async def at_once(*awaitables: Awaitable[T]) -> list[T]:
             raise answer
         results.append(answer)
     return results
+
+
+class bound(Generic[T]):  # noqa: N801 - used like a function: `with bound(...)`
+    """A context manager that gives a context variable a value for its block.
+
+    `ContextVar.reset` raises ValueError if the block ends in another context than it began in.
+    This happens if the garbage collector closes a coroutine.
+    """
+
+    __slots__ = ("_before", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable = variable
+        self._value = value
+
+    def __enter__(self) -> None:
+        self._before = self._variable.get()
+        self._variable.set(self._value)
+
+    def __exit__(self, *error: object) -> None:
+        self._variable.set(self._before)

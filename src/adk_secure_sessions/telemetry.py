@@ -22,6 +22,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.loops import bound
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -365,13 +366,13 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
             return await method(*args, **kwargs)
         otel = _instruments()
         operation = Operation(operation_name)
-        outer = _current.get()
-        _current.set(operation)
         try:
-            with _Span(otel, name, otel.internal, otel.operation_duration, attributes):
+            with (
+                bound(_current, operation),
+                _Span(otel, name, otel.internal, otel.operation_duration, attributes),
+            ):
                 return await method(*args, **kwargs)
         finally:
-            _current.set(outer)  # `reset` raises an error if another context ends the call
             operation.record(otel)
 
     return call

@@ -21,6 +21,7 @@ from adk_secure_sessions.errors import (
     install_command,
 )
 from adk_secure_sessions.keys.providers import check_key_id
+from adk_secure_sessions.loops import bound
 
 TIMEOUT = 5.0  # seconds for each attempt
 ATTEMPTS = 3
@@ -138,14 +139,12 @@ class RemoteKey(KeyMaterial):
 
     async def _with_timeout(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
         _silence_libraries()
-        calling = _is_calling.set(True)
         try:
-            async with asyncio.timeout(self._timeout):
-                return await call_once()
+            with bound(_is_calling, True):
+                async with asyncio.timeout(self._timeout):
+                    return await call_once()
         except TimeoutError:
             pass
-        finally:
-            _is_calling.reset(calling)
         raise self._unreachable(f"gave no answer within {self._timeout:g} s")
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
