@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import sqlite3
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -463,3 +465,19 @@ async def test_actor_that_is_no_text_is_recorded_as_text(
     await service.create_session(**IDS)
     audit_actor.reset(token)
     assert log.records("session.create")[0]["actor"] == str(actor)
+
+
+@pytest.mark.parametrize(
+    ("configure", "expected"),
+    [
+        ("logging.basicConfig(level=logging.INFO)", False),
+        ("logging.getLogger('adk_secure_sessions.audit').setLevel(logging.INFO)", True),
+    ],
+)
+def test_only_the_level_of_its_own_logger_switches_the_log_on(
+    configure: str, expected: bool
+) -> None:
+    use = "from adk_secure_sessions import audit; print(audit.is_on())"
+    code = f"import logging; {configure}; {use}"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(expected)

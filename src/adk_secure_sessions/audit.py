@@ -26,6 +26,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
+if logger.level == logging.NOTSET:  # the application has not configured the logger before
+    # Otherwise, a root logger with the level INFO would switch the audit log on.
+    logger.setLevel(logging.WARNING)
 
 audit_actor: ContextVar[str | None] = ContextVar("audit_actor", default=None)
 """The person or system on whose behalf the current task runs, for the audit log.
