@@ -1,6 +1,7 @@
-"""A cache of limited size that removes the least recently used entry."""
+"""Caches of limited size that remove the least recently used entry."""
 
 from collections import OrderedDict
+from threading import Lock
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -41,3 +42,53 @@ class Lru(Generic[K, V]):
     def drop(self, key: K) -> None:
         """Remove the entry of *key*, if there is one."""
         self._entries.pop(key, None)
+
+
+class SizedLru(Generic[K, V]):
+    """A cache whose entries have sizes, at most *limit* in total; several threads may use it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit: int = limit
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._size = 0
+        self._lock = Lock()  # an entry and the total size change together
+
+    @property
+    def size(self) -> int:
+        """The total size of all entries."""
+        return self._size
+
+    def get(self, key: K) -> V | None:
+        """Return the value of *key* and mark it as most recently used; return None if missing."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: K, value: V, size: int) -> None:
+        """Store *value* under *key*; remove the least recently used entries if the cache is full.
+
+        If *size* is larger than the limit, *value* is not stored, and the entry of *key* is
+        removed.  Other entries stay.
+        """
+        with self._lock:
+            self._remove(key)
+            if size > self.limit:
+                return
+            self._entries[key] = value, size
+            self._size += size
+            while self._size > self.limit:
+                _, (_, removed) = self._entries.popitem(last=False)
+                self._size -= removed
+
+    def drop(self, key: K) -> None:
+        """Remove the entry of *key*, if there is one."""
+        with self._lock:
+            self._remove(key)
+
+    def _remove(self, key: K) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._size -= entry[1]

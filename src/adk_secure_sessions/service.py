@@ -24,6 +24,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
+from adk_secure_sessions.formats.event_copies import EventKeeper
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.formats.times import microseconds
@@ -114,8 +115,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         session_cache_size: Maximum number of sessions to cache.  Appending to a cached session
             needs no read.
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
-        cache_seconds: How long sessions and data keys are cached, in seconds.  If another process
-            erases a user, this process may use the user's cached data key for this time.
+        history_cache_size: Maximum size of the cache of decrypted events, in bytes; 0 for no such
+            cache.  A read of a cached session reads and decrypts only the events that were stored
+            since the last read.  The cached events are plaintext in memory.  If an older event is
+            modified in storage, only `verify` detects this.
+        share_history: If True, all session objects contain the same cached `Event` objects, which
+            nobody may change.  If False, each call returns new objects.
+        cache_seconds: How long sessions, events and data keys are cached, in seconds.  If another
+            process erases a user, this process may use the user's cached data key for this time.
         read_timeout: Seconds after which a query of the database is interrupted, and the operation
             raises `DatabaseError`.  One statement of a write may take ten times as long.  If None,
             there is no limit.
@@ -145,6 +152,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         skip_unreadable_sessions: bool = False,
         session_cache_size: int = 4096,
         data_key_cache_size: int = 10_000,
+        history_cache_size: int = 0,
+        share_history: bool = False,
         cache_seconds: float = 300.0,
         read_timeout: float | None = 60.0,
         expires_after: timedelta | None = None,
@@ -159,6 +168,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             )
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
+        keeper = _keeper(history_cache_size, share_history)
         backends = register(backend, additional_backends)
         executors = executors_for(
             db_url, db_engine, key_db_url, key_db_engine, engine_kwargs, read_timeout
@@ -169,12 +179,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             partial(open_database, executors, backends, create_tables),
             cached_rows=session_cache_size,
             cached_keys=data_key_cache_size,
+            history_size=history_cache_size,
             cache_seconds=cache_seconds,
         )
         self._store = Store(unit, create_tables=create_tables)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._lifetime = _lifetime(expires_after)
+        self._keeper = keeper
         self._locks = LoopLocks()
         self._access_ids = ids_for_audit(unit, audit_accesses)
 
@@ -308,6 +320,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             # Stored times are rounded to microseconds.  So read events from one microsecond
             # earlier, and compare the exact times below.
             after=None if after is None else microseconds(after) - 1,
+            keeper=self._keeper,
         )
         if found is None:
             return None
@@ -620,6 +633,18 @@ def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
     if ids not in ("blind", "readable"):
         raise ConfigurationError('audit_accesses must be "blind", "readable" or None')
     return blind if ids == "blind" else readable
+
+
+def _keeper(history_cache_size: int, share_history: bool) -> EventKeeper | None:
+    """Return what converts events for the cache of events; None if nothing is cached.
+
+    Raises ConfigurationError if the arguments cannot be used.
+    """
+    if not isinstance(history_cache_size, int) or history_cache_size < 0:
+        raise ConfigurationError("history_cache_size must be a number of bytes, 0 or more")
+    if share_history and not history_cache_size:
+        raise ConfigurationError("share_history needs history_cache_size, for example 64 * 2**20")
+    return EventKeeper(shares=share_history) if history_cache_size else None
 
 
 def _lifetime(expires_after: timedelta | None) -> int | None:

@@ -12,6 +12,7 @@ was not called, both reject the URI instead of opening a service that stores pla
 import asyncio
 import importlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -50,7 +51,15 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
-_ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
+_ONCE = (
+    "key",
+    "backend",
+    "key_db",
+    "blobs",
+    "allow_http",
+    "audit_accesses",
+    "history_cache_size",
+)
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
@@ -69,6 +78,7 @@ class ServiceUri(NamedTuple):
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
             has no such option.
+        history_cache_size: The argument `history_cache_size` of `EncryptedSessionService`.
     """
 
     db_url: str
@@ -78,6 +88,7 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
+    history_cache_size: int = 0
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -137,6 +148,11 @@ def parse(uri: str) -> ServiceUri:
                 "the option 'audit_accesses' of the URI can only be blind or readable"
             )
         audit = "blind" if ours["audit_accesses"] == ["blind"] else "readable"
+    size = next(iter(ours["history_cache_size"]), "0")
+    if not re.fullmatch("[0-9]{1,18}", size):
+        raise ConfigurationError(
+            "the option 'history_cache_size' of the URI must be a number of bytes"
+        )
     return ServiceUri(
         f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
         names,
@@ -145,6 +161,7 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
         audit,
+        int(size),
     )
 
 
@@ -263,6 +280,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 additional,
                 key_db_url=uri.key_db,
                 audit_accesses=uri.audit_accesses,
+                history_cache_size=uri.history_cache_size,
             )
             _close_on_sigterm()
             _services[which] = service

@@ -33,6 +33,7 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.storage.histories import HistoryCache
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
@@ -222,14 +223,16 @@ class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
     Attributes:
+        histories: The decoded events of sessions, at most *history_size* bytes.
         time: A counter that each new entry increases by one; it is not a time of a clock.  A
             comparison of two values tells whether an entry was made before an attempt began.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, history_size: int = 0) -> None:
         self.apps: Lru[bytes, Seen[AppRow, Owner]] = Lru(limit)
         self.users: Lru[bytes, Seen[UserRow, Owner]] = Lru(limit)
         self.sessions: Lru[bytes, Seen[SessionRow, StoredSession]] = Lru(limit)
+        self.histories: HistoryCache = HistoryCache(history_size)
         self.time: int = 0
 
     def tick(self) -> int:
@@ -261,6 +264,11 @@ class RowCache:
         session = session._replace(snapshot=None if session.has_snapshot else b"{}")
         row = session.row
         self.put(self.sessions, row, witness, session, has_proven_head=has_proven_head)
+
+    def forget_session(self, tag: bytes) -> None:
+        """Remove the session with *tag* and its events, because the session is not stored."""
+        self.sessions.drop(tag)
+        self.histories.drop(tag)
 
     def prove_head(self, session: StoredSession) -> None:
         """Set `has_proven_head` of the cached session, if the cached row equals `session.row`."""
@@ -324,7 +332,7 @@ class Attempt(NamedTuple):
         """Remove the user and the session from the caches, because the user's row is not stored."""
         self.keys.forget(self.who.user_tag)
         self.cache.users.drop(self.who.user_tag)
-        self.cache.sessions.drop(self.who.session_tag)
+        self.cache.forget_session(self.who.session_tag)
 
 
 class NeedsDataKey(Exception):
@@ -468,7 +476,7 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     tag, row = attempt.who.session_tag, found.session
     if row is None:
         _reject_if_removed(found, tag, sessions.name)
-        attempt.cache.sessions.drop(tag)
+        attempt.cache.forget_session(tag)
         return None
     if user is None:
         raise TamperedError(
@@ -574,13 +582,16 @@ def _open_snapshot(
         return state
 
 
-def check_events(session: StoredSession, history: list[Row], limit: int | None) -> None:
+def check_events(
+    session: StoredSession, history: list[Row], limit: int | None, known: int = 0
+) -> None:
     """Sort the rows *history* by `seq`; check that each event of *session* occurs exactly once.
 
-    If *limit* is given, *history* must contain only the last *limit* events.  Raises TamperedError
-    if an event is missing, was added or was renumbered.
+    If *limit* is given, *history* must contain only the last *limit* events.  If *known* is given,
+    *history* must contain only the events after the first *known*.  Raises TamperedError if an
+    event is missing, was added or was renumbered.
     """
-    first = 0 if limit is None else max(0, session.revision - limit)
+    first = known if limit is None else max(0, session.revision - limit)
     expected = list(range(first, session.revision))
     if [row[EVENT_SEQ] for row in history] != expected:
         # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified

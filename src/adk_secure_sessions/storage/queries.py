@@ -75,6 +75,7 @@ _app_tag = bindparam("app_tag", type_=LargeBinary)
 _user_tag = bindparam("user_tag", type_=LargeBinary)
 _session_tag = bindparam("session_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
+_known = bindparam("known", type_=BigInteger)
 _after_user = bindparam("after_user", type_=BigInteger)
 _after_row = bindparam("after_row", type_=BigInteger)
 
@@ -340,6 +341,10 @@ def _by_keys(*history: Select[Any]) -> QueryForms:
 
 SESSION_WITH_ALL_EVENTS = _by_keys(_event().where(events.c.session_row == _session_id()))
 SESSION_WITH_LAST_EVENTS = _by_keys(_last_events())
+# The parameter `known` is the `seq` of the first event to read.
+SESSION_WITH_NEW_EVENTS = _by_keys(
+    _event().where(events.c.session_row == _session_id(), events.c.seq >= _known)
+)
 SESSION_WITHOUT_EVENTS = _by_keys()
 SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
 COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors
-from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import bindings
@@ -25,6 +25,7 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     StoredSession,
 )
+from adk_secure_sessions.storage.histories import Growing, History, Keeper
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
@@ -92,12 +93,18 @@ class GetSession(_Read, Generic[E]):
     session.  Events before *after* are decrypted but not returned: decrypting authenticates their
     times.  Otherwise, a modified time could hide an event.
 
+    If *keeper* is given, the events are cached (`histories`).  If the cache has the events of the
+    session up to a revision, only the events from this revision on are read.  If the cached events
+    do not fit to the rows that were read, they are removed from the cache, and the whole session is
+    read.
+
     Args:
         who: The ids of the session.
         decode: Called with an event's plaintext, its session's row id and its `seq`.
         limit: The maximum number of events; None for all.
         after: A time in microseconds since 1970, UTC.  If given, return only events at this time
             or later, and ignore *limit*.
+        keeper: Converts events for the cache; None if no events are cached.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class GetSession(_Read, Generic[E]):
         decode: Callable[[bytes, int, int], E],
         limit: int | None = None,
         after: int | None = None,
+        keeper: Keeper[E] | None = None,
     ) -> None:
         super().__init__(who)
         self._decode = decode
@@ -113,9 +121,27 @@ class GetSession(_Read, Generic[E]):
         # events.
         self._limit = min(limit, _MOST_EVENTS) if limit is not None and after is None else None
         self._after = after
+        self._keeper = keeper if self._limit != 0 else None
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
+        if self._keeper is not None:
+            known = attempt.cache.histories.get(self.who.session_tag)
+            if attempt.keys.operation is not None:
+                attempt.keys.operation.add_lookup("histories", hit=known is not None)
+            if known is not None:
+                try:
+                    return await self._continue(attempt, executors, known)
+                except _DoesNotFit:
+                    attempt.cache.histories.drop(self.who.session_tag)
         return await self._open(attempt, await self._find(attempt, executors))
+
+    async def _continue(
+        self, attempt: Attempt, executors: Executors, known: History[E]
+    ) -> tuple[View, list[E]] | None:
+        """Read the events after those of *known*; raise `_DoesNotFit` if *known* does not fit."""
+        parameters = {**self.who.tags(), "known": known.revision}
+        found = await self._read(attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters)
+        return await self._open(attempt, found, known)
 
     async def _find(self, attempt: Attempt, executors: Executors) -> Found:
         forms = sql.SESSION_WITH_ALL_EVENTS
@@ -124,22 +150,44 @@ class GetSession(_Read, Generic[E]):
         parameters = {**self.who.tags(), "limit": self._limit or 0}
         return await self._read(attempt, executors, forms, parameters)
 
-    async def _open(self, attempt: Attempt, found: Found) -> tuple[View, list[E]] | None:
+    async def _open(
+        self, attempt: Attempt, found: Found, known: History[E] | None = None
+    ) -> tuple[View, list[E]] | None:
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
         session = bindings.open_session(attempt, found, user)
-        if session is None or user is None or (session.has_expired and not self.finds_expired):
+        if session is None or user is None:
             return None
-        return _view(session, user, app), await self.history(attempt, found, session)
+        if session.has_expired and not self.finds_expired:
+            attempt.cache.histories.drop(session.tag)
+            return None
+        view = _view(session, user, app)
+        if self._keeper is None:
+            return view, await self.history(attempt, found, session)
+        return view, await self._cached_history(attempt, found, session, self._keeper, known)
 
-    async def history(self, attempt: Attempt, found: Found, session: StoredSession) -> list[E]:
-        """Return the decoded events of *session*, whose rows are in *found*, oldest first."""
-        bindings.check_events(session, found.events, self._limit)
+    async def history(
+        self,
+        attempt: Attempt,
+        found: Found,
+        session: StoredSession,
+        growing: Growing[E] | None = None,
+    ) -> list[E]:
+        """Return the decoded events of *session*, whose rows are in *found*, oldest first.
+
+        If *growing* is given, *found* has all events after those that are known already.  They are
+        added to *growing*, and all of them are returned: those before *after*, too.
+        """
+        known = growing.known if growing is not None else None
+        first = known.revision if known else 0
+        bindings.check_events(session, found.events, None if growing else self._limit, first)
         decoded: list[E] = []
         after = self._after
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
         link = NO_LINK if len(found.events) == session.revision else None
+        if known:
+            link = known.link
         for start in range(0, len(found.events), _CHUNK):
             if start:
                 await asyncio.sleep(0)
@@ -147,6 +195,11 @@ class GetSession(_Read, Generic[E]):
             # Decrypt the whole chunk, then decode it.  Decrypting and decoding one event after
             # another takes twice as long.
             opened, link = bindings.open_events(attempt, session, rows, link)
+            if growing is not None:
+                for row, plaintext in zip(rows, opened, strict=True):
+                    decoded.append(event := self._decode(plaintext, session.id, row[EVENT_SEQ]))
+                    growing.add(event, plaintext, row[EVENT_TIME])
+                continue
             decoded += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
                 for row, plaintext in zip(rows, opened, strict=True)
@@ -155,6 +208,66 @@ class GetSession(_Read, Generic[E]):
         if self._limit != 0:
             bindings.check_head(attempt, session, link)
         return decoded
+
+    async def _cached_history(
+        self,
+        attempt: Attempt,
+        found: Found,
+        session: StoredSession,
+        keeper: Keeper[E],
+        known: History[E] | None,
+    ) -> list[E]:
+        """Return the same events as `history`, and cache all events of the session.
+
+        *found* has the rows of the events after those of *known*.  If *known* is None, *found* has
+        the rows of all wanted events.
+
+        Raises `_DoesNotFit` if *known* is given and does not fit to the rows.  The caller then
+        reads the whole session.  If a row was tampered with, that read raises the error.
+        """
+        cache = attempt.cache.histories
+        if known is None:
+            is_whole = 0 < session.revision == len(found.events)
+            if not is_whole or not cache.accepts(session.tag, session.id):
+                return await self.history(attempt, found, session)
+        elif known.row != session.id or known.revision > session.revision:
+            raise _DoesNotFit
+        growing = Growing(keeper, known, cache.limit)
+        try:
+            new = await self.history(attempt, found, session, growing)
+        except DecryptionError as error:
+            if known is None or isinstance(error, UnknownKeyError):
+                raise
+            new = None
+        if new is None:  # raise after the except block, so that the error has no `__context__`
+            raise _DoesNotFit
+        cache.put(session.tag, session.id, session.head, growing)
+        return await self._selected(known, new, [row[EVENT_TIME] for row in found.events])
+
+    async def _selected(self, known: History[E] | None, new: list[E], times: list[int]) -> list[E]:
+        """Return those of the events *known* and *new* that the caller wants.
+
+        *times* are the times of the events *new*.
+        """
+        after, limit = self._after, self._limit
+        if limit is not None:
+            known = known and known.last(limit - len(new))
+            new = new[max(0, len(new) - limit) :]
+        elif after is not None:
+            known = known and known.since(after)
+            new = [one for one, at in zip(new, times, strict=True) if at >= after]
+        if known is None or self._keeper is None:
+            return new
+        events: list[E] = []
+        for start in range(0, known.revision, self._keeper.at_once):
+            if start:
+                await asyncio.sleep(0)
+            events += known.restored(self._keeper, start)
+        return events + new
+
+
+class _DoesNotFit(Exception):
+    """The cached events of a session are not the first events of the stored session."""
 
 
 class ListUserSessions(_Read):

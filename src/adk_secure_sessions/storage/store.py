@@ -12,6 +12,7 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage.bindings import StoredSession
+from adk_secure_sessions.storage.histories import Keeper
 from adk_secure_sessions.storage.imports import (
     AddTombstone,
     Imported,
@@ -141,16 +142,17 @@ class Store:
         *,
         limit: int | None = None,
         after: int | None = None,
+        keeper: Keeper[T] | None = None,
     ) -> tuple[View, list[T]] | None:
         """Return a session and its decoded events; None if the session is not stored.
 
         *decode* is called with an event's plaintext, its session's row id and its `seq`.  *limit*
         is the maximum number of events, the last ones; None for all.  If *after* (microseconds
         since 1970, UTC) is given, only events at this time or later are returned, and *limit* is
-        ignored.
+        ignored.  If *keeper* is given, the events are cached: see `GetSession`.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
-        return await self.unit.run(GetSession(who, decode, limit, after))
+        return await self.unit.run(GetSession(who, decode, limit, after, keeper))
 
     async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
         """Return all sessions of a user, without events.

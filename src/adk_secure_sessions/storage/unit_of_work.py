@@ -197,6 +197,7 @@ class UnitOfWork:
             or a keyring that was opened earlier and whose keys need not be unwrapped again.
         cached_rows: Maximum number of cached rows of each kind: sessions, users and apps.
         cached_keys: Maximum number of owners whose data keys are cached.
+        history_size: Maximum number of bytes of cached events; 0 for none.
         cache_seconds: Seconds for which unwrapped data keys and decrypted rows are cached.  After
             that time they are read again, because another process may have erased a user.
         keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
@@ -211,6 +212,7 @@ class UnitOfWork:
         *,
         cached_rows: int,
         cached_keys: int,
+        history_size: int = 0,
         cache_seconds: float = 300.0,
         keyring_pause: float = _KEYRING_PAUSE,
     ) -> None:
@@ -220,6 +222,7 @@ class UnitOfWork:
         self._open_keyring = open_keyring
         self._cached_rows = cached_rows
         self._cached_keys = cached_keys
+        self._history_size = history_size
         self._opened: _Opened | None = None
         self._keyring_pause = keyring_pause
         self._locks = LoopLocks()
@@ -506,7 +509,7 @@ class UnitOfWork:
         writer_id = self.backends.writer.backend_id
         return _Opened(
             DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
-            RowCache(self._cached_rows),
+            RowCache(self._cached_rows, self._history_size),
             Lru(self._cached_rows),
             {},
             time.monotonic() + self._cache_seconds,
