@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.lru import Lru, SizedLru
 
 
 def filled(limit: int, *keys: str) -> Lru[str, str]:
@@ -69,3 +69,59 @@ def test_many_threads_never_exceed_the_limit() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert sum(lru.get(key) is not None for key in range(50)) <= 10
+
+
+# --- a limit of the total size -------------------------------------------------------------------
+
+
+def sized(limit: int, **sizes: int) -> SizedLru[str, str]:
+    lru = SizedLru[str, str](limit)
+    for key, size in sizes.items():
+        lru.put(key, key.upper(), size)
+    return lru
+
+
+def held_by(lru: SizedLru[str, str], keys: str) -> str:
+    return "".join(key for key in keys if lru.get(key) is not None)
+
+
+def test_least_recently_used_entries_make_room_for_a_large_one() -> None:
+    lru = sized(10, a=3, b=3, c=3)
+    lru.get("a")
+    lru.put("d", "D", 6)
+    assert held_by(lru, "abcd") == "ad"
+    assert lru.size == 9
+
+
+def test_entry_that_is_larger_than_the_limit_is_not_stored_and_removes_no_other() -> None:
+    lru = sized(10, a=5)
+    lru.put("b", "B", 11)
+    assert held_by(lru, "ab") == "a"
+    lru.put("a", "larger", 11)
+    assert held_by(lru, "ab") == ""
+    assert lru.size == 0
+
+
+def test_size_of_a_replaced_or_dropped_entry_is_free_again() -> None:
+    lru = sized(10, a=5, b=5)
+    lru.put("a", "new", 2)
+    assert lru.size == 7
+    lru.drop("b")
+    lru.drop("unknown")
+    assert lru.size == 2
+    assert lru.get("a") == "new"
+
+
+def test_many_threads_never_exceed_the_size() -> None:
+    lru = SizedLru[int, int](100)
+
+    def work(start: int) -> None:
+        for number in range(start, start + 2000):
+            lru.put(number % 50, number, number % 30)
+            lru.get((number + 7) % 50)
+            lru.drop((number + 13) % 50)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    left = [found for key in range(50) if (found := lru.get(key)) is not None]
+    assert sum(number % 30 for number in left) == lru.size <= 100

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, InMemorySessionService
+from google.adk.sessions.base_session_service import GetSessionConfig
 from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, EncryptedSessionWrapper
+from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.migration import PlaintextFallbackService
 from tests.integrations.inner_services import FerretDB
 from tests.migration.lookups import MemoryLookup
@@ -86,6 +89,42 @@ async def encrypted(url: URL) -> AsyncIterator[BaseSessionService]:
         yield service
 
 
+class ReadsTwice(EncryptedSessionService):
+    """Reads each session whole first, so that the returned events come from the cache of events."""
+
+    async def get_session(self, *, config: GetSessionConfig | None = None, **ids: str) -> Any:
+        await super().get_session(**ids)
+        return await super().get_session(config=config, **ids)
+
+
+@asynccontextmanager
+async def encrypted_with_cached_events(url: URL) -> AsyncIterator[BaseSessionService]:
+    async with ReadsTwice(url, AesGcmBackend(KEY), history_cache_size=2**24) as service:
+        yield service
+
+
+class KeepsOriginals(EncryptedSessionService):
+    """Keeps a copy of each event that it returns, to see whether somebody changes the event."""
+
+    returned: list[tuple[Event, Event]]
+
+    async def get_session(self, *, config: GetSessionConfig | None = None, **ids: str) -> Any:
+        session = await super().get_session(config=config, **ids)
+        events = session.events if session else []
+        self.returned += [(event, event.model_copy(deep=True)) for event in events]
+        return session
+
+
+@asynccontextmanager
+async def encrypted_with_shared_events(url: URL) -> AsyncIterator[BaseSessionService]:
+    async with KeepsOriginals(
+        url, AesGcmBackend(KEY), history_cache_size=2**24, share_history=True
+    ) as service:
+        service.returned = []
+        yield service
+        assert all(same(event, original) for event, original in service.returned)
+
+
 @asynccontextmanager
 async def encrypted_with_key_database(url: URL) -> AsyncIterator[BaseSessionService]:
     keys = url.set(database=f"{url.database}.keys")
@@ -122,6 +161,8 @@ KINDS: dict[str, Kind] = {
     "adk": Kind(adk, is_reference=True),
     "encrypted-file": Kind(encrypted, is_threaded=True),
     "encrypted-memory": Kind(encrypted_memory, is_shared=False, is_threaded=True),
+    "encrypted-cached-events": Kind(encrypted_with_cached_events, is_threaded=True),
+    "encrypted-shared-events": Kind(encrypted_with_shared_events, is_threaded=True),
     "encrypted-engine": Kind(encrypted_engine),
     "encrypted-key-database": Kind(encrypted_with_key_database, is_threaded=True),
     "encrypted-fallback": Kind(encrypted_with_fallback),
@@ -183,7 +224,10 @@ WRAPPERS: dict[str, Kind] = {
 # engine; `make soak` runs all tests on all of them.
 MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb"]
 POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
-OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
+# Nobody may change the events that this service returns, so it only runs tests of google-adk's own
+# programs.
+SHARED_EVENTS = "encrypted-shared-events"
+OTHER_KINDS = [name for name in KINDS if name not in (*MAIN_KINDS, SHARED_EVENTS)]
 # Of a parametrized test, these run every nth case by default, the others the first one.
 NTH_CASES = {"adk": 4, "encrypted-file": 1, "wrapped-memory": 4}
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]

@@ -61,6 +61,11 @@ kind = each_kind(
             "test_exactly_one_of_many_copies_in_two_services_wins",
             "test_reader_never_sees_an_event_without_its_state_or_the_reverse",
         ],
+        "encrypted-cached-events": [
+            "test_append_racing_a_deletion_succeeds_or_finds_no_session",
+            "test_appends_of_two_services_all_arrive_once_with_retries",
+            "test_reader_never_sees_an_event_without_its_state_or_the_reverse",
+        ],
         "encrypted-key-database": [
             "test_first_use_by_several_services_at_once_makes_the_tables_once",
             "test_sessions_created_with_different_shared_keys_at_once_lose_none",

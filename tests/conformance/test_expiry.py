@@ -26,7 +26,7 @@ kind = each_kind(
             "test_purge_deletes_expired_sessions_and_verify_checks_them",
         ]
     },
-    soak=["encrypted-engine", "encrypted-psycopg"],
+    soak=["encrypted-cached-events", "encrypted-engine", "encrypted-psycopg"],
 )
 HOUR = timedelta(hours=1)
 Later = Callable[[timedelta], None]

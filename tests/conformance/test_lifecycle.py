@@ -29,7 +29,7 @@ from tests.conformance.support import (
 )
 
 # Their drivers and engines are tested by other kinds.
-LATER = ["encrypted-pgbouncer-psycopg", "encrypted-mariadb-engine"]
+LATER = ["encrypted-cached-events", "encrypted-pgbouncer-psycopg", "encrypted-mariadb-engine"]
 # These share an executor with a kind that runs all tests.
 ALSO = [
     "encrypted-fallback",
@@ -46,7 +46,7 @@ BY_DRIVER = (
     "test_service_serves_one_event_loop_after_the_other",
 )
 kind = each_kind(
-    *(name for name in KINDS if name not in LATER + ALSO),
+    *(name for name in KINDS if name not in [*LATER, *ALSO, SHARED_EVENTS]),
     some=dict.fromkeys(ALSO, BY_DRIVER),
     soak=LATER,
 )

@@ -85,9 +85,24 @@ class History(KeyMaterial, Generic[E]):
     def _part(self, times: list[int], kept: list[Any]) -> "History[E]":
         return History(self.row, self.link, times, kept, self.size)
 
-    def restored(self, keeper: Keeper[E], start: int) -> list[E]:
-        """Return `keeper.at_once` events from the index *start* on, in a new list."""
-        return keeper.restore(self.kept[start : start + keeper.at_once])
+
+class Restored(KeyMaterial, Generic[E]):
+    """Collects the events that *keeper* restores.
+
+    Attributes:
+        events: The events.
+    """
+
+    __slots__ = ("_keeper", "events")
+
+    def __init__(self, keeper: Keeper[E]) -> None:
+        self._keeper = keeper
+        self.events: list[E] = []
+
+    def add(self, history: History[E], start: int) -> None:
+        """Add `keeper.at_once` events of *history*, from the index *start* on."""
+        end = start + self._keeper.at_once
+        self.events += self._keeper.restore(history.kept[start:end])
 
 
 class Growing(KeyMaterial, Generic[E]):

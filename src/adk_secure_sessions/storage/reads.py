@@ -25,7 +25,7 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     StoredSession,
 )
-from adk_secure_sessions.storage.histories import Growing, History, Keeper
+from adk_secure_sessions.storage.histories import Growing, History, Keeper, Restored
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
@@ -258,12 +258,14 @@ class GetSession(_Read, Generic[E]):
             new = [one for one, at in zip(new, times, strict=True) if at >= after]
         if known is None or self._keeper is None:
             return new
-        events: list[E] = []
+        # The list is inside of an object, so that an error reporter does not record it if the
+        # task is cancelled here.
+        restored = Restored(self._keeper)
         for start in range(0, known.revision, self._keeper.at_once):
             if start:
                 await asyncio.sleep(0)
-            events += known.restored(self._keeper, start)
-        return events + new
+            restored.add(known, start)
+        return restored.events + new
 
 
 class _DoesNotFit(Exception):

@@ -1,0 +1,224 @@
+"""Attacks while a service runs that has the events of the session in its cache of events."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from google.adk.sessions import Session
+
+from adk_secure_sessions import EncryptedSessionService, TamperedError
+from tests.attacks.databases import also_on
+from tests.attacks.support import (
+    Database,
+    OlderCopy,
+    Operation,
+    append,
+    get,
+    get_after,
+    get_last,
+    get_last_three,
+    get_no_events,
+    outcome,
+)
+from tests.attacks.test_running import SESSION_COLUMNS
+from tests.attacks.test_verify import verified
+from tests.attacks.world import VISIT, new_event
+
+CACHED = {"history_cache_size": 10**7}
+
+
+@asynccontextmanager
+async def caching(db: Database, **options: Any) -> AsyncIterator[EncryptedSessionService]:
+    """A service that has read the whole session, which has four events."""
+    async with db.service(**CACHED, **options) as service:
+        assert await service.get_session(**VISIT._asdict()) == db.session(VISIT)
+        yield service
+
+
+OF_OTHER = "(SELECT event FROM secure_events WHERE session_row = {} AND seq = {})"
+OLDER_EVENTS = {
+    "modified": "UPDATE secure_events SET event = CAST(event || x'00' AS BLOB)",
+    "of another event": f"UPDATE secure_events SET event = {OF_OTHER.format(':visit', 2)}",
+    "of another session": f"UPDATE secure_events SET event = {OF_OTHER.format(':notes', 1)}",
+    "of another time": "UPDATE secure_events SET time = time + 1",
+    "removed": "DELETE FROM secure_events",
+}
+
+
+@also_on("fernet", "postgresql", "mariadb")
+@pytest.mark.parametrize("attack", OLDER_EVENTS)
+@pytest.mark.parametrize("shares", [False, True], ids=["copies", "shared"])
+async def test_older_event_that_was_tampered_with_is_returned_as_written_and_verify_names_it(
+    db: Database, attack: str, shares: bool
+) -> None:
+    async with caching(db, share_history=shares) as service:
+        db.run(f"{OLDER_EVENTS[attack]} WHERE session_row = :visit AND seq = 1")
+        session = await service.get_session(**VISIT._asdict())
+        assert session == db.session(VISIT)
+        found = await verified(db)
+        assert {row.table for row in found.bad} == {"secure_events"}
+        async with db.service(**CACHED) as another:
+            with pytest.raises(TamperedError):
+                await another.get_session(**VISIT._asdict())
+        await service.append_event(session, new_event(10))
+        assert await service.get_session(**VISIT._asdict()) == session
+        await service.close()  # the caches are empty, as after `cache_seconds`
+        with pytest.raises(TamperedError):
+            await service.get_session(**VISIT._asdict())
+
+
+Attack = Callable[[Database, OlderCopy], Awaitable[None]]
+READS: tuple[Operation, ...] = (get, get_last, get_last_three, get_after, get_no_events)
+
+
+async def store_two(db: Database) -> Session:
+    """Another process appends two events."""
+    async with db.service() as another:
+        session = await another.get_session(**VISIT._asdict())
+        assert session is not None
+        for number in (10, 11):
+            await another.append_event(session, new_event(number, {"step": number}))
+    return session
+
+
+def statement(sql: str) -> Attack:
+    async def attack(db: Database, older: OlderCopy) -> None:
+        db.run(sql)
+
+    return attack
+
+
+def to_new_event(sql: str, seq: int) -> Attack:
+    async def attack(db: Database, older: OlderCopy) -> None:
+        await store_two(db)
+        db.run(f"{sql} WHERE session_row = :visit AND seq = {seq}")
+
+    return attack
+
+
+async def roll_back(db: Database, older: OlderCopy) -> None:
+    older.replay_row("secure_sessions", "id = :visit")
+    db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq > 1")
+
+
+async def roll_back_the_row(db: Database, older: OlderCopy) -> None:
+    older.replay_row("secure_sessions", "id = :visit")
+
+
+async def give_it_another_history(db: Database, older: OlderCopy) -> None:
+    """Restore an older copy, on which somebody then stores more events than the cache has."""
+    await roll_back(db, older)
+    async with db.service() as another:
+        session = await another.get_session(**VISIT._asdict())
+        assert session is not None
+        for number in (20, 21, 22, 23):
+            await another.append_event(session, new_event(number, {"step": number}))
+
+
+async def give_it_another_end(db: Database, older: OlderCopy) -> None:
+    """The other history has as many events as the cache."""
+    await roll_back(db, older)
+    async with db.service() as another:
+        session = await another.get_session(**VISIT._asdict())
+        assert session is not None
+        for number in (20, 21):
+            await another.append_event(session, new_event(number, {"step": number}))
+
+
+async def create_it_again(db: Database, older: OlderCopy) -> None:
+    async with db.service() as another:
+        await another.delete_session(**VISIT._asdict())
+        session = await another.create_session(**VISIT._asdict())
+        for number in range(20, 26):
+            await another.append_event(session, new_event(number))
+
+
+async def delete_it(db: Database, older: OlderCopy) -> None:
+    async with db.service() as another:
+        await another.delete_session(**VISIT._asdict())
+
+
+async def replay_it_after_a_deletion(db: Database, older: OlderCopy) -> None:
+    """All rows but the version witness."""
+    rows = db.rows("SELECT * FROM secure_sessions WHERE id = :visit")
+    await delete_it(db, older)
+    with db.connect() as connection:
+        connection.execute(f"INSERT INTO secure_sessions VALUES ({', '.join('?' * 9)})", rows[0])
+
+
+MODIFIED = "UPDATE secure_events SET event = CAST(event || x'00' AS BLOB)"
+ATTACKS: dict[str, Attack] = {
+    **{
+        f"column {column}": statement(
+            f"UPDATE secure_sessions SET {column} = {value} WHERE id = :visit"
+        )
+        for column, value in SESSION_COLUMNS.items()
+    },
+    "session removed": statement("DELETE FROM secure_sessions WHERE id = :visit"),
+    "witness removed": statement(
+        "DELETE FROM secure_witnesses WHERE tag = (SELECT tag FROM secure_sessions "
+        "WHERE id = :visit)"
+    ),
+    "user removed": statement("DELETE FROM secure_users WHERE id = :alice"),
+    "app removed": statement("DELETE FROM secure_apps WHERE id = :clinic"),
+    "last event removed": statement(
+        "DELETE FROM secure_events WHERE session_row = :visit AND seq = 3"
+    ),
+    "event added": statement(
+        "INSERT INTO secure_events SELECT session_row, 4, time, event FROM secure_events "
+        "WHERE session_row = :visit AND seq = 3"
+    ),
+    "new event modified": to_new_event(MODIFIED, 4),
+    "last new event modified": to_new_event(MODIFIED, 5),
+    "new event is the last known one": to_new_event(
+        f"UPDATE secure_events SET event = {OF_OTHER.format(':visit', 3)}", 4
+    ),
+    "new event is the next one": to_new_event(
+        f"UPDATE secure_events SET event = {OF_OTHER.format(':visit', 5)}", 4
+    ),
+    "new event of another time": to_new_event("UPDATE secure_events SET time = time - 1", 4),
+    "new event removed": to_new_event("DELETE FROM secure_events", 4),
+    "new event renumbered": to_new_event("UPDATE secure_events SET seq = 6", 5),
+    "rolled back": roll_back,
+    "row rolled back": roll_back_the_row,
+    "another history": give_it_another_history,
+    "another end": give_it_another_end,
+    "created again": create_it_again,
+    "deleted": delete_it,
+    "replayed after a deletion": replay_it_after_a_deletion,
+}
+
+
+@also_on("postgresql", cases=["another history", "new event modified", "column state"])
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_outcome_is_as_without_the_cache(db: Database, older: OlderCopy, attack: str) -> None:
+    """Two services have read the session before the attack, one with the cache and one without."""
+    async with AsyncExitStack() as stack:
+        plain = await stack.enter_async_context(db.service())
+        assert await plain.get_session(**VISIT._asdict()) == db.session(VISIT)
+        cached = [await stack.enter_async_context(caching(db)) for _ in READS]
+        await ATTACKS[attack](db, older)
+        for service, operation in zip(cached, READS, strict=True):
+            for one in (operation, get):
+                found = await outcome(one(service, db, VISIT))
+                expected = await outcome(one(plain, db, VISIT))
+                assert type(found) is type(expected), (one, found, expected)
+                if isinstance(expected, Exception):
+                    assert str(found) == str(expected)
+                    assert isinstance(found, Exception)
+                    assert found.__context__ is None or found.__suppress_context__
+                else:
+                    assert found == expected
+        appended = [type(await outcome(append(one, db, VISIT))) for one in (cached[0], plain)]
+        assert appended[0] is appended[1] or not issubclass(appended[0], Exception)
+
+
+@also_on("postgresql")
+async def test_session_that_was_restored_after_an_attack_is_read_again(db: Database) -> None:
+    async with caching(db) as service:
+        with db.undone_afterwards():
+            db.run("UPDATE secure_sessions SET updated_at = updated_at + 1 WHERE id = :visit")
+            with pytest.raises(TamperedError):
+                await service.get_session(**VISIT._asdict())
+        assert await service.get_session(**VISIT._asdict()) == db.session(VISIT)

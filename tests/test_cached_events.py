@@ -1,0 +1,456 @@
+"""The cache of events: whose changes it sees, what it shares, and when its content is gone.
+
+`tests/storage/test_histories.py` tests single reads, `tests/attacks/test_cached_events.py` attacks,
+and the conformance suite runs on the kind `encrypted-cached-events`.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import pickle
+import random
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.events import Event
+from google.adk.sessions import Session
+from google.adk.sessions.base_session_service import GetSessionConfig
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedSessionService,
+    StaleSessionError,
+)
+from adk_secure_sessions.formats import events
+from adk_secure_sessions.formats.event_parser import same
+from adk_secure_sessions.maintenance import Database, erase_user, rotate_data
+from adk_secure_sessions.storage.imports import ImportedEvent
+from tests.attacks.needles import locals_of
+from tests.faults import Point, with_faults
+
+KEY = os.urandom(32)
+APP, USER, NAME = "app", "user", "s"
+WHO = {"app_name": APP, "user_id": USER, "session_id": NAME}
+SIZE = 10**7
+TEXT = "Ndl9TextOfAnEvent"
+
+
+def said(number: int) -> Event:
+    content = types.Content(role="model", parts=[types.Part(text=f"{TEXT} {number}")])
+    return Event(author="a", id=f"e{number}", timestamp=1000.0 + number, content=content)
+
+
+def service_on(path: Path, **options: Any) -> EncryptedSessionService:
+    options = {"history_cache_size": SIZE} | options
+    return EncryptedSessionService(f"sqlite:///{path}/s.db", AesGcmBackend(KEY), **options)
+
+
+class Rows:
+    """Counts the rows and bytes that the queries of a service return."""
+
+    def __init__(self, make: Callable[[], EncryptedSessionService]) -> None:
+        self.service, faults = with_faults(make)
+        self.answers: list[Sequence[Any]] = []
+
+        def note(_step: object, answer: Sequence[Any]) -> bool:
+            self.answers.append(answer)
+            return False
+
+        faults.data.after(Point.READ, lambda: None, nth=None, when=note)
+
+    def taken(self) -> tuple[int, int]:
+        """The number of queries, and of rows that they returned, since the last call."""
+        answers, self.answers = self.answers, []
+        return len(answers), sum(map(len, answers))
+
+
+async def get(service: EncryptedSessionService, **config: Any) -> Session:
+    found = await service.get_session(**WHO, config=GetSessionConfig(**config) if config else None)
+    assert found is not None
+    return found
+
+
+async def converse(service: EncryptedSessionService, first: int, number: int) -> None:
+    session = await get(service)
+    for n in range(first, first + number):
+        await service.append_event(session, said(n))
+
+
+async def bring(service: EncryptedSessionService, version: str, *numbers: int) -> None:
+    """Import the session with events *numbers*, as `migrate` does."""
+    copied = [ImportedEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
+    await service._store.import_session(
+        APP,
+        USER,
+        NAME,
+        state=b"{}",
+        events=copied,
+        created_at=1,
+        updated_at=2,
+        source_version=version,
+        replace=True,
+    )
+
+
+def texts(session: Session) -> list[str]:
+    return [event.id for event in session.events]
+
+
+def ids(*numbers: int) -> list[str]:
+    return [f"e{n}" for n in numbers]
+
+
+@pytest.fixture(params=[False, True], ids=["copies", "shared"])
+def shares(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+async def test_events_of_others_appear_and_known_ones_are_not_read_again(
+    tmp_path: Path, shares: bool
+) -> None:
+    rows = Rows(lambda: service_on(tmp_path, share_history=shares))
+    async with rows.service as service, service_on(tmp_path, history_cache_size=0) as other:
+        await other.create_session(**WHO, state={"k": 1})
+        await converse(other, 0, 100)
+        await get(service)
+        rows.taken()
+        await get(service)
+        queries, fixed = rows.taken()
+        assert (queries, fixed < 10) == (1, True)
+        await converse(other, 100, 3)
+        found = await get(service)
+        assert rows.taken() == (1, fixed + 3)
+        assert same(found.events, (await get(other)).events)
+        assert found == await get(other)
+        assert found.state == {"k": 1}
+        await service.append_event(found, said(103))
+        rows.taken()
+        assert texts(await get(service)) == ids(*range(104))
+        assert rows.taken() == (1, fixed + 1)
+        assert texts(await get(service, num_recent_events=5)) == ids(*range(99, 104))
+        assert texts(await get(service, after_timestamp=1002.0)) == ids(*range(2, 104))
+        assert texts(await get(service, after_timestamp=1002.5, num_recent_events=2)) == ids(
+            102, 103
+        )
+        assert rows.taken() == (3, 3 * fixed)
+
+
+async def test_off_by_default(tmp_path: Path) -> None:
+    rows = Rows(lambda: service_on(tmp_path, history_cache_size=0))
+    async with rows.service as service:
+        await service.create_session(**WHO)
+        await converse(service, 0, 30)
+        for _ in range(2):
+            rows.taken()
+            await get(service)
+            queries, number = rows.taken()
+            assert queries == 1
+            assert number > 30
+    assert not EncryptedSessionService(":memory:", AesGcmBackend(KEY))._keeper
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"history_cache_size": -1}, "history_cache_size must be a number of bytes"),
+        ({"history_cache_size": 1.5}, "history_cache_size must be a number of bytes"),
+        ({"history_cache_size": None}, "history_cache_size must be a number of bytes"),
+        ({"share_history": True}, "share_history needs history_cache_size"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_rejected(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EncryptedSessionService(":memory:", AesGcmBackend(KEY), **options)
+
+
+# --- whose objects they are ----------------------------------------------------------------------
+
+
+async def test_sessions_of_different_calls_share_no_event(tmp_path: Path) -> None:
+    async with service_on(tmp_path) as service:
+        await service.create_session(**WHO)
+        await converse(service, 0, 3)
+        expected = (await get(service)).events
+        for _ in range(3):
+            found = await get(service)
+            assert same(found.events, expected)
+            content = found.events[0].content
+            assert content
+            assert content.parts
+            content.parts[0].text = "changed"
+            content.parts.clear()
+            found.events[1].actions.state_delta["k"] = 1
+            found.events[2].author = "changed"
+            found.events.clear()
+
+
+async def test_shared_events_are_the_same_objects_in_lists_of_the_callers(tmp_path: Path) -> None:
+    async with service_on(tmp_path, share_history=True) as service:
+        await service.create_session(**WHO)
+        await converse(service, 0, 3)
+        first, second = await get(service), await get(service)
+        assert [id(event) for event in first.events] == [id(event) for event in second.events]
+        first.events.clear()
+        second.events.append(said(9))
+        assert texts(await get(service)) == ids(0, 1, 2)
+
+
+# --- sessions that are replaced or changed meanwhile ---------------------------------------------
+
+
+async def test_session_created_again_with_the_same_id_has_its_own_events(
+    tmp_path: Path, shares: bool
+) -> None:
+    async with service_on(tmp_path, share_history=shares) as service, service_on(tmp_path) as other:
+        await service.create_session(**WHO)
+        await converse(service, 0, 3)
+        for number in (3, 1, 5):
+            await get(service)
+            await other.delete_session(**WHO)
+            await other.create_session(**WHO)
+            await converse(other, 10, number)
+            assert texts(await get(service)) == ids(*range(10, 10 + number))
+            assert texts(await get(service)) == ids(*range(10, 10 + number))
+        await service.delete_session(**WHO)
+        assert await service.get_session(**WHO) is None
+
+
+async def test_imported_session_that_is_replaced_has_the_new_events(tmp_path: Path) -> None:
+    async with service_on(tmp_path) as service:
+        await bring(service, "one", 0, 1, 2)
+        for _ in range(2):
+            assert texts(await get(service)) == ids(0, 1, 2)
+        await bring(service, "two", 5, 6, 7, 8)
+        for _ in range(2):
+            assert texts(await get(service)) == ids(5, 6, 7, 8)
+
+
+async def test_known_events_stay_known_after_they_were_reencrypted(tmp_path: Path) -> None:
+    rows = Rows(lambda: service_on(tmp_path))
+    async with rows.service as service:
+        await service.create_session(**WHO)
+        await converse(service, 0, 20)
+        before = await get(service)
+        async with Database(f"sqlite:///{tmp_path}/s.db", AesGcmBackend(KEY)) as database:
+            assert (await rotate_data(database)).left == 0
+        rows.taken()
+        assert await get(service) == before
+        assert rows.taken()[1] < 20
+        await converse(service, 20, 1)
+        assert texts(await get(service)) == ids(*range(21))
+
+
+async def test_stale_session_object_is_rejected_as_without_the_cache(tmp_path: Path) -> None:
+    async with service_on(tmp_path) as service, service_on(tmp_path) as other:
+        await service.create_session(**WHO)
+        await converse(service, 0, 2)
+        stale = await get(service)
+        await converse(other, 2, 1)
+        with pytest.raises(StaleSessionError):
+            await service.append_event(stale, said(9))
+        fresh = await get(service)
+        await service.append_event(fresh, said(3))
+        assert texts(await get(service)) == ids(0, 1, 2, 3)
+
+
+async def test_readers_in_one_loop_see_beginnings_of_the_history(
+    tmp_path: Path, shares: bool
+) -> None:
+    """While others append, delete and create the session again."""
+    async with (
+        service_on(tmp_path, share_history=shares) as service,
+        service_on(tmp_path, history_cache_size=100_000) as other,
+    ):
+        await service.create_session(**WHO)
+        ended = False
+        seen = 0
+
+        async def read() -> None:
+            nonlocal seen
+            while not ended:
+                found = await service.get_session(**WHO)
+                if found is not None and found.events:
+                    start = int(found.events[0].id[1:])
+                    assert start % 1000 == 0
+                    assert texts(found) == ids(*range(start, start + len(found.events)))
+                    seen += 1
+                await asyncio.sleep(0)
+
+        async def write() -> None:
+            nonlocal ended
+            try:
+                for epoch in range(0, 4000, 1000):
+                    await converse(random.choice((service, other)), epoch, 80)
+                    await other.delete_session(**WHO)
+                    await other.create_session(**WHO)
+            finally:
+                ended = True
+
+        await asyncio.gather(write(), *(read() for _ in range(4)))
+        assert seen > 10
+
+
+def test_one_service_in_several_threads_with_an_event_loop_each(tmp_path: Path) -> None:
+    service = service_on(tmp_path, history_cache_size=200_000)
+
+    async def begin() -> None:
+        for name in range(4):
+            await service.create_session(app_name=APP, user_id=USER, session_id=f"{name}")
+
+    async def work(number: int) -> None:
+        for turn in range(30):
+            name = f"{(turn + number) % 4}"
+            ids_of = {"app_name": APP, "user_id": USER, "session_id": name}
+            session = await service.get_session(**ids_of)
+            assert session is not None
+            stored = len(session.events)
+            with contextlib.suppress(StaleSessionError):
+                await service.append_event(session, said(turn))
+            again = await service.get_session(**ids_of)
+            assert again is not None
+            assert len(again.events) >= stored
+
+    async def end() -> None:
+        for name in range(4):
+            ids_of = {"app_name": APP, "user_id": USER, "session_id": f"{name}"}
+            cached = await service.get_session(**ids_of)
+            async with service_on(tmp_path, history_cache_size=0) as plain:
+                assert await plain.get_session(**ids_of) == cached
+        await service.close()
+
+    asyncio.run(begin())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: asyncio.run(work(number)), range(4)))
+    asyncio.run(end())
+
+
+# --- what is in memory, and how long -------------------------------------------------------------
+
+
+def cached(service: EncryptedSessionService) -> int:
+    """The size of the cache; a private attribute, since no public one tells."""
+    opened = service._store.unit._opened
+    return opened.rows.histories.size if opened else 0
+
+
+async def filled(service: EncryptedSessionService) -> None:
+    await service.create_session(**WHO)
+    await converse(service, 0, 5)
+    await get(service)
+    assert cached(service) > 0
+
+
+async def test_closed_service_keeps_no_events(tmp_path: Path) -> None:
+    service = service_on(tmp_path, share_history=True)
+    await filled(service)
+    session = await get(service)
+    watched = [weakref.ref(event) for event in session.events]
+    del session
+    gc.collect()
+    assert all(ref() for ref in watched)
+    await service.close()
+    gc.collect()
+    assert not any(ref() for ref in watched)
+
+
+async def test_deleted_session_is_not_kept(tmp_path: Path) -> None:
+    async with service_on(tmp_path) as service, service_on(tmp_path) as other:
+        await filled(service)
+        await service.delete_session(**WHO)
+        assert cached(service) == 0
+        await filled(service)
+        await other.delete_session(**WHO)
+        assert await service.get_session(**WHO) is None
+        assert cached(service) == 0
+
+
+async def test_expired_session_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with service_on(tmp_path, expires_after=timedelta(days=20_000)) as service:
+        await filled(service)
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 30_000 * 86400 * 10**9)
+        assert await service.get_session(**WHO) is None
+        assert cached(service) == 0
+
+
+async def test_events_of_a_user_erased_in_this_process_are_not_kept(tmp_path: Path) -> None:
+    async with service_on(tmp_path) as service:
+        await filled(service)
+        async with Database(f"sqlite:///{tmp_path}/s.db", AesGcmBackend(KEY)) as database:
+            await erase_user(database, APP, USER)
+        assert cached(service) == 0
+        assert await service.get_session(**WHO) is None
+
+
+async def test_events_are_not_kept_longer_than_the_cache_time(tmp_path: Path) -> None:
+    """Even if the service is idle: another process may have erased the user."""
+    async with service_on(tmp_path, cache_seconds=0.3) as service:
+        await service.create_session(**WHO)
+        await converse(service, 0, 5)
+        await get(service)
+        for _ in range(100):
+            if not cached(service):
+                break
+            await asyncio.sleep(0.02)
+        assert cached(service) == 0
+
+
+async def test_cache_never_exceeds_its_size(tmp_path: Path) -> None:
+    size = 60_000
+    async with service_on(tmp_path, history_cache_size=size) as service:
+        largest = 0
+        for name in range(8):
+            session = await service.create_session(app_name=APP, user_id=USER, session_id=f"{name}")
+            for number in range(4):
+                await service.append_event(session, said(number))
+            for known in range(name + 1):
+                found = await service.get_session(
+                    app_name=APP, user_id=USER, session_id=f"{known}"
+                )
+                assert found is not None
+                assert texts(found) == ids(0, 1, 2, 3)
+                largest = max(largest, cached(service))
+        assert size / 2 < largest <= size
+
+
+async def test_events_are_in_no_repr_and_in_no_pickle(tmp_path: Path) -> None:
+    async with service_on(tmp_path) as service:
+        await filled(service)
+        unit = service._store.unit
+        history = unit._opened.rows.histories if unit._opened else None
+        for one in (service, unit, unit._opened, history):
+            assert TEXT not in repr(one)
+        with pytest.raises(TypeError):
+            pickle.dumps(service)
+
+
+async def test_cancelled_read_shows_no_cached_event_to_error_reporters(tmp_path: Path) -> None:
+    """Error reporters record the local variables of all frames in a traceback."""
+    rows = Rows(lambda: service_on(tmp_path))
+    async with rows.service as service:
+        await bring(service, "one", *range(1500))
+        await get(service)
+        rows.taken()
+        reading = asyncio.create_task(service.get_session(**WHO))
+        while not rows.answers:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the first of several parts of the history is being copied
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await reading
+        shown = locals_of(cancelled.value)
+        assert "_selected" in shown, "the read was cancelled elsewhere"
+        assert TEXT not in shown

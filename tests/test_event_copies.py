@@ -1,0 +1,167 @@
+"""Copies of cached events equal the original, and share nothing that can be changed."""
+
+import gc
+import logging
+import tracemalloc
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.adk.events import Event
+from pydantic import BaseModel
+
+from adk_secure_sessions.formats import event_copies
+from adk_secure_sessions.formats.event_copies import EventKeeper
+from adk_secure_sessions.formats.event_parser import same
+from adk_secure_sessions.formats.events import decode, encode
+from tests.benchmarks.workload import turn
+from tests.conformance.samples import CORPUS, of_every_field
+
+# ADK's AuthConfig calls a deprecated method of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:This method is deprecated:DeprecationWarning")
+
+
+def stored(event: Event) -> bytes:
+    return encode(event)
+
+
+def mutable(value: Any) -> Iterator[object]:
+    """Yield each object in *value* that somebody could change."""
+    if isinstance(value, BaseModel):
+        yield value
+        yield vars(value)
+        yield value.__pydantic_fields_set__
+        for part in (vars(value), value.__pydantic_extra__, value.__pydantic_private__):
+            yield from mutable(part)
+    elif isinstance(value, dict):
+        yield value
+        for one in value.values():
+            yield from mutable(one)
+    elif isinstance(value, list | set | deque):
+        yield value
+        for one in value:
+            yield from mutable(one)
+
+
+def restored(keeper: EventKeeper, plaintext: bytes) -> list[Event]:
+    """Return the event as it was decoded, and two copies."""
+    event = decode(plaintext, 1, 2)
+    kept, _ = keeper.keep(event, plaintext)
+    return [event, *keeper.restore([kept]), *keeper.restore([kept])]
+
+
+SAMPLES = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())
+
+
+def test_copies_equal_the_event_and_share_nothing_mutable() -> None:
+    keeper = EventKeeper(shares=False)
+    differing, sharing = [], []
+    for name, sample in SAMPLES.items():
+        plaintext = stored(sample)
+        events = restored(keeper, plaintext)
+        expected = decode(plaintext, 1, 2)
+        if not all(same(one, expected) for one in events):
+            differing.append(name)
+        owned = [{id(one) for one in mutable(event)} for event in events]
+        if owned[0] & owned[1] or owned[0] & owned[2] or owned[1] & owned[2]:
+            sharing.append(name)
+    assert (differing, sharing) == ([], [])
+
+
+def test_nearly_all_samples_are_copied_and_not_parsed_again() -> None:
+    keeper = EventKeeper(shares=False)
+    plaintexts = {name: stored(sample) for name, sample in SAMPLES.items()}
+    parsed = [
+        name
+        for name, plaintext in plaintexts.items()
+        if type(keeper.keep(decode(plaintext, 1, 2), plaintext)[0]) is bytes
+    ]
+    assert len(parsed) <= len(SAMPLES) / 50, parsed
+
+
+def test_changes_of_a_copy_are_not_in_the_next_one() -> None:
+    keeper = EventKeeper(shares=False)
+    event = turn(1)[2]
+    plaintext = stored(event)
+    kept, _ = keeper.keep(decode(plaintext, 1, 2), plaintext)
+    (copy,) = keeper.restore([kept])
+    assert copy.content
+    assert copy.content.parts
+    copy.content.parts[0].text = "changed"
+    copy.content.parts.append(copy.content.parts[0])
+    copy.actions.state_delta["offered:1"].append("changed")
+    copy.actions.state_delta.clear()
+    copy.author = "changed"
+    assert same(*keeper.restore([kept]), decode(plaintext, 1, 2))
+
+
+def test_copy_can_be_changed_copied_and_serialized_like_any_event() -> None:
+    keeper = EventKeeper(shares=False)
+    event, copy, _ = restored(keeper, stored(turn(1)[1]))
+    assert copy.model_dump_json() == event.model_dump_json()
+    assert same(copy.model_copy(deep=True), event)
+    assert copy == event
+    copy.branch = "b"
+    assert "branch" in copy.model_fields_set
+    assert "branch" not in event.model_fields_set
+
+
+@pytest.mark.parametrize("value", [deque([1]), object(), {1: 2}, {"a": [deque()]}, [bytearray()]])
+@pytest.mark.parametrize("shares", [False, True])
+def test_event_with_a_value_that_json_cannot_hold_is_parsed_again(
+    value: Any, shares: bool
+) -> None:
+    """No release of google-adk is known to parse JSON to such a value; a later one might."""
+    keeper = EventKeeper(shares=shares)
+    plaintext = stored(turn(1)[0])
+    event = decode(plaintext, 1, 2)
+    event.actions.state_delta["odd"] = value
+    kept, size = keeper.keep(event, plaintext)
+    assert kept == plaintext
+    assert size >= len(plaintext)
+    (copy,) = keeper.restore([kept])
+    assert same(copy, decode(plaintext, 1, 2))
+
+
+def test_events_that_are_shared_are_the_same_objects() -> None:
+    keeper = EventKeeper(shares=True)
+    event, first, second = restored(keeper, stored(turn(1)[1]))
+    assert event is first is second
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_size_is_right_within_a_factor_of_two(shares: bool) -> None:
+    """Measured as what the process frees when the values are dropped."""
+    keeper = EventKeeper(shares=shares)
+    plaintexts = [stored(event) for number in range(100) for event in turn(number)]
+    keeper.keep(decode(plaintexts[0], 1, 2), plaintexts[0])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        kept = [keeper.keep(decode(plaintext, 1, 2), plaintext) for plaintext in plaintexts]
+        gc.collect()
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    said = sum(size for _, size in kept)
+    assert used / 2 < said < used * 2, (said, used, said / used)
+
+
+def test_events_are_parsed_if_copies_do_not_fit_the_installed_pydantic(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_copies, "_set_fields", None)  # as if pydantic had no such attribute
+    event_copies._is_proven.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            keeper = EventKeeper(shares=False)
+        assert "cached events are parsed at each read" in caplog.text
+        plaintext = stored(turn(1)[1])
+        event, first, second = restored(keeper, plaintext)
+        assert same(first, event)
+        assert same(second, event)
+        assert first is not second
+    finally:
+        event_copies._is_proven.cache_clear()
