@@ -378,10 +378,10 @@ async def test_deleted_session_is_not_kept(tmp_path: Path) -> None:
 async def test_expired_session_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with service_on(tmp_path, expires_after=timedelta(days=20_000)) as service:
+    async with service_on(tmp_path, expires_after=timedelta(days=40_000)) as service:
         await filled(service)
         now = time.time_ns
-        monkeypatch.setattr(time, "time_ns", lambda: now() + 30_000 * 86400 * 10**9)
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 60_000 * 86400 * 10**9)
         assert await service.get_session(**WHO) is None
         assert cached(service) == 0
 

@@ -22,10 +22,6 @@ from tests.conformance.samples import CORPUS, of_every_field
 pytestmark = pytest.mark.filterwarnings("ignore:This method is deprecated:DeprecationWarning")
 
 
-def stored(event: Event) -> bytes:
-    return encode(event)
-
-
 def mutable(value: Any) -> Iterator[object]:
     """Yield each object in *value* that somebody could change."""
     if isinstance(value, BaseModel):
@@ -44,22 +40,24 @@ def mutable(value: Any) -> Iterator[object]:
             yield from mutable(one)
 
 
-def restored(keeper: EventKeeper, plaintext: bytes) -> list[Event]:
+def reencode(keeper: EventKeeper, plaintext: bytes) -> list[Event]:
     """Return the event as it was decoded, and two copies."""
     event = decode(plaintext, 1, 2)
     kept, _ = keeper.keep(event, plaintext)
     return [event, *keeper.restore([kept]), *keeper.restore([kept])]
 
 
-SAMPLES = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())
+def samples() -> dict[str, bytes]:
+    """The plaintext of each sample, by its name."""
+    events = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())
+    return {name: encode(event) for name, event in events.items()}
 
 
 def test_copies_equal_the_event_and_share_nothing_mutable() -> None:
     keeper = EventKeeper(shares=False)
     differing, sharing = [], []
-    for name, sample in SAMPLES.items():
-        plaintext = stored(sample)
-        events = restored(keeper, plaintext)
+    for name, plaintext in samples().items():
+        events = reencode(keeper, plaintext)
         expected = decode(plaintext, 1, 2)
         if not all(same(one, expected) for one in events):
             differing.append(name)
@@ -71,19 +69,19 @@ def test_copies_equal_the_event_and_share_nothing_mutable() -> None:
 
 def test_nearly_all_samples_are_copied_and_not_parsed_again() -> None:
     keeper = EventKeeper(shares=False)
-    plaintexts = {name: stored(sample) for name, sample in SAMPLES.items()}
+    plaintexts = samples()
     parsed = [
         name
         for name, plaintext in plaintexts.items()
         if type(keeper.keep(decode(plaintext, 1, 2), plaintext)[0]) is bytes
     ]
-    assert len(parsed) <= len(SAMPLES) / 50, parsed
+    assert len(parsed) <= len(plaintexts) / 50, parsed
 
 
 def test_changes_of_a_copy_are_not_in_the_next_one() -> None:
     keeper = EventKeeper(shares=False)
     event = turn(1)[2]
-    plaintext = stored(event)
+    plaintext = encode(event)
     kept, _ = keeper.keep(decode(plaintext, 1, 2), plaintext)
     (copy,) = keeper.restore([kept])
     assert copy.content
@@ -98,7 +96,7 @@ def test_changes_of_a_copy_are_not_in_the_next_one() -> None:
 
 def test_copy_can_be_changed_copied_and_serialized_like_any_event() -> None:
     keeper = EventKeeper(shares=False)
-    event, copy, _ = restored(keeper, stored(turn(1)[1]))
+    event, copy, _ = reencode(keeper, encode(turn(1)[1]))
     assert copy.model_dump_json() == event.model_dump_json()
     assert same(copy.model_copy(deep=True), event)
     assert copy == event
@@ -114,7 +112,7 @@ def test_event_with_a_value_that_json_cannot_hold_is_parsed_again(
 ) -> None:
     """No release of google-adk is known to parse JSON to such a value; a later one might."""
     keeper = EventKeeper(shares=shares)
-    plaintext = stored(turn(1)[0])
+    plaintext = encode(turn(1)[0])
     event = decode(plaintext, 1, 2)
     event.actions.state_delta["odd"] = value
     kept, size = keeper.keep(event, plaintext)
@@ -126,7 +124,7 @@ def test_event_with_a_value_that_json_cannot_hold_is_parsed_again(
 
 def test_events_that_are_shared_are_the_same_objects() -> None:
     keeper = EventKeeper(shares=True)
-    event, first, second = restored(keeper, stored(turn(1)[1]))
+    event, first, second = reencode(keeper, encode(turn(1)[1]))
     assert event is first is second
 
 
@@ -134,7 +132,7 @@ def test_events_that_are_shared_are_the_same_objects() -> None:
 def test_size_is_right_within_a_factor_of_two(shares: bool) -> None:
     """Measured as what the process frees when the values are dropped."""
     keeper = EventKeeper(shares=shares)
-    plaintexts = [stored(event) for number in range(100) for event in turn(number)]
+    plaintexts = [encode(event) for number in range(100) for event in turn(number)]
     keeper.keep(decode(plaintexts[0], 1, 2), plaintexts[0])
     gc.collect()
     tracemalloc.start()
@@ -158,8 +156,8 @@ def test_events_are_parsed_if_copies_do_not_fit_the_installed_pydantic(
         with caplog.at_level(logging.WARNING):
             keeper = EventKeeper(shares=False)
         assert "cached events are parsed at each read" in caplog.text
-        plaintext = stored(turn(1)[1])
-        event, first, second = restored(keeper, plaintext)
+        plaintext = encode(turn(1)[1])
+        event, first, second = reencode(keeper, plaintext)
         assert same(first, event)
         assert same(second, event)
         assert first is not second

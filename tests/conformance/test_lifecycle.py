@@ -14,7 +14,7 @@ from adk_secure_sessions import (
     AesGcmBackend,
     EncryptedSessionService,
 )
-from tests.conformance.services import ENGINES, KEY, KINDS, Kind
+from tests.conformance.services import ENGINES, KEY, KINDS, SHARED_EVENTS, Kind
 from tests.conformance.support import (
     create,
     each_kind,

@@ -244,8 +244,9 @@ async def test_missing_or_additional_new_event_is_rejected() -> None:
 async def test_session_row_that_was_tampered_with_is_rejected_without_another_query() -> None:
     stored = Stored(events=3)
     cache = cache_of(stored, 3)
+    rows = changed(newer(stored, 3), SESSION, SECOND_BLOB, stored.session.sealed + b"x")
     with pytest.raises(TamperedError):
-        await read(stored, cache, get(), changed(newer(stored, 3), SESSION, SECOND_BLOB, b"x" * 99))
+        await read(stored, cache, get(), rows)
 
 
 # --- what leaves the cache -----------------------------------------------------------------------
