@@ -11,7 +11,7 @@ import pytest
 from google.adk.events import Event
 from pydantic import BaseModel
 
-from adk_secure_sessions.formats import event_copies
+from adk_secure_sessions.formats import event_copies, events
 from adk_secure_sessions.formats.event_copies import EventKeeper
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.formats.events import decode, encode
@@ -41,16 +41,15 @@ def mutable(value: Any) -> Iterator[object]:
 
 
 def reencode(keeper: EventKeeper, plaintext: bytes) -> list[Event]:
-    """Return the event as it was decoded, and two copies."""
-    event = decode(plaintext, 1, 2)
-    kept, _ = keeper.keep(event, plaintext)
+    """Return the event as it was decoded when it was converted, and two copies."""
+    event, kept, _ = keeper.convert(plaintext)
     return [event, *keeper.restore([kept]), *keeper.restore([kept])]
 
 
 def samples() -> dict[str, bytes]:
     """The plaintext of each sample, by its name."""
-    events = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())
-    return {name: encode(event) for name, event in events.items()}
+    made = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())
+    return {name: encode(event) for name, event in made.items()}
 
 
 def test_copies_equal_the_event_and_share_nothing_mutable() -> None:
@@ -73,7 +72,7 @@ def test_nearly_all_samples_are_copied_and_not_parsed_again() -> None:
     parsed = [
         name
         for name, plaintext in plaintexts.items()
-        if type(keeper.keep(decode(plaintext, 1, 2), plaintext)[0]) is bytes
+        if keeper.convert(plaintext)[1][0] is event_copies._parsed
     ]
     assert len(parsed) <= len(plaintexts) / 50, parsed
 
@@ -82,7 +81,7 @@ def test_changes_of_a_copy_are_not_in_the_next_one() -> None:
     keeper = EventKeeper(shares=False)
     event = turn(1)[2]
     plaintext = encode(event)
-    kept, _ = keeper.keep(decode(plaintext, 1, 2), plaintext)
+    _, kept, _ = keeper.convert(plaintext)
     (copy,) = keeper.restore([kept])
     assert copy.content
     assert copy.content.parts
@@ -91,7 +90,7 @@ def test_changes_of_a_copy_are_not_in_the_next_one() -> None:
     copy.actions.state_delta["offered:1"].append("changed")
     copy.actions.state_delta.clear()
     copy.author = "changed"
-    assert same(*keeper.restore([kept]), decode(plaintext, 1, 2))
+    assert same(keeper.restore([kept])[0], decode(plaintext, 1, 2))
 
 
 def test_copy_can_be_changed_copied_and_serialized_like_any_event() -> None:
@@ -106,20 +105,31 @@ def test_copy_can_be_changed_copied_and_serialized_like_any_event() -> None:
 
 
 @pytest.mark.parametrize("value", [deque([1]), object(), {1: 2}, {"a": [deque()]}, [bytearray()]])
-@pytest.mark.parametrize("shares", [False, True])
 def test_event_with_a_value_that_json_cannot_hold_is_parsed_again(
-    value: Any, shares: bool
+    value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No release of google-adk is known to parse JSON to such a value; a later one might."""
-    keeper = EventKeeper(shares=shares)
     plaintext = encode(turn(1)[0])
-    event = decode(plaintext, 1, 2)
-    event.actions.state_delta["odd"] = value
-    kept, size = keeper.keep(event, plaintext)
-    assert kept == plaintext
+    odd = decode(plaintext, 1, 2)
+    odd.actions.state_delta["odd"] = value
+    keeper = EventKeeper(shares=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(events, "decode", lambda *_: odd)
+        _, kept, size = keeper.convert(plaintext)
     assert size >= len(plaintext)
-    (copy,) = keeper.restore([kept])
-    assert same(copy, decode(plaintext, 1, 2))
+    first, second = keeper.restore([kept, kept])
+    assert same(first, decode(plaintext, 1, 2))
+    assert same(second, first)
+    assert first is not second
+
+
+def test_plaintexts_that_were_not_converted_are_parsed() -> None:
+    plaintexts = [encode(event) for event in turn(1)]
+    for shares in (False, True):
+        keeper = EventKeeper(shares=shares)
+        _, kept, _ = keeper.convert(plaintexts[1])
+        found = keeper.restore([plaintexts[0], kept, *plaintexts[2:]])
+        assert same(found, [decode(plaintext, 1, 2) for plaintext in plaintexts])
 
 
 def test_events_that_are_shared_are_the_same_objects() -> None:
@@ -133,12 +143,12 @@ def test_size_is_right_within_a_factor_of_two(shares: bool) -> None:
     """Measured as what the process frees when the values are dropped."""
     keeper = EventKeeper(shares=shares)
     plaintexts = [encode(event) for number in range(100) for event in turn(number)]
-    keeper.keep(decode(plaintexts[0], 1, 2), plaintexts[0])
+    keeper.convert(plaintexts[0])
     gc.collect()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        kept = [keeper.keep(decode(plaintext, 1, 2), plaintext) for plaintext in plaintexts]
+        kept = [keeper.convert(plaintext)[1:] for plaintext in plaintexts]
         gc.collect()
         used = tracemalloc.get_traced_memory()[0] - before
     finally:

@@ -25,7 +25,7 @@ from tests.attacks.test_running import SESSION_COLUMNS
 from tests.attacks.test_verify import verified
 from tests.attacks.world import VISIT, new_event
 
-CACHED = {"history_cache_size": 10**7}
+CACHED: dict[str, Any] = {"history_cache_size": 10**7}
 
 
 @asynccontextmanager
@@ -57,7 +57,7 @@ async def test_older_event_that_was_tampered_with_is_returned_as_written_and_ver
         session = await service.get_session(**VISIT._asdict())
         assert session == db.session(VISIT)
         found = await verified(db)
-        assert {row.table for row in found.bad} == {"secure_events"}
+        assert {problem.table for problem in found.problems} == {"secure_events"}
         async with db.service(**CACHED) as another:
             with pytest.raises(TamperedError):
                 await another.get_session(**VISIT._asdict())
@@ -147,6 +147,7 @@ async def replay_it_after_a_deletion(db: Database, older: OlderCopy) -> None:
         connection.execute(f"INSERT INTO secure_sessions VALUES ({', '.join('?' * 9)})", rows[0])
 
 
+CASES_OF_ALL_READS = ("another history", "another end", "last new event modified")
 MODIFIED = "UPDATE secure_events SET event = CAST(event || x'00' AS BLOB)"
 ATTACKS: dict[str, Attack] = {
     **{
@@ -197,9 +198,10 @@ async def test_outcome_is_as_without_the_cache(db: Database, older: OlderCopy, a
     async with AsyncExitStack() as stack:
         plain = await stack.enter_async_context(db.service())
         assert await plain.get_session(**VISIT._asdict()) == db.session(VISIT)
-        cached = [await stack.enter_async_context(caching(db)) for _ in READS]
+        reads = READS if attack in CASES_OF_ALL_READS else READS[:1]
+        cached = [await stack.enter_async_context(caching(db)) for _ in reads]
         await ATTACKS[attack](db, older)
-        for service, operation in zip(cached, READS, strict=True):
+        for service, operation in zip(cached, reads, strict=True):
             for one in (operation, get):
                 found = await outcome(one(service, db, VISIT))
                 expected = await outcome(one(plain, db, VISIT))
@@ -217,8 +219,8 @@ async def test_outcome_is_as_without_the_cache(db: Database, older: OlderCopy, a
 @also_on("postgresql")
 async def test_session_that_was_restored_after_an_attack_is_read_again(db: Database) -> None:
     async with caching(db) as service:
-        with db.undone_afterwards():
-            db.run("UPDATE secure_sessions SET updated_at = updated_at + 1 WHERE id = :visit")
-            with pytest.raises(TamperedError):
-                await service.get_session(**VISIT._asdict())
+        db.run("UPDATE secure_sessions SET updated_at = updated_at + 1 WHERE id = :visit")
+        with pytest.raises(TamperedError):
+            await service.get_session(**VISIT._asdict())
+        db.run("UPDATE secure_sessions SET updated_at = updated_at - 1 WHERE id = :visit")
         assert await service.get_session(**VISIT._asdict()) == db.session(VISIT)

@@ -92,7 +92,7 @@ async def encrypted(url: URL) -> AsyncIterator[BaseSessionService]:
 class ReadsTwice(EncryptedSessionService):
     """Reads each session whole first, so that the returned events come from the cache of events."""
 
-    async def get_session(self, *, config: GetSessionConfig | None = None, **ids: str) -> Any:
+    async def get_session(self, *, config: GetSessionConfig | None = None, **ids: Any) -> Any:
         await super().get_session(**ids)
         return await super().get_session(config=config, **ids)
 
@@ -108,7 +108,7 @@ class KeepsOriginals(EncryptedSessionService):
 
     returned: list[tuple[Event, Event]]
 
-    async def get_session(self, *, config: GetSessionConfig | None = None, **ids: str) -> Any:
+    async def get_session(self, *, config: GetSessionConfig | None = None, **ids: Any) -> Any:
         session = await super().get_session(config=config, **ids)
         events = session.events if session else []
         self.returned += [(event, event.model_copy(deep=True)) for event in events]

@@ -41,7 +41,7 @@ async def test_transfer_does_not_depend_on_the_number_of_known_events(url: URL, 
             session = await another.create_session(app_name=APP, user_id=USER, session_id=name)
             for number in range(known):
                 await another.append_event(session, event(f"{number:04}"))
-            ids = {"app_name": APP, "user_id": USER, "session_id": name}
+            ids: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": name}
             assert await service.get_session(**ids)
             for number in range(known, known + new):
                 await another.append_event(session, event(f"{number:04}"))

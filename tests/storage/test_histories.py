@@ -7,7 +7,7 @@ import pytest
 
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.storage.bindings import RowCache
-from adk_secure_sessions.storage.histories import Growing, HistoryCache
+from adk_secure_sessions.storage.histories import Growing, HistoryCache, Restored
 from adk_secure_sessions.storage.reads import GetSession
 from tests.storage.support import (
     BLOB,
@@ -28,25 +28,36 @@ ALL, NEW, LAST = (
 )
 
 
+class Kept(str):
+    """A kept value: the text in uppercase, so that a test sees which events it came from."""
+
+    __slots__ = ()
+
+
 class TextKeeper:
-    """Keeps the text in uppercase, so that a test sees which events come from the cache."""
+    """Converts to `Kept`, which is returned from the second time on."""
 
     at_once = 2
 
-    def keep(self, event: str, plaintext: bytes) -> tuple[str, int]:
-        assert event == plaintext.decode()
-        return event.upper(), 100
+    def __init__(self) -> None:
+        self.converted: list[bytes] = []
+
+    def convert(self, plaintext: bytes) -> tuple[str, Kept, int]:
+        self.converted.append(plaintext)
+        return plaintext.decode().title(), Kept(plaintext.decode().upper()), 100
 
     def restore(self, kept: Sequence[Any]) -> list[str]:
-        return list(kept)
+        return [one.decode().title() if type(one) is bytes else one for one in kept]
 
 
 def text(plaintext: bytes, session_row: int, seq: int) -> str:
     return plaintext.decode()
 
 
-def get(limit: int | None = None, after: int | None = None) -> GetSession[str]:
-    return GetSession(WHO, text, limit, after, TextKeeper())
+def get(
+    limit: int | None = None, after: int | None = None, keeper: TextKeeper | None = None
+) -> GetSession[str]:
+    return GetSession(WHO, text, limit, after, keeper or TextKeeper())
 
 
 def newer(stored: Stored, known: int) -> list[RawRow]:
@@ -69,9 +80,9 @@ def cache_of(stored: Stored, known: int, size: int = 10**6) -> RowCache:
     It has read them before the others were stored, from the same database.
     """
     cache = RowCache(10, size)
-    growing = Growing(TextKeeper(), None, size)
-    for seq in range(known):
-        growing.add(f"event {seq}", f"event {seq}".encode(), 100 + seq)
+    growing = Growing(None, size)
+    plaintexts = [f"event {seq}".encode() for seq in range(known)]
+    growing.add(plaintexts, list(range(100, 100 + known)))
     cache.histories.put(WHO.session_tag, stored.session.id, stored.links[known - 1], growing)
     return cache
 
@@ -82,9 +93,10 @@ async def test_second_read_asks_for_newer_events_only() -> None:
     first, executor = await read(stored, cache, get(), stored.rows())
     assert first == ["event 0", "event 1", "event 2"]
     assert executor.requests == [ALL]
-    again, executor = await read(stored, cache, get(), newer(stored, 3))
-    assert again == ["EVENT 0", "EVENT 1", "EVENT 2"]
-    assert executor.requests == [NEW]
+    for expected in (["Event 0", "Event 1", "Event 2"], ["EVENT 0", "EVENT 1", "EVENT 2"]):
+        again, executor = await read(stored, cache, get(), newer(stored, 3))
+        assert again == expected
+        assert executor.requests == [NEW]
     (step,) = executor.steps
     assert getattr(step, "parameters") == {**WHO.tags(), "known": 3}  # noqa: B009 - Read or Apply
 
@@ -93,13 +105,45 @@ async def test_second_read_asks_for_newer_events_only() -> None:
 async def test_newer_events_follow_the_known_ones(known: int) -> None:
     stored = Stored(events=5)
     cache = cache_of(stored, known)
-    for _ in range(2):
-        found, executor = await read(stored, cache, get(), newer(stored, known))
+    for number in range(3):
+        found, executor = await read(stored, cache, get(), newer(stored, 5 if number else known))
         assert found is not None
         assert [one.lower() for one in found] == [f"event {n}" for n in range(5)]
-        assert [one.isupper() for one in found] == [n < known for n in range(5)]
+        assert [one.islower() for one in found] == [n >= known and not number for n in range(5)]
         assert executor.requests == [NEW]
-        known = 5
+
+
+async def test_each_event_is_converted_once_and_only_if_it_is_taken_from_the_cache() -> None:
+    stored = Stored(events=6)
+    cache, keeper = cache_of(stored, 4), TextKeeper()
+    for operation, expected in (
+        (get(3, keeper=keeper), ["Event 3", "event 4", "event 5"]),
+        (get(4, keeper=keeper), ["Event 2", "EVENT 3", "Event 4", "Event 5"]),
+        (get(after=104, keeper=keeper), ["EVENT 4", "EVENT 5"]),
+        (get(after=101, keeper=keeper), ["Event 1", "EVENT 2", "EVENT 3", "EVENT 4", "EVENT 5"]),
+        (get(keeper=keeper), ["Event 0", "EVENT 1", "EVENT 2", "EVENT 3", "EVENT 4", "EVENT 5"]),
+        (get(keeper=keeper), [f"EVENT {n}" for n in range(6)]),
+    ):
+        revision = 6 if keeper.converted else 4
+        found, _ = await read(stored, cache, operation, newer(stored, revision))
+        assert found == expected
+    assert sorted(keeper.converted) == [f"event {n}".encode() for n in range(6)]
+    history = cache.histories.get(WHO.session_tag)
+    assert history is not None
+    assert cache.histories.size == history.size > 6 * 100
+
+
+async def test_events_stay_plaintexts_if_their_values_do_not_fit_into_the_cache() -> None:
+    stored = Stored(events=20)
+    plain = cache_of(stored, 20).histories.size
+    cache, keeper = cache_of(stored, 20, size=plain + 500), TextKeeper()
+    for _ in range(3):
+        found, executor = await read(stored, cache, get(keeper=keeper), newer(stored, 20))
+        assert found is not None
+        assert [one.lower() for one in found] == [f"event {n}" for n in range(20)]
+        assert executor.requests == [NEW]
+        assert plain < cache.histories.size <= plain + 500
+    assert 5 < len(keeper.converted) < 15
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 9])
@@ -168,8 +212,7 @@ async def test_events_of_another_copy_of_the_database_are_read_again() -> None:
     found, executor = await read(other, cache, get(), newer(other, 3), other.rows())
     assert found == ["event 0", "event 1", "event 2"]
     assert executor.requests == [NEW, ALL]
-    again, executor = await read(other, cache, get(), newer(other, 3))
-    assert again == ["EVENT 0", "EVENT 1", "EVENT 2"]
+    _, executor = await read(other, cache, get(), newer(other, 3))
     assert executor.requests == [NEW]
 
 
@@ -260,28 +303,21 @@ async def test_events_of_a_session_that_is_gone_leave_the_cache() -> None:
     assert cache.histories.size == 0
 
 
-async def test_session_that_is_larger_than_the_cache_is_not_converted_each_time() -> None:
+async def test_session_that_is_larger_than_the_cache_is_not_collected_each_time() -> None:
     stored = Stored(events=20)
     cache = RowCache(10, 1000)
-    kept = []
-
-    class Counting(TextKeeper):
-        def keep(self, event: str, plaintext: bytes) -> tuple[str, int]:
-            kept.append(event)
-            return super().keep(event, plaintext)
-
-    for number in range(3):
-        operation = GetSession(WHO, text, keeper=Counting())
-        found, executor = await read(stored, cache, operation, stored.rows())
+    assert cache.histories.accepts(WHO.session_tag, stored.session.id)
+    for _ in range(3):
+        found, executor = await read(stored, cache, get(), stored.rows())
         assert found == [f"event {n}" for n in range(20)]
         assert executor.requests == [ALL]
         assert cache.histories.size == 0
-        assert 0 < len(kept) < 10, number
+        assert not cache.histories.accepts(WHO.session_tag, stored.session.id)
 
 
 async def test_session_that_grows_larger_than_the_cache_leaves_it() -> None:
     stored = Stored(events=12)
-    cache = cache_of(stored, 3, size=1000)
+    cache = cache_of(stored, 3, size=800)
     assert cache.histories.size > 0
     found, _ = await read(stored, cache, get(), newer(stored, 3))
     assert found is not None
@@ -293,9 +329,8 @@ def test_slow_read_does_not_replace_later_events() -> None:
     cache = HistoryCache(10**6)
 
     def put(row: int, number: int) -> None:
-        growing = Growing(TextKeeper(), None, 10**6)
-        for seq in range(number):
-            growing.add(f"{seq}", f"{seq}".encode(), seq)
+        growing = Growing(None, 10**6)
+        growing.add([b"event"] * number, [1] * number)
         cache.put(b"tag", row, b"link", growing)
 
     def known() -> tuple[int, int]:
@@ -311,8 +346,13 @@ def test_slow_read_does_not_replace_later_events() -> None:
 
 
 def test_contents_are_in_no_repr() -> None:
-    growing = Growing(TextKeeper(), None, 10**6)
-    growing.add("secret", b"secret", 1)
+    growing = Growing(None, 10**6)
+    growing.add([b"secret"], [1])
     cache = HistoryCache(10**6)
-    cache.put(b"tag", 1, b"link", growing)
-    assert "SECRET" not in f"{growing!r} {cache!r} {cache.get(b'tag')!r} {cache.get(b'tag')}"
+    history = cache.put(b"tag", 1, b"link", growing)
+    assert history is not None
+    restored = Restored(TextKeeper(), history, 10**6)
+    restored.add(range(1))
+    assert restored.events == ["Secret"]
+    shown = repr([growing, cache, history, restored, restored.history()])
+    assert "secret" not in (shown + str(history)).lower()

@@ -9,12 +9,16 @@ directly.
 
 This is correct for values that JSON can hold and for pydantic's models of them.  An event with any
 other value is kept as its plaintext, and is parsed again each time.
+
+Copying 1000 events of a conversation takes 5.5 ms, parsing them 9.8 ms, and making their moulds
+17 ms (medians of process CPU time over 40 interleaved rounds; Python 3.11, google-adk 2.13).  With
+one call of `map` for each step of all events, copying took 4.3 ms; the code was twice as long.
 """
 
 import datetime
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any, cast
@@ -49,7 +53,8 @@ _set_private = _setter("__pydantic_private__")
 _SIMPLE = frozenset((str, int, float, bool, bytes, type(None)))
 _IMMUTABLE = (Enum, datetime.date, datetime.time, datetime.timedelta)
 _COPYABLE = frozenset((dict, list, set))
-_FREE = frozenset((bool, type(None)))  # these values exist once
+# Sizes in bytes: of a mould, and of a text or another value besides its content.
+_OF_MOULD, _OF_VALUE = 150, 50
 _SAMPLE = b"""{"author": "a", "id": "i", "timestamp": 1.5, "invocation_id": "n",
 "content": {"role": "user", "parts": [{"text": "t"}, {"function_call": {"args": {"a": [{}, 1]}}}]},
 "actions": {"state_delta": {"k": {"l": [1, [2]]}}}, "long_running_tool_ids": ["1"]}"""
@@ -65,33 +70,35 @@ class EventKeeper:
     If *shares* is True, it keeps the events themselves: every reader gets the same `Event` objects.
 
     Attributes:
-        at_once: The number of events that are restored before other tasks may run: about 1 ms.
+        at_once: The number of events that are restored before other tasks may run.  This takes
+            0.3 ms, or 2 ms if they are taken from the cache for the first time.
     """
 
     def __init__(self, *, shares: bool) -> None:
         self._shares = shares
         self._makes_moulds = _is_proven()
-        self.at_once: int = sys.maxsize if shares else 256
+        self.at_once: int = 128 if shares else 64
 
-    def keep(self, event: Event, plaintext: bytes) -> tuple[Any, int]:
-        """Return the value to keep for *event*, and its size in bytes.
+    def convert(self, plaintext: bytes) -> tuple[Event, Any, int]:
+        """Return the event in *plaintext*, the value to keep, and its approximate size in bytes.
 
-        *plaintext* is the plaintext that *event* was decoded from.
+        *plaintext* was decoded before.
         """
-        sizes: list[int] = []
+        event = events.decode(plaintext, 0, 0)
+        sizes = [len(plaintext)]  # the texts and numbers have about this size
+        mould: Mould = (_parsed, plaintext)
         if self._makes_moulds:
             try:
                 mould = _mould(event, sizes)
-                return (event if self._shares else mould), sum(sizes)
             except (_Unsupported, RecursionError):
                 pass
-        return plaintext, sys.getsizeof(plaintext)
+        return event, event if self._shares else mould, sum(sizes) + _OF_MOULD
 
     def restore(self, kept: Sequence[Any]) -> list[Event]:
-        """Return the events of the values *kept*, in a new list."""
+        """Return the events of the values or plaintexts *kept*, in a new list."""
         if self._shares:
             return [events.decode(one, 0, 0) if type(one) is bytes else one for one in kept]
-        return [events.decode(one, 0, 0) if type(one) is bytes else one[0](one) for one in kept]
+        return [one[0](one) if type(one) is tuple else events.decode(one, 0, 0) for one in kept]
 
 
 @cache
@@ -109,6 +116,10 @@ def _is_proven() -> bool:
         "and pydantic"
     )
     return False
+
+
+def _parsed(mould: Mould) -> Event:
+    return events.decode(mould[1], 0, 0)
 
 
 def _model(mould: Mould) -> BaseModel:
@@ -151,82 +162,71 @@ def _mould(value: Any, sizes: list[int]) -> Any:
     """Return the mould of a model, a dict or a list, or *value* itself if it is immutable.
 
     A dict, list or set that holds no other mutable object is returned as a copy.  Add the sizes of
-    all new objects to *sizes*.
+    all new objects to *sizes*, without those of texts.
 
     Raises:
         _Unsupported: *value* is, or contains, a value of another type.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _SIMPLE:
-        if kind not in _FREE:
-            sizes.append(sys.getsizeof(value))
         return value
     if kind is dict:
-        return _places(value, value.items(), sizes)
+        if any(type(key) is not str for key in value):
+            raise _Unsupported
+        return _container_mould(value, value.items(), sizes)
     if kind is list:
-        return _places(value, enumerate(value), sizes)
-    if isinstance(value, BaseModel):
+        return _container_mould(value, enumerate(value), sizes)
+    if _is_model(kind):  # faster than isinstance
         return _model_mould(value, kind, sizes)
     if kind is set or kind is frozenset or kind is tuple:
         if all(type(item) in _SIMPLE for item in value):
-            sizes.append(sys.getsizeof(value) + sum(map(sys.getsizeof, value)))
+            sizes.append(sys.getsizeof(value) + _OF_VALUE * len(value))
             return value.copy() if kind is set else value
     elif isinstance(value, _IMMUTABLE):
         return value
     raise _Unsupported
 
 
-def _places(value: Any, items: Any, sizes: list[int]) -> Any:
+def _container_mould(value: Any, items: Iterable[tuple[Any, Any]], sizes: list[int]) -> Any:
     container, plain, nested = _inner(value, items, sizes)
-    if isinstance(value, dict):
-        for key in value:
-            if type(key) is not str:
-                raise _Unsupported
-            sizes.append(sys.getsizeof(key))
+    sizes.append(_OF_VALUE * len(value) * (2 if type(value) is dict else 1))
     if not plain and not nested:
         return container
-    mould = _container, container, plain, nested
-    sizes.append(sys.getsizeof(mould))
-    return mould
-
-
-def _inner(value: Any, items: Any, sizes: list[int]) -> tuple[Any, Any, Any]:
-    """Return a copy of *value* with moulds in it, and the keys of mutable values.
-
-    *items* are the keys or indexes of *value* with their values.  The first list of keys is that of
-    values that have a method `copy`, and the second one that of moulds.
-    """
-    container = value.copy()
-    plain, nested = [], []
-    for key, one in items:
-        if type(one) in _SIMPLE:
-            if type(one) not in _FREE:
-                sizes.append(sys.getsizeof(one))
-            continue
-        container[key] = inner = _mould(one, sizes)
-        if inner is one:
-            continue  # it is immutable
-        (plain if type(inner) in _COPYABLE else nested).append(key)
-    sizes.append(sys.getsizeof(container))
-    for keys in (plain, nested):
-        if keys:
-            sizes.append(40 + 8 * len(keys))
-    return container, tuple(plain), tuple(nested)
+    sizes.append(_OF_MOULD)
+    return _container, container, plain, nested
 
 
 def _model_mould(model: BaseModel, kind: type[BaseModel], sizes: list[int]) -> Mould:
-    if not _is_plain(kind):
-        raise _Unsupported
     fields, plain, nested = _inner(vars(model), vars(model).items(), sizes)
     names = model.__pydantic_fields_set__.copy()
     mould: Mould = (_model, kind, fields, names, plain, nested)
-    sizes.append(sys.getsizeof(mould) + sys.getsizeof(names))
+    sizes.append(_OF_MOULD + sys.getsizeof(names) + _OF_VALUE * len(names))
     extra, private = model.__pydantic_extra__, model.__pydantic_private__
     if extra is not None or private is not None:
         more = [None if one is None else _whole(one, sizes) for one in (extra, private)]
-        mould = (_model_with_more, mould, *more)
-        sizes.append(sys.getsizeof(mould))
+        sizes.append(_OF_MOULD)
+        return (_model_with_more, mould, *more)
     return mould
+
+
+def _inner(value: Any, items: Iterable[tuple[Any, Any]], sizes: list[int]) -> tuple[Any, Any, Any]:
+    """Return a copy of *value* with moulds in it, and the keys of mutable values.
+
+    *items* are the keys or indexes of *value* with their values.  The first tuple of keys is that
+    of values that have a method `copy`, and the second one that of moulds.
+    """
+    container = value.copy()
+    sizes.append(sys.getsizeof(container))
+    plain: list[Any] = []
+    nested: list[Any] = []
+    for key, one in items:
+        if one is None or type(one) in _SIMPLE:  # most fields are None
+            continue
+        container[key] = inner = _mould(one, sizes)
+        if inner is not one:  # otherwise, it is immutable
+            (plain if type(inner) in _COPYABLE else nested).append(key)
+    sizes.append(_OF_VALUE * (len(plain) + len(nested)))
+    return container, tuple(plain), tuple(nested)
 
 
 def _whole(value: dict[str, Any], sizes: list[int]) -> Mould:
@@ -236,6 +236,8 @@ def _whole(value: dict[str, Any], sizes: list[int]) -> Mould:
 
 
 @cache
-def _is_plain(kind: type[BaseModel]) -> bool:
-    """Whether the attributes that `_model` sets are all that an instance of *kind* has."""
-    return not any(vars(base).get("__slots__") for base in kind.__mro__ if base is not BaseModel)
+def _is_model(kind: type[Any]) -> bool:
+    """Whether *kind* is a model with no other attributes than those that `_model` sets."""
+    return issubclass(kind, BaseModel) and not any(
+        vars(base).get("__slots__") for base in kind.__mro__ if base is not BaseModel
+    )

@@ -7,6 +7,7 @@ after the cached ones contains the link of the last cached event, or, if no even
 of the session contains this link.
 """
 
+import sys
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,7 +25,7 @@ _OVERSIZED = 1024
 
 
 class Keeper(Protocol[E]):
-    """Converts decoded events to the values that the cache keeps, and back.
+    """Converts the plaintexts of events to the values that the cache keeps, and these to events.
 
     Attributes:
         at_once: The number of events to restore before other tasks may run.
@@ -32,20 +33,20 @@ class Keeper(Protocol[E]):
 
     at_once: int
 
-    def keep(self, event: E, plaintext: bytes) -> tuple[Any, int]:
-        """Return the value to keep for *event*, and its size in bytes.
+    def convert(self, plaintext: bytes) -> tuple[E, Any, int]:
+        """Return the event in *plaintext*, the value to keep for the event, and its size in bytes.
 
-        *plaintext* is the plaintext that *event* was decoded from.
+        The value is not `bytes`.
         """
         ...
 
     def restore(self, kept: Sequence[Any]) -> list[E]:
-        """Return the events of the values *kept*, in a new list."""
+        """Return the events of the values or plaintexts *kept*, in a new list."""
         ...
 
 
-class History(KeyMaterial, Generic[E]):
-    """The first events of a session, as a `Keeper` keeps them; it is never changed.
+class History(KeyMaterial):
+    """The first events of a session; it is never changed.
 
     The base class keeps the content out of `repr`, and therefore out of the local variables that
     error reporters record.
@@ -54,7 +55,9 @@ class History(KeyMaterial, Generic[E]):
         row: The row id of the session.
         link: The link of the last of these events.
         times: The time of each event, in microseconds since 1970, UTC.
-        kept: The value that the keeper returned for each event.
+        kept: For each event, its plaintext, or the value that a `Keeper` has made of it.  Most
+            sessions are read once, and converting an event takes longer than parsing it.  So an
+            event is converted when it is first taken from the cache.
         size: The size in bytes.
     """
 
@@ -72,73 +75,96 @@ class History(KeyMaterial, Generic[E]):
         """The number of events; the next event has this `seq`."""
         return len(self.kept)
 
-    def last(self, number: int) -> "History[E]":
-        """Return the last *number* of these events; none if *number* is negative."""
-        first = max(0, len(self.kept) - max(0, number))
-        return self._part(self.times[first:], self.kept[first:])
+    def last(self, number: int) -> Sequence[int]:
+        """Return the indexes of the last *number* events; none if *number* is negative."""
+        return range(max(0, len(self.kept) - max(0, number)), len(self.kept))
 
-    def since(self, time: int) -> "History[E]":
-        """Return those of these events whose time is *time* or later."""
-        chosen = [at >= time for at in self.times]
-        return self._part(list(compress(self.times, chosen)), list(compress(self.kept, chosen)))
+    def since(self, time: int) -> Sequence[int]:
+        """Return the indexes of the events whose time is *time* or later."""
+        return list(compress(range(len(self.times)), [at >= time for at in self.times]))
 
-    def _part(self, times: list[int], kept: list[Any]) -> "History[E]":
-        return History(self.row, self.link, times, kept, self.size)
+
+class Growing(KeyMaterial):
+    """Collects the events of a read that may become a `History`.
+
+    Args:
+        known: The events before those of this read; None if there are none.
+        limit: The size in bytes from which nothing more is collected.
+    """
+
+    __slots__ = ("_kept", "_limit", "_times", "known", "size")
+
+    def __init__(self, known: History | None, limit: int) -> None:
+        self.known = known
+        self._limit = limit
+        self._times: list[int] = []
+        self._kept: list[Any] = []
+        self.size: int = known.size if known else _FIXED
+
+    def add(self, plaintexts: list[bytes], times: list[int]) -> None:
+        """Add events, which follow the events added before."""
+        if self.size <= self._limit:
+            self._kept += plaintexts
+            self._times += times
+            self.size += sum(map(sys.getsizeof, plaintexts)) + _EACH * len(plaintexts)
+
+    def history(self, row: int, link: bytes) -> History:
+        """Return the known and the added events as a new `History`."""
+        known = self.known
+        if known is None:
+            return History(row, link, self._times, self._kept, self.size)
+        if not self._kept:
+            return known
+        return History(row, link, known.times + self._times, known.kept + self._kept, self.size)
 
 
 class Restored(KeyMaterial, Generic[E]):
-    """Collects the events that *keeper* restores.
+    """Collects the events that are taken from the cache.
+
+    Args:
+        keeper: Restores the events.
+        history: The cached events.
+        limit: The maximum size of the history, in bytes.
 
     Attributes:
         events: The events.
     """
 
-    __slots__ = ("_keeper", "events")
+    __slots__ = ("_converted", "_history", "_keeper", "_limit", "_size", "events")
 
-    def __init__(self, keeper: Keeper[E]) -> None:
+    def __init__(self, keeper: Keeper[E], history: History, limit: int) -> None:
         self._keeper = keeper
+        self._history = history
+        self._limit = limit
+        self._size = history.size
+        self._converted: dict[int, Any] = {}
         self.events: list[E] = []
 
-    def add(self, history: History[E], start: int) -> None:
-        """Add `keeper.at_once` events of *history*, from the index *start* on."""
-        end = start + self._keeper.at_once
-        self.events += self._keeper.restore(history.kept[start:end])
-
-
-class Growing(KeyMaterial, Generic[E]):
-    """Collects the events of a read that may become a `History`.
-
-    Args:
-        keeper: Converts the events.
-        known: The events before those of this read; None if there are none.
-        limit: The size in bytes from which nothing more is collected.
-    """
-
-    __slots__ = ("_keeper", "_limit", "kept", "known", "size", "times")
-
-    def __init__(self, keeper: Keeper[E], known: History[E] | None, limit: int) -> None:
-        self._keeper = keeper
-        self.known = known
-        self._limit = limit
-        self.times: list[int] = []
-        self.kept: list[Any] = []
-        self.size: int = known.size if known else _FIXED
-
-    def add(self, event: E, plaintext: bytes, time: int) -> None:
-        """Add *event*, which follows the events added before."""
-        if self.size > self._limit:
+    def add(self, indexes: Sequence[int]) -> None:
+        """Add the events of the history with these indexes."""
+        kept = [self._history.kept[index] for index in indexes]
+        if bytes not in map(type, kept):
+            self.events += self._keeper.restore(kept)
             return
-        value, size = self._keeper.keep(event, plaintext)
-        self.kept.append(value)
-        self.times.append(time)
-        self.size += size + _EACH
+        for index, value in zip(indexes, kept, strict=True):
+            if type(value) is not bytes or self._size > self._limit:
+                self.events += self._keeper.restore([value])
+                continue
+            event, converted, size = self._keeper.convert(value)
+            self.events.append(event)
+            self._size += size - sys.getsizeof(value)
+            if self._size <= self._limit:
+                self._converted[index] = converted
 
-    def history(self, row: int, link: bytes) -> History[E]:
-        """Return the known and the added events as a new `History`."""
-        times, kept = self.times, self.kept
-        if self.known is not None:
-            times, kept = self.known.times + times, self.known.kept + kept
-        return History(row, link, times, kept, self.size)
+    def history(self) -> History:
+        """Return the history with the values that were converted."""
+        old = self._history
+        if not self._converted:
+            return old
+        kept = old.kept.copy()
+        for index, value in self._converted.items():
+            kept[index] = value
+        return History(old.row, old.link, old.times, kept, min(self._size, self._limit))
 
 
 class HistoryCache:
@@ -148,9 +174,8 @@ class HistoryCache:
     """
 
     def __init__(self, limit: int) -> None:
-        self._histories: SizedLru[bytes, History[Any]] = SizedLru(limit)
-        # The row ids of sessions that are too large.  Without them, each read of such a session
-        # would convert its events in vain.
+        self._histories: SizedLru[bytes, History] = SizedLru(limit)
+        # The row ids of sessions that are too large: their events need not be collected again.
         self._oversized: Lru[bytes, int] = Lru(_OVERSIZED)
 
     @property
@@ -163,7 +188,7 @@ class HistoryCache:
         """The size of all cached histories, in bytes."""
         return self._histories.size
 
-    def get(self, tag: bytes) -> History[Any] | None:
+    def get(self, tag: bytes) -> History | None:
         """Return the history of the session with *tag*; None if it is not cached."""
         return self._histories.get(tag)
 
@@ -171,19 +196,34 @@ class HistoryCache:
         """Whether the session was not found to be larger than the cache."""
         return self.limit > 0 and self._oversized.get(tag) != row
 
-    def put(self, tag: bytes, row: int, link: bytes, growing: Growing[Any]) -> None:
+    def put(self, tag: bytes, row: int, link: bytes, growing: Growing) -> History | None:
         """Cache the events in *growing*, unless more events of the session are cached.
 
-        *link* is the link of the last event.  During a slow read, another task may have read later
-        events of the session.
+        During a slow read, another task may have read later events of the session.
+
+        Args:
+            tag: The blind index of the session.
+            row: The row id of the session.
+            link: The link of the last event.
+            growing: The events that were known or read.
+
+        Returns:
+            The events as a history; None if they are larger than the cache.
         """
         if growing.size > self.limit:
             self._histories.drop(tag)
             self._oversized.put(tag, row)
-            return
+            return None
         history = growing.history(row, link)
+        self.replace(tag, history)
+        return history
+
+    def replace(self, tag: bytes, history: History) -> None:
+        """Cache *history*, unless more events of the session are cached."""
         seen = self._histories.get(tag)
-        if seen is None or seen.row != row or seen.revision <= history.revision:
+        if seen is history:
+            return
+        if seen is None or seen.row != history.row or seen.revision <= history.revision:
             self._histories.put(tag, history, history.size)
 
     def drop(self, tag: bytes) -> None:

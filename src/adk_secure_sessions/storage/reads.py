@@ -7,7 +7,7 @@ Events are decrypted in chunks in the event loop, and other tasks can run betwee
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.audit import record_rejected
@@ -136,7 +136,7 @@ class GetSession(_Read, Generic[E]):
         return await self._open(attempt, await self._find(attempt, executors))
 
     async def _continue(
-        self, attempt: Attempt, executors: Executors, known: History[E]
+        self, attempt: Attempt, executors: Executors, known: History
     ) -> tuple[View, list[E]] | None:
         """Read the events after those of *known*; raise `_DoesNotFit` if *known* does not fit."""
         parameters = {**self.who.tags(), "known": known.revision}
@@ -151,7 +151,7 @@ class GetSession(_Read, Generic[E]):
         return await self._read(attempt, executors, forms, parameters)
 
     async def _open(
-        self, attempt: Attempt, found: Found, known: History[E] | None = None
+        self, attempt: Attempt, found: Found, known: History | None = None
     ) -> tuple[View, list[E]] | None:
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found)
@@ -171,12 +171,12 @@ class GetSession(_Read, Generic[E]):
         attempt: Attempt,
         found: Found,
         session: StoredSession,
-        growing: Growing[E] | None = None,
+        growing: Growing | None = None,
     ) -> list[E]:
         """Return the decoded events of *session*, whose rows are in *found*, oldest first.
 
-        If *growing* is given, *found* has all events after those that are known already.  They are
-        added to *growing*, and all of them are returned: those before *after*, too.
+        If *growing* is given, *found* has all events after those that are known already.  All of
+        them are added to *growing*, and the maximum number does not apply.
         """
         known = growing.known if growing is not None else None
         first = known.revision if known else 0
@@ -195,16 +195,13 @@ class GetSession(_Read, Generic[E]):
             # Decrypt the whole chunk, then decode it.  Decrypting and decoding one event after
             # another takes twice as long.
             opened, link = bindings.open_events(attempt, session, rows, link)
-            if growing is not None:
-                for row, plaintext in zip(rows, opened, strict=True):
-                    decoded.append(event := self._decode(plaintext, session.id, row[EVENT_SEQ]))
-                    growing.add(event, plaintext, row[EVENT_TIME])
-                continue
             decoded += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
                 for row, plaintext in zip(rows, opened, strict=True)
                 if after is None or row[EVENT_TIME] >= after
             ]
+            if growing is not None:
+                growing.add(opened, [row[EVENT_TIME] for row in rows])
         if self._limit != 0:
             bindings.check_head(attempt, session, link)
         return decoded
@@ -215,7 +212,7 @@ class GetSession(_Read, Generic[E]):
         found: Found,
         session: StoredSession,
         keeper: Keeper[E],
-        known: History[E] | None,
+        known: History | None,
     ) -> list[E]:
         """Return the same events as `history`, and cache all events of the session.
 
@@ -232,7 +229,7 @@ class GetSession(_Read, Generic[E]):
                 return await self.history(attempt, found, session)
         elif known.row != session.id or known.revision > session.revision:
             raise _DoesNotFit
-        growing = Growing(keeper, known, cache.limit)
+        growing = Growing(known, cache.limit)
         try:
             new = await self.history(attempt, found, session, growing)
         except DecryptionError as error:
@@ -241,30 +238,25 @@ class GetSession(_Read, Generic[E]):
             new = None
         if new is None:  # raise after the except block, so that the error has no `__context__`
             raise _DoesNotFit
-        cache.put(session.tag, session.id, session.head, growing)
-        return await self._selected(known, new, [row[EVENT_TIME] for row in found.events])
-
-    async def _selected(self, known: History[E] | None, new: list[E], times: list[int]) -> list[E]:
-        """Return those of the events *known* and *new* that the caller wants.
-
-        *times* are the times of the events *new*.
-        """
-        after, limit = self._after, self._limit
-        if limit is not None:
-            known = known and known.last(limit - len(new))
-            new = new[max(0, len(new) - limit) :]
-        elif after is not None:
-            known = known and known.since(after)
-            new = [one for one, at in zip(new, times, strict=True) if at >= after]
-        if known is None or self._keeper is None:
+        cached = cache.put(session.tag, session.id, session.head, growing)
+        if self._limit is not None:
+            new = new[max(0, len(new) - self._limit) :]
+        if known is None:
             return new
-        # The list is inside of an object, so that an error reporter does not record it if the
-        # task is cancelled here.
-        restored = Restored(self._keeper)
-        for start in range(0, known.revision, self._keeper.at_once):
+        indexes: Sequence[int] = range(known.revision)
+        if self._limit is not None:
+            indexes = known.last(self._limit - len(new))
+        elif self._after is not None:
+            indexes = known.since(self._after)
+        # The restored events are inside of an object, so that an error reporter does not record
+        # them if the task is cancelled here.
+        restored = Restored(keeper, cached or known, cache.limit)
+        for start in range(0, len(indexes), keeper.at_once):
             if start:
                 await asyncio.sleep(0)
-            restored.add(known, start)
+            restored.add(indexes[start : start + keeper.at_once])
+        if cached is not None:
+            cache.replace(session.tag, restored.history())
         return restored.events + new
 
 
