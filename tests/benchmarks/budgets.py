@@ -53,5 +53,6 @@ GROWTH = 1.25  # time at the largest size relative to the smallest
 CIPHER_COST = {"sqlite": 1.08, "postgresql": 1.06}  # CPU time relative to no-op
 EVENT_LOOP_STALL = 0.005  # seconds that a read of 5000 events may block the event loop
 LARGE_READ_MEMORY = 1.5  # peak memory of that read relative to ADK
+HISTORY_CACHE = 0.05  # time of a read with cached events relative to ADK, plan.HISTORY_GOAL_EVENTS
 # CPU time relative to the service without telemetry, and to the same number of bare SDK calls.
 TELEMETRY_OFF, TELEMETRY_ON = 1.01, 1.02

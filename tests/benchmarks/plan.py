@@ -66,6 +66,8 @@ WRAPPER_OPERATIONS = ("create", "append", "get, 20 events")
 # Growth, size and memory.
 EVENTS = (10, 100, 1000, 10_000)
 STORED_EVENTS, STORED_SESSIONS = 1000, {"{}": 1000, "1KB": 500, "10KB": 100, "100KB": 40}
+# The cache of events: all events of the session are cached.
+HISTORY_EVENTS, HISTORY_GOAL_EVENTS = (100, 1000, 10_000), 1000
 MEMORY_OPERATIONS = (
     "create, 10KB",
     "append",

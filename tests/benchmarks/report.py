@@ -14,7 +14,16 @@ from jinja2 import Environment, StrictUndefined
 from tests.benchmarks import budgets, overhead, plan
 from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
 from tests.benchmarks.ciphers import cipher_line, comparison_line
-from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, FLOOR, NO_OP, OURS
+from tests.benchmarks.databases import (
+    ADK,
+    ADK_SQLITE,
+    CACHED_EVENTS,
+    FERNET,
+    FLOOR,
+    NO_OP,
+    OURS,
+    SHARED_EVENTS,
+)
 from tests.benchmarks.results import Results, changes, coverage, quantity
 
 _ROOT = Path(__file__).parents[2]
@@ -320,6 +329,22 @@ class Report:
             cells.append([providers, *row, *[""] * (5 - len(row))])
         columns = ["CPU time", "relative to no telemetry", "goal", "relative to bare calls", "goal"]
         return _markdown([f"{operation}, provider for", *columns], cells)
+
+    def histories(self, database: str) -> str:
+        """Return the table of reads with the cache of events."""
+        sides = {"no cache": OURS, "cached": CACHED_EVENTS, "cached and shared": SHARED_EVENTS}
+        cells = []
+        for events in plan.HISTORY_EVENTS:
+            name = f"{database}/history, {events} events"
+            row = [f"{events:,} events", self.text(f"{name}/{ADK}")]
+            for side in sides.values():
+                ratio = f"{name}/{side} relative to {ADK}"
+                goal = self.goal(ratio)
+                text = self.text(ratio) + (f" (goal: {goal})" if goal else "")
+                row += [self.text(f"{name}/{side}"), text]
+            cells.append(row)
+        columns = [heading for side in sides for heading in (side, "relative to ADK")]
+        return _markdown(["session", "ADK", *columns], cells)
 
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""
