@@ -3,9 +3,9 @@
 Events are mutable, and callers change them: ADK itself writes to the events of a session object.
 So a cache must not return an object that it has returned before.  `copy.deepcopy` takes several
 times as long as parsing.  `EventKeeper` therefore keeps a *mould* of each event: its dictionaries,
-lists and sets, with a list of the places that hold another mutable object.  To restore the event, it
-copies each of them with one call of its `copy` method, and sets the attributes of pydantic's models
-directly.
+lists and sets, with a list of the places that hold another mutable object.  To restore the event,
+it copies each of them with one call of its `copy` method, and sets the attributes of pydantic's
+models directly.
 
 This is correct for values that JSON can hold and for pydantic's models of them.  An event with any
 other value is kept as its plaintext, and is parsed again each time.

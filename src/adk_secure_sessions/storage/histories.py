@@ -1,4 +1,4 @@
-"""The cache of decoded events, from which a read takes the events that this process has read before.
+"""The cache of events, from which a read takes the events that this process has read before.
 
 Its content is plaintext.  The links prove that cached events are the beginning of a stored session:
 each event contains the link of the event before it, and the row of the session contains the link of
