@@ -167,9 +167,7 @@ async def test_off_by_default(tmp_path: Path) -> None:
         ({"share_history": True}, "share_history needs history_cache_size"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_rejected(
-    options: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_cannot_be_used_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         EncryptedSessionService(":memory:", AesGcmBackend(KEY), **options)
 
@@ -377,9 +375,7 @@ async def test_deleted_session_is_not_kept(tmp_path: Path) -> None:
         assert cached(service) == 0
 
 
-async def test_expired_session_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_expired_session_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with service_on(tmp_path, expires_after=timedelta(days=40_000)) as service:
         await filled(service)
         now = time.time_ns
@@ -419,9 +415,7 @@ async def test_cache_never_exceeds_its_size(tmp_path: Path) -> None:
             for number in range(4):
                 await service.append_event(session, said(number))
             for known in range(name + 1):
-                found = await service.get_session(
-                    app_name=APP, user_id=USER, session_id=f"{known}"
-                )
+                found = await service.get_session(app_name=APP, user_id=USER, session_id=f"{known}")
                 assert found is not None
                 assert texts(found) == ids(0, 1, 2, 3)
                 largest = max(largest, cached(service))

@@ -57,7 +57,7 @@ kind = each_kind(
         "encrypted-cached-events": [
             "test_conversation_goes_on_in_another_process",
             "test_rewound_turns_leave_the_state_and_the_agents_memory",
-        ]
+        ],
     },
     soak=["encrypted-engine", "encrypted-mariadb", *POOLED_KINDS],
 )
