@@ -242,8 +242,8 @@ def _whole(value: dict[str, Any], sizes: list[int]) -> Mould:
     return mould if type(mould) is tuple else (_container, mould, (), ())
 
 
-# All moulds share the sets of field names, of which there are few, and the moulds of models in which
-# no field was set.  They are a third of the memory, and reading less memory is faster.
+# All moulds share the sets of field names, of which there are few, and the moulds of models without
+# any field that was set.  They were a quarter of the memory, and reading less memory is faster.
 _defaults: dict[type[BaseModel], Mould] = {}
 
 

@@ -64,11 +64,11 @@ class History(KeyMaterial):
     __slots__ = ("kept", "link", "row", "size", "times")
 
     def __init__(self, row: int, link: bytes, times: list[int], kept: list[Any], size: int) -> None:
-        self.row = row
-        self.link = link
-        self.times = times
-        self.kept = kept
-        self.size = size
+        self.row: int = row
+        self.link: bytes = link
+        self.times: list[int] = times
+        self.kept: list[Any] = kept
+        self.size: int = size
 
     @property
     def revision(self) -> int:
@@ -95,7 +95,7 @@ class Growing(KeyMaterial):
     __slots__ = ("_kept", "_limit", "_times", "known", "size")
 
     def __init__(self, known: History | None, limit: int) -> None:
-        self.known = known
+        self.known: History | None = known
         self._limit = limit
         self._times: list[int] = []
         self._kept: list[Any] = []
