@@ -144,5 +144,6 @@ def test_published_files_are_built_where_only_pinned_packages_run() -> None:
     runs = [step["run"] for step in release["build"]["steps"] if "run" in step]
     assert runs == ["make dist"]
     needed = re.search(r"^dist: (\S+) ##", MAKEFILE, re.MULTILINE)
-    assert needed and needed[1] == ".venv-release/.installed"
+    assert needed
+    assert needed[1] == ".venv-release/.installed"
     assert "pip install --quiet --require-hashes" in MAKEFILE

@@ -1,5 +1,7 @@
 """The sizes and counts of all benchmarks; the page shows the same values."""
 
+import os
+
 # Round trips: size of the state as JSON, in bytes.
 PAYLOADS = {"{}": 2, "1KB": 1_000, "10KB": 10_000, "100KB": 100_000}
 ITERATIONS, BATCH, WARM_UPS = 30, 10, 5
@@ -19,7 +21,7 @@ RECORDS = ("0B", "50B", "350B", "1KB", "10KB")
 RECORD_SIZES = {"0B": 0, **SIZES}
 
 # Conversations: rounds by number of concurrent conversations; turns, each of four events.
-CONVERSATION_ROUNDS, TURNS = {1: 12, 10: 5, 50: 3}, 10
+CONVERSATION_ROUNDS, TURNS = {1: 12, 10: 9, 50: 6}, 10
 CONVERSATION_OPERATIONS = ("create", "append", "get")
 
 # Bulk reads and concurrency.
@@ -87,3 +89,11 @@ TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES = "none", "metrics", "metrics
 TELEMETRY = (TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES)
 TELEMETRY_OPERATIONS = {"append": "append_event", "get, 20 events": "get_session"}
 TELEMETRY_PAIRS, TELEMETRY_REPEATS = 200, 10
+
+# Scaling: processes that append at once; rows of events in PostgreSQL, by layout of the tables.
+PROCESSES = (1, 2, 4)
+FEW_EVENTS = 10_000
+MANY_EVENTS = int(os.environ.get("BENCH_EVENTS", "2_000_000"))
+LAYOUTS = {"one table": "postgresql", "partitioned": "postgresql-partitioned"}  # files in docs/sql
+SCALING_OPERATIONS = ("append", "get, 100 events")
+SCALING_GOAL = 1.10
