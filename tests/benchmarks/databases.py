@@ -1,6 +1,5 @@
 """Create the databases to measure on, open the services on them, and measure their size."""
 
-import os
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -21,7 +20,7 @@ from tests.benchmarks.floor_sqlite import SqliteFloor
 OURS, FERNET, NO_OP = "aesgcm", "fernet", "no-op"
 ADK, ADK_SQLITE, FLOOR = "adk", "adk-sqlite", "floor"
 
-_KEY = os.urandom(32)
+_KEY = bytes(range(32))  # the same in each process
 # PostgreSQL's default durability, which the servers of other tests turn off.  Background work is
 # off; `update_statistics` replaces what autovacuum does for the planner.
 _POSTGRESQL_OPTIONS = (

@@ -91,7 +91,7 @@ TELEMETRY_OPERATIONS = {"append": "append_event", "get, 20 events": "get_session
 TELEMETRY_PAIRS, TELEMETRY_REPEATS = 200, 10
 
 # Scaling: processes that append at once; rows of events in PostgreSQL, by layout of the tables.
-PROCESSES = (1, 2, 4)
+PROCESSES, SCALING_TASKS = (1, 2, 4), 25
 FEW_EVENTS = 10_000
 MANY_EVENTS = int(os.environ.get("BENCH_EVENTS", "2_000_000"))
 LAYOUTS = {"one table": "postgresql", "partitioned": "postgresql-partitioned"}  # files in docs/sql

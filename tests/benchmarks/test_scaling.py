@@ -1,18 +1,15 @@
 """Appends by several processes at once, and operations in PostgreSQL with millions of events."""
 
-import asyncio
 import os
-import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import sqlalchemy as sa
 from google.adk.sessions import BaseSessionService, Session
 
 from examples import make_sql
+from tests.benchmarks.appenders import append_for
 from tests.benchmarks.databases import OURS, autocommit_connection, opened, update_statistics
 from tests.benchmarks.deployments import LOCAL, POSTGRESQL, Deployment
 from tests.benchmarks.harness import Operation, interleave
@@ -30,44 +27,9 @@ from tests.processes import children
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
 
-TASKS, SECONDS, ROUNDS = 25, 2.0, 3
+ROUNDS = 3
 OPERATION_SECONDS = 15.0
 EVENTS_OF_SESSION = 100
-
-
-class Appended(NamedTuple):
-    """What one process has done: events, the seconds that took, and its CPU seconds."""
-
-    events: int
-    seconds: float
-    cpu: float
-
-
-def append_for(say: Callable[[object], None], url: sa.URL, number: int) -> None:
-    """Append events with `TASKS` tasks, each to a session of its own, for `SECONDS`."""
-    asyncio.run(_append(say, url, number))
-
-
-async def _append(say: Callable[[object], None], url: sa.URL, number: int) -> None:
-    async with opened(OURS, url) as service:
-        sessions = [
-            await service.create_session(app_name=APP, user_id=f"process-{number}-{task}")
-            for task in range(TASKS)
-        ]
-        ready = [event(one) for one in range(50_000 // TASKS)]
-
-        async def work(task: int) -> int:
-            count = 0
-            while time.perf_counter() < end:
-                await service.append_event(sessions[task], ready[count].model_copy())
-                count += 1
-            return count
-
-        start, cpu = time.perf_counter(), time.process_time()
-        end = start + SECONDS
-        counts = await asyncio.gather(*map(work, range(TASKS)))
-        used = time.process_time() - cpu
-        say(Appended(sum(counts), time.perf_counter() - start, used))
 
 
 def server_cpu(directory: Path | None) -> float:
@@ -163,9 +125,10 @@ async def test_millions_of_events(deployment: Deployment, results: Results) -> N
             for rows in (FEW_EVENTS, MANY_EVENTS):
                 url = deployment.databases.create()
                 await create_tables(url, layout)
-                await fill(url, rows)
                 service = await stack.enter_async_context(opened(OURS, url))
+                await fill(url, rows)
                 sides[f"{layout}, {rows:,} events"] = await seeded(service, url)
+        results.count("scaling/events", MANY_EVENTS)
         for operation in SCALING_OPERATIONS:
             run = {side: operations[operation] for side, operations in sides.items()}
             timings = await interleave(run, OPERATION_SECONDS, max_rounds=2000)
