@@ -41,6 +41,13 @@ HEAD = """\
 -- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
 
 """
+HEAD_OF_PARTITIONING = """\
+-- Divides the tables of events and snapshots of an existing database, for PostgreSQL.
+-- Stop all services and run this script with the account that owns the tables:
+-- psql -v ON_ERROR_STOP=1 -f postgresql-partitioning.sql
+-- Then grant SELECT, INSERT, UPDATE and DELETE on both tables to the service's account again.
+
+"""
 PARTITIONED = (bases.name, events.name)
 PARTITIONS = 16
 NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB", "sqlite": "SQLite"}
@@ -78,6 +85,33 @@ def partitioned() -> str:
     return text
 
 
+def partitioning() -> str:
+    """Return the script that moves the rows of an existing database into such tables."""
+    created = [part for part in partitioned().split(";\n\n") if _creates(part)]
+    moved = [f"INSERT INTO {table} SELECT * FROM whole_{table}" for table in PARTITIONED]
+    return (
+        HEAD_OF_PARTITIONING
+        + ";\n\n".join(
+            [
+                "BEGIN",
+                *(f"ALTER TABLE {table} RENAME TO whole_{table}" for table in PARTITIONED),
+                *(part.rstrip(";\n") for part in created),
+                *moved,
+                *(f"DROP TABLE whole_{table}" for table in PARTITIONED),
+                "COMMIT",
+                *(f"VACUUM ANALYZE {table}" for table in PARTITIONED),
+                "",
+            ]
+        ).rstrip("\n")
+        + "\n"
+    )
+
+
+def _creates(statement: str) -> bool:
+    """Return whether *statement* creates or changes a partitioned table or a partition."""
+    return any(f" TABLE {table}" in statement for table in PARTITIONED)
+
+
 def statements(name: str) -> list[str]:
     """Return the statements of a script in docs/sql."""
     text = (DIRECTORY / f"{name}.sql").read_text(encoding="utf-8")
@@ -94,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         for database, part in itertools.product(URLS, PARTS)
     }
     scripts["postgresql-partitioned"] = partitioned()
+    scripts["postgresql-partitioning"] = partitioning()
     for name, text in scripts.items():
         path = DIRECTORY / f"{name}.sql"
         if path.is_file() and path.read_text(encoding="utf-8") == text:
