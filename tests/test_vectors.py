@@ -172,7 +172,11 @@ PACKED = [case for case in RECORDS["cases"] if "packed" in case]
 @pytest.mark.parametrize("case", PACKED, ids=name_of)
 def test_packed_record_is_encrypted_again_as_it_is(case: Json) -> None:
     skip_without_zstd(case)
-    keys, owner, context = known_keys(case["accept"]), bytes.fromhex(case["owner"]), context_of(case)
+    keys, owner, context = (
+        known_keys(case["accept"]),
+        bytes.fromhex(case["owner"]),
+        context_of(case),
+    )
     plaintext = keys.open_whole(owner, context, bytes.fromhex(case["record"]))
     assert plaintext.hex() == case["packed"]
     again = keys.seal_whole(owner, context, plaintext)

@@ -31,9 +31,9 @@ ABOUT = (
     "case, the reader accepts only the backends in 'accept', and decrypts 'record' (hex), which "
     "belongs to 'owner', with 'context'. 'context_hex' is the encoded context. The associated data "
     "is the 13 header bytes of the record, then the encoded context. If 'expect' is 'ok', the "
-    "result is 'plaintext' (hex): the flags byte 00 and the content. If 'packed' (hex) is given, the "
-    "record is the encryption of 'packed', whose flags say that the content is compressed or padded. "
-    "A reader without Zstandard rejects the cases with 'needs'. "
+    "result is 'plaintext' (hex): the flags byte 00 and the content. If 'packed' (hex) is given, "
+    "the record is the encryption of 'packed', whose flags say that the content is compressed or "
+    "padded. A reader without Zstandard rejects the cases with 'needs'. "
     "If 'expect' is not 'ok', it is the class that "
     "adk-secure-sessions raises, and any reader must reject the record. 'reason', where it is "
     "given, is the reason that the reader must name. If 'nonce' (AES-256-GCM), or 'iv' and 'time' "
@@ -324,7 +324,9 @@ def _flagged() -> Iterator[Json]:
 
 
 # 678 bytes of content, as zlib 1.2.13 and Zstandard 1.5 have compressed it.
-_LONG = _LAST + _FIRST + b'\x061.28.0{"author":"user","id":"e-1","notes":"' + b"take one pill, " * 40
+_LONG = (
+    _LAST + _FIRST + b'\x061.28.0{"author":"user","id":"e-1","notes":"' + b"take one pill, " * 40
+)
 _LONG += b'"}'
 _ZLIB = bytes.fromhex(
     "78da5350545256515553d7d0d4d2d6d1d5d36760646266616563e7e0e4e2e6e1e5e36733d433b2d033a8564a2c2dc9c8"

@@ -128,7 +128,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             records.  The services for artifacts and memory that use this service do the same.
         compression: Compress new values of 1 KB or more before they are encrypted.  The lengths of
             stored values then tell about their content (docs/limits.md, "Compression").  `zstd`
-            needs Python 3.14 or the package `backports.zstd`.  Every service reads compressed
+            needs Python 3.14 or the package `backports-zstd`.  Every service reads compressed
             values, whatever this argument is.
         padding: Pad new values to a Padmé length, so that stored lengths tell less.  Every service
             reads padded values.

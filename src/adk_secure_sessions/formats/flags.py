@@ -79,7 +79,7 @@ def packing(compression: object, padding: object) -> Packing | None:
         raise ConfigurationError('padding must be "padme" or None')
     if compression is None and padding is None:
         return None
-    return Packing(compression, padding)  # type: ignore[arg-type]
+    return Packing(compression, padding)
 
 
 def packing_of(plaintext: bytes) -> Packing | None:
@@ -187,8 +187,8 @@ def _zstd_content(body: memoryview, limit: int) -> bytes | None:
     zstd = _zstd()
     if zstd is None:
         raise DecryptionError(
-            "it is compressed with Zstandard, which this Python lacks: use Python 3.14, or "
-            f"run {install_command('zstd')}",
+            f"it is compressed with Zstandard, which needs {_ZSTD_MODULE}: "
+            f"{install_command('zstd')}, or use Python 3.14",
             reason=Reason.UNKNOWN_FLAGS,
         )
     window = {zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
@@ -209,8 +209,8 @@ def _compressor(compression: Compression | None) -> Callable[[bytes], bytes] | N
     zstd = _zstd()
     if zstd is None:
         raise ConfigurationError(
-            'compression="zstd" needs Zstandard, which this Python lacks: use Python 3.14, run '
-            f'{install_command("zstd")}, or use compression="zlib"'
+            f'compression="zstd" needs {_ZSTD_MODULE}: {install_command("zstd")}, use Python 3.14, '
+            'or use compression="zlib"'
         )
     compress: Callable[[bytes, int], bytes] = zstd.compress
     return lambda content: compress(content, _ZSTD_LEVEL)

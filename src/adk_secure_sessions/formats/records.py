@@ -265,14 +265,16 @@ def _checked(
     stored: bytes, context: bytes, cipher: Cipher, check: Callable[[bytes], object]
 ) -> bytes:
     """Decrypt a record, and return the plaintext that *check* has accepted."""
+    plaintext = None
     try:
-        plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
-        is_bytes = isinstance(plaintext, bytes)
+        decrypted = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
+        if isinstance(decrypted, bytes):
+            plaintext = decrypted
     except DecryptionError:
         raise
     except Exception:  # see `open_with_flags`
-        is_bytes = False
-    if not is_bytes:
+        pass
+    if plaintext is None:
         raise TamperedError("the backend could not decrypt it")
     check(plaintext)
     return plaintext
