@@ -33,7 +33,8 @@ PADDINGS: tuple[Padding, ...] = ("padme",)
 # (`json_text.MAX_BYTES`), and 64 KiB for the fields before it.
 MAX_CONTENT = 256 * 2**20 + 64 * 2**10
 COMPRESSED_FROM = 1024  # bytes; a shorter content hardly becomes smaller
-_ZLIB_LEVEL = 6
+# Of a tool's result of 5 KB, level 6 of zlib makes 6 % less, in 1.6 times the CPU time (67 µs).
+_ZLIB_LEVEL = 3
 _ZSTD_LEVEL = 3
 _WINDOW_LOG = 23  # the window of a Zstandard frame is at most 2**23 bytes (8 MiB)
 # The module of Python for Zstandard: in 3.14, a part of the standard library.
