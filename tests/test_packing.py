@@ -37,10 +37,11 @@ from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, retire, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
-from adk_secure_sessions.migration import migrate
+from adk_secure_sessions.migration import PlaintextFallbackService, export_lines, migrate
 from tests import format_reader
 from tests.cli.support import run
 from tests.drivers import each_driver, server, url
+from tests.migration.lookups import MemoryLookup
 from tests.migration.memory_source import MemorySource
 
 __all__ = ["server", "url"]
@@ -369,6 +370,27 @@ async def test_migrate_packs_what_it_copies(tmp_path: Path, source: MemorySource
     assert found == {"app": both, "user": both, "session": [PADDED], "snapshot": both}
     async with service_on(file(tmp_path), no_op()) as service:
         assert (await get(service)).state["notes"] == LONG * 2
+
+
+async def test_fallback_packs_the_session_that_it_copies(tmp_path: Path) -> None:
+    source = MemoryLookup()
+    source.put("ada", "visit", texts=[LONG, "short"], state={"notes": LONG * 2})
+    encrypted = service_on(file(tmp_path), no_op(), **BOTH)
+    async with PlaintextFallbackService(encrypted, source) as service:
+        session = await service.get_session(**WHO)
+        assert session is not None
+        await service.append_event(session, event("next"))
+    assert flags_of(file(tmp_path))["event"] == [ZLIB | PADDED, PADDED, PADDED]
+    assert flags_of(file(tmp_path))["snapshot"] == [ZLIB | PADDED]
+
+
+async def test_export_has_the_values_as_they_were(tmp_path: Path) -> None:
+    async with service_on(file(tmp_path), **BOTH) as service:
+        await write(service)
+    lines: list[bytes] = []
+    async with Database(file(tmp_path), AesGcmBackend(KEY)) as db:
+        await export_lines(db, lines.append)
+    assert b"".join(lines).count(LONG.encode()) >= 5
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.flags import Compression, Padding, packing
+from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.formats.times import microseconds
@@ -156,8 +156,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         read_timeout: float | None = 60.0,
         expires_after: timedelta | None = None,
         audit_accesses: Literal["blind", "readable"] | None = None,
-        compression: Compression | None = None,
-        padding: Padding | None = None,
+        compression: Literal["zlib", "zstd"] | None = None,
+        padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
     ) -> None:
         # If services.yaml names this class, google-adk creates it with the argument `uri`.

@@ -45,7 +45,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import events, records, states
-from adk_secure_sessions.formats.flags import Compression, Padding, packing
+from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.formats.states import (
     APP_PREFIX,
     USER_PREFIX,
@@ -139,8 +139,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         data_key_cache_size: int = 10_000,
         cache_seconds: float = 300.0,
         audit_accesses: Literal["blind", "readable"] | None = None,
-        compression: Compression | None = None,
-        padding: Padding | None = None,
+        compression: Literal["zlib", "zstd"] | None = None,
+        padding: Literal["padme"] | None = None,
     ) -> None:
         if not isinstance(inner, BaseSessionService):
             raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -12,7 +12,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.flags import Compression, Padding, packing
+from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
@@ -88,8 +88,8 @@ class Database(KeyMaterial, ClosedByWith):
         db_engine: "AsyncEngine | None" = None,
         key_db_url: str | sa.URL | None = None,
         key_db_engine: "AsyncEngine | None" = None,
-        compression: Compression | None = None,
-        padding: Padding | None = None,
+        compression: Literal["zlib", "zstd"] | None = None,
+        padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
     ) -> None:
         if backend is None and additional_backends:
