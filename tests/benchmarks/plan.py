@@ -83,6 +83,18 @@ FIELD_SIZES = {size: SIZES[size] for size in ("1KB", "100KB")}
 MIGRATED_SESSIONS, MIGRATED_EVENTS = 500, 20
 MIGRATION_GOAL = 2.0  # time relative to a plain copy of the same rows
 
+# Compression and padding: the arguments of each side.
+PACKING: dict[str, dict[str, str]] = {
+    "neither": {},
+    "zlib": {"compression": "zlib"},
+    "Zstandard": {"compression": "zstd"},
+    "padding": {"padding": "padme"},
+    "zlib and padding": {"compression": "zlib", "padding": "padme"},
+}
+PACKED_SIZES = ("conversation", "session, 100KB")
+PACKED_TIMES = ("append, 4KB", "get, 40 long events", "create, 100KB")
+PACKED_CONVERSATIONS, PACKED_SESSIONS = 40, 40
+
 # Telemetry: which providers are set, and the method of each operation.  Pairs of CPU times, each of
 # several operations.
 TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES = "none", "metrics", "metrics and spans"

@@ -358,6 +358,16 @@ class Report:
         sizes = [f"{rows:,} events" for rows in (plan.FEW_EVENTS, many)]
         return _markdown(["operation", "layout", *sizes, "many relative to few"], cells)
 
+    def packing(self, database: str, rows: Sequence[str]) -> str:
+        """Return the table of sizes or times with each kind of compression and padding."""
+        sides = [("JSON", "JSON"), ("ADK", ADK), *((side, side) for side in plan.PACKING)]
+        columns = [
+            (heading, f"{database}/packing/{{}}/{side}")
+            for heading, side in sides
+            if self.has(f"{database}/packing/{rows[0]}/{side}")
+        ]
+        return self.table(DATABASE_LABELS[database], columns, rows)
+
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""
         sides = [("encrypted", OURS), ("ADK", ADK), ("relative to ADK", f"relative to {ADK}")]
