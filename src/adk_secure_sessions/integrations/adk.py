@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, unquote
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Compression, Padding
 from adk_secure_sessions.service import EncryptedSessionService
 
 if TYPE_CHECKING:
@@ -52,14 +53,9 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
 _ONCE = (
-    "key",
-    "backend",
-    "key_db",
-    "blobs",
-    "allow_http",
-    "audit_accesses",
+    "key", "backend", "key_db", "blobs", "allow_http", "audit_accesses", "compression", "padding",
     "history_cache_size",
-)
+)  # fmt: skip
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
@@ -78,6 +74,8 @@ class ServiceUri(NamedTuple):
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
             has no such option.
+        compression: The argument `compression` of `EncryptedSessionService`; None as above.
+        padding: The argument `padding` of `EncryptedSessionService`; None as above.
         history_cache_size: The argument `history_cache_size` of `EncryptedSessionService`.
     """
 
@@ -88,6 +86,8 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
+    compression: Compression | None = None
+    padding: Padding | None = None
     history_cache_size: int = 0
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
@@ -148,6 +148,12 @@ def parse(uri: str) -> ServiceUri:
                 "the option 'audit_accesses' of the URI can only be blind or readable"
             )
         audit = "blind" if ours["audit_accesses"] == ["blind"] else "readable"
+    compression = next((name for name in COMPRESSIONS if ours["compression"] == [name]), None)
+    if ours["compression"] and compression is None:
+        raise ConfigurationError("the option 'compression' of the URI can only be zlib or zstd")
+    padding = next((name for name in PADDINGS if ours["padding"] == [name]), None)
+    if ours["padding"] and padding is None:
+        raise ConfigurationError("the option 'padding' of the URI can only be padme")
     size = next(iter(ours["history_cache_size"]), "0")
     if not re.fullmatch("[0-9]{1,18}", size):
         raise ConfigurationError(
@@ -161,6 +167,8 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
         audit,
+        compression,
+        padding,
         int(size),
     )
 
@@ -280,6 +288,8 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 additional,
                 key_db_url=uri.key_db,
                 audit_accesses=uri.audit_accesses,
+                compression=uri.compression,
+                padding=uri.padding,
                 history_cache_size=uri.history_cache_size,
             )
             _close_on_sigterm()
