@@ -33,7 +33,15 @@ PREFIX = "encrypted+"
 # The kinds of URL that may follow the prefix, each with the driver's options that a URI may
 # contain.  With this list, `parse` rejects a misspelled option instead of passing it to the
 # driver.
-_POSTGRESQL = {"host", "port", "ssl", "sslmode", "timeout", "command_timeout"}
+_POSTGRESQL = {
+    "host",
+    "port",
+    "ssl",
+    "sslmode",
+    "target_session_attrs",
+    "timeout",
+    "command_timeout",
+}
 _MYSQL = {"charset", "connect_timeout", "ssl", "ssl_ca", "ssl_cert", "ssl_key", "unix_socket"}
 _DRIVER_OPTIONS: dict[str, set[str]] = {
     "sqlite": {"timeout"},
@@ -50,7 +58,7 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
-_ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
+_ONCE = ("key", "backend", "key_db", "read_db", "blobs", "allow_http", "audit_accesses")
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
@@ -69,6 +77,7 @@ class ServiceUri(NamedTuple):
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
             has no such option.
+        read_db: The URL of a replica of the database; None if there is no replica.
     """
 
     db_url: str
@@ -78,6 +87,7 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
+    read_db: str | None = None
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -145,6 +155,7 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
         audit,
+        next(iter(ours["read_db"]), None),
     )
 
 
@@ -262,6 +273,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 backend,
                 additional,
                 key_db_url=uri.key_db,
+                read_db_url=uri.read_db,
                 audit_accesses=uri.audit_accesses,
             )
             _close_on_sigterm()
