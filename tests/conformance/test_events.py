@@ -27,6 +27,7 @@ kind = each_kind(
         "encrypted-engine",
         "encrypted-postgresql",
         "encrypted-mariadb",
+        "encrypted-replica",
         *POOLED_KINDS,
     ],
 )

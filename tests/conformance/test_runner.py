@@ -47,7 +47,7 @@ kind = each_kind(
             "test_synchronous_runs_share_one_service",
         ]
     },
-    soak=["encrypted-engine", "encrypted-mariadb", *POOLED_KINDS],
+    soak=["encrypted-engine", "encrypted-mariadb", "encrypted-replica", *POOLED_KINDS],
 )
 
 

@@ -57,7 +57,7 @@ class CopiedReplica:
                 connection.exec_driver_sql(f"INSERT INTO {copy} SELECT * FROM {original}")
 
     def execute(self, statement: str) -> int:
-        """Run a statement on the replica; `{}` stands for its schema.  Return the number of rows."""
+        """Run a statement on the replica, whose schema is `{}`; return the number of rows."""
         with self._server.admin.connect() as connection:
             done = connection.execute(sa.text(statement.replace("{}", self._replica)))
             return done.rowcount
@@ -94,6 +94,91 @@ def with_replica(
     with wrapping_executors(wrap):
         service = make()
     return service, ReplicaFaults(made)
+
+
+APP, USER = "app", "user"
+Start = Callable[..., Any]  # the type of the fixture `process`
+
+
+@pytest.fixture
+def copied(server: Server, kind: Kind, url: URL) -> Iterator[CopiedReplica]:
+    with server.database() as other:
+        yield CopiedReplica(server, url, other.set(drivername=kind.driver))
+
+
+class Process:
+    """A service with a replica, as one process has it."""
+
+    def __init__(self, service: EncryptedSessionService, faults: ReplicaFaults) -> None:
+        self.service = service
+        self.faults = faults
+
+    async def create(self, session_id: str | None = None, **state: Any) -> Session:
+        return await self.service.create_session(
+            app_name=APP, user_id=USER, session_id=session_id, state=state
+        )
+
+    async def append(self, session: Session, **delta: Any) -> None:
+        actions = EventActions(state_delta=delta)
+        await self.service.append_event(session, Event(author="user", actions=actions))
+
+    async def get(self, session_id: str, **options: Any) -> Session | None:
+        return await self.service.get_session(
+            app_name=APP, user_id=USER, session_id=session_id, **options
+        )
+
+    async def found(self, session_id: str, **options: Any) -> Session:
+        session = await self.get(session_id, **options)
+        assert session is not None
+        return session
+
+    async def listed(self, user_id: str | None = USER) -> list[str]:
+        response = await self.service.list_sessions(app_name=APP, user_id=user_id)
+        return sorted(ids(response.sessions))
+
+    async def paged(self, user_id: str | None = USER, limit: int = 2, **options: Any) -> list[str]:
+        listed: list[str] = []
+        after = None
+        while True:
+            page = await self.service.list_sessions_page(
+                app_name=APP, user_id=user_id, limit=limit, after=after, **options
+            )
+            listed += ids(page.sessions)
+            if (after := page.next) is None:
+                return listed
+
+    async def user_state(self) -> dict[str, Any]:
+        return await self.service.get_user_state(app_name=APP, user_id=USER)
+
+    def asked(self) -> tuple[int, int]:
+        """Return how many queries the replica and the primary have had since the last call."""
+        counts = []
+        for executor in (self.faults.replica, self.faults.primary):
+            counts.append(executor.counts[Point.READ])
+            executor.counts.clear()
+        return counts[0], counts[1]
+
+
+@pytest.fixture
+async def process(
+    url: URL, copied: CopiedReplica
+) -> AsyncIterator[Start]:
+    """Starts services with a replica, each like another process."""
+    async with AsyncExitStack() as stack:
+
+        async def start(**options: Any) -> Process:
+            service, faults = with_replica(
+                lambda: EncryptedSessionService(
+                    url, AesGcmBackend(KEY), **{"read_db_url": copied.url, **options}
+                )
+            )
+            await stack.enter_async_context(service)
+            await service.prepare_tables()
+            started = Process(service, faults)
+            started.asked()
+            return started
+
+        yield start
 
 
 # --- Streaming replication ------------------------------------------------------------------------

@@ -5,12 +5,11 @@ Each test starts two private servers: see `replicas.py`.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import pytest
 from google.adk.events import Event, EventActions
-from google.adk.sessions import Session
 from sqlalchemy import URL
 
 from adk_secure_sessions import (

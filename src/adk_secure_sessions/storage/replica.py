@@ -81,10 +81,11 @@ class KnownRows:
         A newer version that this process has learned since then is kept.
         """
         known = self._rows.get(tag)
-        if known is None or known.time <= began:
-            self._put(tag, row_id, version, parent)
-        elif known.id == row_id and known.version < version and not known.is_deleted:
-            self._put(tag, row_id, version, parent)
+        if known is not None and known.time > began:
+            is_newer = known.id == row_id and known.version < version
+            if known.is_deleted or not is_newer:
+                return
+        self._put(tag, row_id, version, parent)
 
     def wrote(self, tag: bytes, row_id: int, version: int, parent: int) -> None:
         """Store that this process has written the row."""
@@ -144,7 +145,8 @@ class Freshness:
             return
         wanted = self._at_least
         if wanted is not None and wanted.tag == tag:
-            if row_id != wanted.row_id or version < wanted.revision:
+            is_as_new = row_id == wanted.row_id and version >= wanted.revision
+            if not is_as_new:
                 raise Behind
         known = self._known.get(tag)
         # If the row ids differ, one of the two rows was deleted, and only the primary knows which.
@@ -211,7 +213,6 @@ class Replica:
         self._retry_at = 0.0  # after a failure
         self._not_before = 0.0  # see `pause`
         self._log_at: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
 
     def is_due(self) -> bool:
         """Return whether to ask the replica.
@@ -246,11 +247,10 @@ class Replica:
         self._retry_at = 0.0
         telemetry.count_replica_read("rejected")
         audit.record_rejected(error, on_replica=True)
-        self._log(
-            logging.ERROR,
-            "the replica returned a row that is rejected, and the primary did not: %s",
-            error,
-        )
+        if self._may_log("rejected"):
+            logger.error(
+                "the replica returned a row that is rejected, and the primary did not: %s", error
+            )
 
     def conflicted(self) -> None:
         """Count a query that the replica has cancelled, because it had to replay a change."""
@@ -260,26 +260,23 @@ class Replica:
         """Count and log an error of the replica's database, and do not use it for a while."""
         self._retry_at = time.monotonic() + _PAUSE
         telemetry.count_replica_read("failed")
-        self._log(logging.WARNING, "the replica cannot be used, reads go to the primary: %s", error)
+        if self._may_log("failed"):
+            logger.warning("the replica cannot be used, reads go to the primary: %s", error)
 
     def is_another_database(self) -> None:
         """Log that the replica contains another database, and do not use it for a while."""
         self._retry_at = time.monotonic() + _LOG_INTERVAL
         telemetry.count_replica_read("failed")
-        self._log(
-            logging.ERROR,
-            "the replica is no copy of the database, reads go to the primary: correct read_db_url",
-        )
+        if self._may_log("other"):
+            logger.error(
+                "the replica is no copy of the database, reads go to the primary: correct "
+                "read_db_url"
+            )
 
-    def _log(self, level: int, text: str, *values: object) -> None:
-        """Log at most one message of each kind in `_LOG_INTERVAL`; say how many were left out."""
+    def _may_log(self, kind: str) -> bool:
+        """Return True at most once in `_LOG_INTERVAL` for each kind of message."""
         now = time.monotonic()
-        if now < self._log_at.get(text, 0.0):
-            self._left_out[text] = self._left_out.get(text, 0) + 1
-            return
-        self._log_at[text] = now + _LOG_INTERVAL
-        more = self._left_out.pop(text, 0)
-        if more:
-            text += " (and %d times more since the last such message)"
-            values = (*values, more)
-        logger.log(level, text, *values)
+        if now < self._log_at.get(kind, 0.0):
+            return False
+        self._log_at[kind] = now + _LOG_INTERVAL
+        return True
