@@ -9,7 +9,7 @@ from coverage import Coverage
 from greenlet import getcurrent
 
 from tests import servers
-from tests.on_servers.replicas import cluster
+from tests.replication import cluster
 
 # Importing and collecting make no garbage to speak of: looking for it took a fifth of their time.
 gc.disable()

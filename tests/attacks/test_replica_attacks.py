@@ -3,7 +3,15 @@
 The replica is a second database, and the attacker writes to it: see `tests/on_servers/replicas.py`.
 """
 
-# --- a replica that is damaged or attacked --------------------------------------------------------
+import logging
+
+import pytest
+
+from adk_secure_sessions import PlaintextRefusedError, StaleSessionError, TamperedError
+from tests.conformance.support import each_kind
+from tests.on_servers.replicas import APP, USER, CopiedReplica, Start
+
+kind = each_kind("encrypted-postgresql", soak=["encrypted-psycopg", "encrypted-mariadb"])
 
 DAMAGES = {
     "a session's record": "UPDATE {}.secure_sessions SET state = 'x'",
@@ -130,5 +138,3 @@ async def test_replica_of_another_history_does_not_make_the_primary_look_rolled_
     current = await reader.service._store.get(APP, USER, "s", lambda text, row, seq: text)
     assert current is not None
     assert current[0].session.revision == 0
-
-

@@ -95,7 +95,7 @@ async def encrypted_with_key_database(url: URL) -> AsyncIterator[BaseSessionServ
 
 @asynccontextmanager
 async def encrypted_with_replica(url: URL) -> AsyncIterator[BaseSessionService]:
-    """On a `Cluster` of tests/on_servers/replicas.py: a standby is beside the primary."""
+    """On a `Cluster` of tests/replication.py: a standby is beside the primary."""
     standby = url.set(query={"host": str(Path(str(url.query["host"])).parent / "b")})
     async with EncryptedSessionService(url, AesGcmBackend(KEY), read_db_url=standby) as service:
         yield service

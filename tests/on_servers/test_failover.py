@@ -1,6 +1,6 @@
 """Streaming replication of PostgreSQL: a real standby as the replica, and a failover under load.
 
-Each test starts two private servers: see `replicas.py`.
+Each test starts two private servers: see `tests/replication.py`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.maintenance import Database, verify
 from tests.conformance.services import KEY
-from tests.on_servers.replicas import Cluster, Node, cluster
+from tests.replication import Cluster, Node, cluster
 
 APP = "app"
 DRIVERS = ["asyncpg", pytest.param("psycopg", marks=pytest.mark.soak)]

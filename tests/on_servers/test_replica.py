@@ -30,7 +30,7 @@ from tests.conformance.services import KEY
 from tests.conformance.support import each_kind, ids
 from tests.faults import Point, lost
 from tests.migration.lookups import MemoryLookup
-from tests.on_servers.replicas import CopiedReplica, with_replica
+from tests.on_servers.replicas import APP, USER, CopiedReplica, Process, Start, with_replica
 
 kind = each_kind("encrypted-postgresql", soak=["encrypted-psycopg", "encrypted-mariadb"])
 # --- which server is asked ------------------------------------------------------------------------
