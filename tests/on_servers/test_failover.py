@@ -23,6 +23,9 @@ from tests.conformance.services import KEY
 from tests.replication import Cluster, Node, cluster
 
 APP = "app"
+# Seconds until each writer stores events again: the pauses between retries are at most 2 s, and the
+# machine of the tests may be busy.
+RECOVERY = 20
 DRIVERS = ["asyncpg", pytest.param("psycopg", marks=pytest.mark.soak)]
 
 
@@ -91,7 +94,7 @@ async def progress(writers: list[Writer], events: int) -> float:
     """Wait until each writer has stored *events* more events; return how many seconds it took."""
     began, wanted = time.monotonic(), [len(one.acknowledged_at) + events for one in writers]
     while any(len(one.acknowledged_at) < n for one, n in zip(writers, wanted, strict=True)):
-        assert time.monotonic() < began + 60, "the services store nothing"
+        assert time.monotonic() < began + 120, "the services store nothing"
         await asyncio.sleep(0.02)
     return time.monotonic() - began
 
@@ -112,7 +115,8 @@ async def fail_over(servers: Cluster, url: URL, *, events: int, tasks: int = 3) 
         await asyncio.to_thread(servers.primary.crash)
         await asyncio.sleep(0.2)  # services without any primary
         await asyncio.to_thread(servers.promote)
-        assert await progress(writers, events) < 15
+        assert await progress(writers, 1) < RECOVERY
+        await progress(writers, events)
         await asyncio.to_thread(servers.return_fenced)
         demoted = stored(servers.primary)
         await progress(writers, events)
@@ -155,7 +159,7 @@ async def test_connections_to_a_primary_that_was_demoted_are_replaced(
         await asyncio.sleep(0.5)  # the standby acknowledges the last transactions
         await asyncio.to_thread(servers.promote)
         demoted = stored(servers.primary)
-        assert await progress(writers, 3) < 15
+        assert await progress(writers, 1) < RECOVERY
         until.set()
         await asyncio.gather(*running)
         assert stored(servers.primary) == demoted
