@@ -33,7 +33,7 @@ class Behind(Exception):
 
     def __init__(self, *, is_missing: bool = False) -> None:
         super().__init__("the replica is behind")
-        self.is_missing = is_missing
+        self.is_missing: bool = is_missing
 
 
 class KnownRow(NamedTuple):
@@ -209,7 +209,7 @@ class Replica:
 
     def __init__(self, executor: Executor) -> None:
         self.executor: Executor = executor
-        self.is_checked = False
+        self.is_checked: bool = False
         self._retry_at = 0.0  # after a failure
         self._not_before = 0.0  # see `pause`
         self._log_at: dict[str, float] = {}
