@@ -25,6 +25,9 @@ DAMAGES = {
     "a session": "DELETE FROM {}.secure_sessions",
     "a user": "DELETE FROM {}.secure_users",
 }
+FIRST = ["a session's record", "an event's record", "the witnesses", "the data keys", "a user"]
+OTHERS = [damage for damage in DAMAGES if damage not in FIRST]
+LATER = pytest.mark.soak
 SILENT = {
     "everything": [
         f"DELETE FROM {{}}.secure_{table}"
@@ -34,7 +37,7 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*FIRST, *(pytest.param(one, marks=LATER) for one in OTHERS)])
 async def test_damage_of_the_replica_is_logged_and_the_primary_answers(
     process: Start, copied: CopiedReplica, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
