@@ -9,6 +9,7 @@ from coverage import Coverage
 from greenlet import getcurrent
 
 from tests import servers
+from tests.replication import cluster
 
 # Importing and collecting make no garbage to speak of: looking for it took a fifth of their time.
 gc.disable()
@@ -141,6 +142,13 @@ def _greenlets_outlive_their_threads() -> Iterator[None]:
 def postgresql() -> Iterator[servers.PostgreSQL]:
     with servers.postgresql() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def replicated() -> Iterator[servers.PostgreSQL]:
+    """A primary whose standby has applied each change before the change is acknowledged."""
+    with cluster(commit="remote_apply") as found:
+        yield found.primary.server
 
 
 @pytest.fixture(scope="session")

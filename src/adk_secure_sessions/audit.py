@@ -104,8 +104,11 @@ def record(event: str, **facts: object) -> None:
     logger.info("%s", json.dumps(entry), extra={"audit": entry})
 
 
-def record_rejected(error: DecryptionError) -> None:
-    """Count a stored value that was rejected with *error*, and write an audit record of it."""
+def record_rejected(error: DecryptionError, *, on_replica: bool = False) -> None:
+    """Count a stored value that was rejected with *error*, and write an audit record of it.
+
+    *on_replica* says that a replica has returned the value, and that the primary was then asked.
+    """
     count_rejected(error)
     record(
         "record.rejected",
@@ -113,6 +116,7 @@ def record_rejected(error: DecryptionError) -> None:
         row=error.row,
         reason=str(error.reason),
         error=type(error).__name__,
+        replica=on_replica or None,
     )
 
 

@@ -39,6 +39,10 @@ class Lru(Generic[K, V]):
         except KeyError:
             pass  # another thread has just removed the entry
 
+    def items(self) -> list[tuple[K, V]]:
+        """Return all entries, the least recently used one first, without marking them as used."""
+        return list(self._entries.items())
+
     def drop(self, key: K) -> None:
         """Remove the entry of *key*, if there is one."""
         self._entries.pop(key, None)

@@ -63,6 +63,8 @@ MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session
 MAX_PAGE = 1000  # sessions
 
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
+_REVISION = re.compile(rf"{_ROW_ID}\.([0-9]{{1,18}})")
+_NO_SESSION = Expected(-1, -1)
 _POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
 
 STALE = (
@@ -109,6 +111,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         key_db_url: The URL of a separate database for the keys.  A copy of the data database alone
             can then not be decrypted.
         key_db_engine: Your own `AsyncEngine` for the key database, instead of `key_db_url`.
+        read_db_url: The URL of a replica of the database.  `get_session`, `list_sessions`,
+            `list_sessions_page` and `get_user_state` read from it.  If the replica fails, or does
+            not have what this process has read or written, they read from the database itself.
+        read_db_engine: Your own `AsyncEngine` for the replica, instead of `read_db_url`.
         create_tables: Create missing tables.  If False, a missing table raises
             `ConfigurationError` when the database is opened.
         skip_unreadable_sessions: If True, `list_sessions` and `list_sessions_page` omit a session
@@ -139,7 +145,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             values, whatever this argument is.
         padding: Pad new values to a Padmé length, so that stored lengths tell less.  Every service
             reads padded values.
-        engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
+        engine_kwargs: Options of `sqlalchemy.create_engine` for the engines of `db_url` and
+            `read_db_url`.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
@@ -155,6 +162,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         db_engine: AsyncEngine | None = None,
         key_db_url: str | sa.URL | None = None,
         key_db_engine: AsyncEngine | None = None,
+        read_db_url: str | sa.URL | None = None,
+        read_db_engine: AsyncEngine | None = None,
         create_tables: bool = True,
         skip_unreadable_sessions: bool = False,
         session_cache_size: int = 4096,
@@ -181,7 +190,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         backends = register(backend, additional_backends)
         packed = packing(compression, padding)
         executors = executors_for(
-            db_url, db_engine, key_db_url, key_db_engine, engine_kwargs, read_timeout
+            db_url,
+            db_engine,
+            key_db_url,
+            key_db_engine,
+            engine_kwargs,
+            read_timeout,
+            read_db_url=read_db_url,
+            read_db_engine=read_db_engine,
         )
         unit = UnitOfWork(
             executors,
@@ -295,6 +311,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         user_id: str,
         session_id: str,
         config: GetSessionConfig | None = None,
+        at_least: str | None = None,
     ) -> Session | None:
         """Read a session with its events.
 
@@ -305,6 +322,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             config: If `num_recent_events` is given, at most that number of events is returned,
                 namely the latest ones.  If `after_timestamp` (seconds since 1970) is given, events
                 before that time are omitted.
+            at_least: A revision of the session that `revision` returned, in this process or in
+                another one.  If a replica has an older state of the session, the session is read
+                from the database itself.  Without a replica, this argument has no effect.
 
         Returns:
             The session with its events, oldest first; None if there is no such session.
@@ -313,9 +333,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             DecryptionError: A row of the session was tampered with or removed.
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
-            ValueError: An id is not a string or is too long.
+            ValueError: An id is not a string or is too long, or *at_least* is not a revision.
         """
         check_ids(app_name, user_id, session_id)
+        wanted = None if at_least is None else _parse_revision(at_least)
         limit = config.num_recent_events if config else None
         after = config.after_timestamp if config else None
         if limit == 0 or not after:
@@ -332,6 +353,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             # earlier, and compare the exact times below.
             after=None if after is None else microseconds(after) - 1,
             keeper=self._keeper,
+            on_replica=True,
+            at_least=wanted,
         )
         if found is None:
             return None
@@ -340,6 +363,20 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             history = [event for event in history if event.timestamp >= after]
             history = history if limit is None else history[-limit:]
         return _session(app_name, view, history)
+
+    def revision(self, session: Session) -> str:
+        """Return the revision of *session*, which every appended event changes.
+
+        Pass it as `at_least` to `get_session` in another process that reads from a replica: the
+        result is then at least as new as *session*.  The text contains no plaintext.
+
+        Raises:
+            ValueError: No `EncryptedSessionService` has returned *session*.
+        """
+        marker = session._storage_update_marker
+        if marker is None or _parse_marker(marker) == _NO_SESSION:
+            raise ValueError("this session object does not come from an EncryptedSessionService")
+        return marker
 
     @accessed("sessions.list")
     async def list_sessions(
@@ -685,7 +722,15 @@ def _parse_marker(marker: str | None) -> Expected:
     except ValueError:
         # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.
-        return Expected(-1, -1)
+        return _NO_SESSION
+
+
+def _parse_revision(text: object) -> Expected:
+    """Return the row id and the revision in *text*; raise ValueError if it contains neither."""
+    match = _REVISION.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError("at_least must be a text that revision() returned")
+    return Expected(int(match[1], 16), int(match[2]))
 
 
 def _parse_position(after: str | None) -> Position | None:

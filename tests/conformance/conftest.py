@@ -36,6 +36,7 @@ kind = each_kind(
         "encrypted-key-database",
         "encrypted-fallback",
         "encrypted-packed",
+        "encrypted-replica",
         *POOLED_KINDS,
     ],
 )

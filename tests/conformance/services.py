@@ -133,6 +133,14 @@ async def encrypted_with_key_database(url: URL) -> AsyncIterator[BaseSessionServ
 
 
 @asynccontextmanager
+async def encrypted_with_replica(url: URL) -> AsyncIterator[BaseSessionService]:
+    """On a `Cluster` of tests/replication.py: a standby is beside the primary."""
+    standby = url.set(query={"host": str(Path(str(url.query["host"])).parent / "b")})
+    async with EncryptedSessionService(url, AesGcmBackend(KEY), read_db_url=standby) as service:
+        yield service
+
+
+@asynccontextmanager
 async def encrypted_memory(url: URL) -> AsyncIterator[BaseSessionService]:
     async with EncryptedSessionService(url.set(database=":memory:"), AesGcmBackend(KEY)) as service:
         yield service
@@ -182,6 +190,7 @@ KINDS: dict[str, Kind] = {
     "encrypted-psycopg": Kind(encrypted, "postgresql+psycopg", "postgresql"),
     "encrypted-pgbouncer": Kind(encrypted, "postgresql+asyncpg", "pgbouncer"),
     "encrypted-pgbouncer-psycopg": Kind(encrypted, "postgresql+psycopg", "pgbouncer"),
+    "encrypted-replica": Kind(encrypted_with_replica, "postgresql+asyncpg", "replicated"),
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
     "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
 }

@@ -78,6 +78,7 @@ kind = each_kind(
         "encrypted-postgresql-engine",
         "encrypted-psycopg",
         "encrypted-mariadb-engine",
+        "encrypted-replica",
         *POOLED_KINDS,
     ],
 )

@@ -33,6 +33,7 @@ kind = each_kind(
         "encrypted-engine",
         "encrypted-postgresql",
         "encrypted-mariadb",
+        "encrypted-replica",
         *POOLED_KINDS,
     ],
 )

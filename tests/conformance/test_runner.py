@@ -59,7 +59,7 @@ kind = each_kind(
             "test_rewound_turns_leave_the_state_and_the_agents_memory",
         ],
     },
-    soak=["encrypted-engine", "encrypted-mariadb", *POOLED_KINDS],
+    soak=["encrypted-engine", "encrypted-mariadb", "encrypted-replica", *POOLED_KINDS],
 )
 
 

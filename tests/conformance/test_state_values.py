@@ -22,7 +22,9 @@ from tests.conformance.values import IMPOSSIBLE, OPAQUE, PLAIN, RICH
 
 # To a database, all encrypted states are alike.
 kind = each_kind(
-    "adk", "encrypted-file", soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS]
+    "adk",
+    "encrypted-file",
+    soak=["encrypted-postgresql", "encrypted-mariadb", "encrypted-replica", *POOLED_KINDS],
 )
 
 coercion = reference_lacks("state is not coerced to JSON")

@@ -31,7 +31,8 @@ SESSIONS = f"/apps/{APP}/users/{USER}/sessions"
 
 
 kind = each_kind(
-    *("adk", "encrypted-file"), soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS]
+    *("adk", "encrypted-file"),
+    soak=["encrypted-postgresql", "encrypted-mariadb", "encrypted-replica", *POOLED_KINDS],
 )
 
 

@@ -24,7 +24,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
 from adk_secure_sessions.db.dialects import sqlite_sql, taking_any_text
-from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue, write_timeout
+from adk_secure_sessions.db.failures import (
+    is_read_only,
+    meaning,
+    needs_unprepared,
+    overdue,
+    write_timeout,
+)
 from adk_secure_sessions.db.protocol import (
     Parameters,
     Row,
@@ -81,6 +87,8 @@ class AsyncEngineExecutor:
         self._binding = LoopBinding(
             engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
         )
+        if owns_engine and not self._is_sqlite:
+            sa.event.listen(engine.sync_engine, "handle_error", _discard_read_only)
         self._tasks: set[asyncio.Task[Any]] = set()
         # The driver's connection of each task, except of tasks that still wait for a connection.
         # The value is None if the task is about to return its connection to the pool.
@@ -191,6 +199,10 @@ class AsyncEngineExecutor:
                 if commit:
                     await connection.commit()
                 return result
+            except Exception as error:
+                if not self._is_sqlite and is_read_only(error):
+                    await connection.invalidate()  # the next one may lead to another server
+                raise
             finally:
                 if self._mark_ended():
                     # The request to end the query may still be on its way to the server.  If this
@@ -372,6 +384,16 @@ async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
         if task in (await asyncio.wait([task], timeout=1))[0]:
             return
     task.cancel()
+
+
+def _discard_read_only(context: sa.engine.ExceptionContext) -> None:
+    """Make SQLAlchemy's pool replace all its connections if the server is read-only.
+
+    If a URL names several hosts, new connections lead to the new primary.  The old connections
+    would stay in the pool, because they work.
+    """
+    if is_read_only(context.original_exception):
+        context.is_disconnect = True
 
 
 def rejected_option(error: Exception) -> Exception:

@@ -23,15 +23,18 @@ _CONFLICT: set[object] = {
     1213,  # deadlock
     1020,  # the row has changed since the transaction's snapshot
 }
-_DISCONNECTED: set[object] = {
+# The server is read-only: it is not, or no longer, the primary.
+_READ_ONLY: set[object] = {
+    "25006",
+    1290,  # the server runs with `read_only`
+    1792,  # write in a read-only transaction
+}
+_DISCONNECTED: set[object] = _READ_ONLY | {
     "57P01",  # admin shutdown
     "57P02",  # crash shutdown
     "57P03",  # cannot connect now
-    "25006",  # read only: the server is no longer the primary
     1053,  # server shutdown in progress
     1927,  # connection was killed
-    1290,  # read only
-    1792,  # write in a read-only transaction
     2003,  # cannot connect
     2006,  # server has gone away
     2013,  # connection lost during a query
@@ -169,6 +172,15 @@ def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
     if codes & _UNIQUE:
         return UniqueViolation()
     return Conflict() if codes & _CONFLICT else _database_error(driver, codes)
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Return whether *error* shows that the server rejects writes, like a former primary.
+
+    Its other connections are of no use for writes either.
+    """
+    driver = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+    return bool(_codes(driver) & _READ_ONLY)
 
 
 def needs_unprepared(error: BaseException) -> bool:

@@ -30,6 +30,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, rejected_option
 from adk_secure_sessions.db.failures import (
+    is_read_only,
     meaning,
     needs_unprepared,
     no_free_connection,
@@ -184,6 +185,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             except Exception as error:
                 meant = _translated(error, connection_lost=driver.is_closed())
                 usable = not isinstance(meant, Disconnected) and not session.is_overdue
+                if is_read_only(error):
+                    self._close_idle()  # new connections may lead to another server
             finally:
                 await self._release(pooled, usable=usable)
         raise meant
@@ -227,6 +230,14 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 await greenlet_spawn(pooled.close)
         finally:
             self._slots.release()
+
+    def _close_idle(self) -> None:
+        """Close all idle connections, in the background."""
+        while self._idle:
+            pooled = self._idle.pop()
+            driver = pooled.driver_connection
+            pooled.detach()
+            self._in_background(_close(driver))
 
     def _new_slots(self) -> asyncio.Semaphore:
         """Return a semaphore with one slot for each connection that may be in use.

@@ -160,11 +160,13 @@ class Executor(Protocol):
 class Executors(NamedTuple):
     """The executors for the data tables and for the key tables.
 
-    Without a key database, `data` and `keys` are the same object.
+    Without a key database, `data` and `keys` are the same object.  *replica* is the executor for a
+    replica of the data database; None if there is none.
     """
 
     data: Executor
     keys: Executor
+    replica: Executor | None = None
 
     @property
     def has_key_database(self) -> bool:
@@ -172,12 +174,22 @@ class Executors(NamedTuple):
         return self.keys is not self.data
 
     async def close(self) -> None:
-        """Close the connections of both executors."""
+        """Close the connections of all executors."""
         try:
             await self.data.close()
         finally:
-            if self.has_key_database:
-                await self.keys.close()
+            try:
+                if self.has_key_database:
+                    await self.keys.close()
+            finally:
+                if self.replica is not None:
+                    await self.replica.close()
+
+    def on_replica(self) -> "Executors | None":
+        """Return the executors for a read that reads the data from the replica, if there is one."""
+        if self.replica is None:
+            return None
+        return Executors(self.replica, self.keys if self.has_key_database else self.replica)
 
 
 def run_in_turn(

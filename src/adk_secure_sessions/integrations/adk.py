@@ -35,7 +35,15 @@ PREFIX = "encrypted+"
 # The kinds of URL that may follow the prefix, each with the driver's options that a URI may
 # contain.  With this list, `parse` rejects a misspelled option instead of passing it to the
 # driver.
-_POSTGRESQL = {"host", "port", "ssl", "sslmode", "timeout", "command_timeout"}
+_POSTGRESQL = {
+    "host",
+    "port",
+    "ssl",
+    "sslmode",
+    "target_session_attrs",
+    "timeout",
+    "command_timeout",
+}
 _MYSQL = {"charset", "connect_timeout", "ssl", "ssl_ca", "ssl_cert", "ssl_key", "unix_socket"}
 _DRIVER_OPTIONS: dict[str, set[str]] = {
     "sqlite": {"timeout"},
@@ -53,8 +61,8 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
 _ONCE = (
-    "key", "backend", "key_db", "blobs", "allow_http", "audit_accesses", "compression", "padding",
-    "history_cache_size",
+    "key", "backend", "key_db", "read_db", "blobs", "allow_http", "audit_accesses", "compression",
+    "padding", "history_cache_size",
 )  # fmt: skip
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
@@ -77,6 +85,7 @@ class ServiceUri(NamedTuple):
         compression: The argument `compression` of `EncryptedSessionService`; None as above.
         padding: The argument `padding` of `EncryptedSessionService`; None as above.
         history_cache_size: The argument `history_cache_size` of `EncryptedSessionService`.
+        read_db: The URL of a replica of the database; None if there is no replica.
     """
 
     db_url: str
@@ -89,6 +98,7 @@ class ServiceUri(NamedTuple):
     compression: Compression | None = None
     padding: Padding | None = None
     history_cache_size: int = 0
+    read_db: str | None = None
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -170,6 +180,7 @@ def parse(uri: str) -> ServiceUri:
         compression,
         padding,
         int(size),
+        next(iter(ours["read_db"]), None),
     )
 
 
@@ -287,6 +298,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 backend,
                 additional,
                 key_db_url=uri.key_db,
+                read_db_url=uri.read_db,
                 audit_accesses=uri.audit_accesses,
                 compression=uri.compression,
                 padding=uri.padding,

@@ -7,7 +7,8 @@ Events are decrypted in chunks in the event loop, and other tasks can run betwee
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.audit import record_rejected
@@ -282,9 +283,11 @@ class ListUserSessions(_Read):
         try:
             user = bindings.open_user(attempt, found)
         except DecryptionError as error:
-            _skip_or_raise(error, skip=self._skip)
+            _skip_or_raise(attempt, error, skip=self._skip)
             return []
-        return _listed(attempt, found, app, [user] if user else [], skip=self._skip)
+        views = _listed(attempt, found, app, [user] if user else [], skip=self._skip)
+        _require_known(attempt, found, [user.id] if user else [])
+        return views
 
 
 class ListCollections(_Read):
@@ -317,7 +320,9 @@ class ListAppSessions(_Read):
         found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
         opened = await _users_of_app(attempt, executors, found, skip=self._skip)
         app = bindings.open_app(attempt, found)
-        return _listed(attempt, found, app, opened, skip=self._skip)
+        views = _listed(attempt, found, app, opened, skip=self._skip)
+        _require_known(attempt, found, [row.id for row in found.users], of_app=app)
+        return views
 
 
 async def _users_of_app(
@@ -332,7 +337,7 @@ async def _users_of_app(
         try:
             opened.append(bindings.open_user_row(attempt, found, row))
         except DecryptionError as error:
-            _skip_or_raise(error, skip=skip)
+            _skip_or_raise(attempt, error, skip=skip)
     return opened
 
 
@@ -422,7 +427,20 @@ class ListPage(_Read):
         views = _listed(
             attempt, found, app, users, skip=self._skip, with_snapshots=self._with_state
         )
+        if attempt.freshness is not None:
+            ids = {user.id for user in users}
+            if self._of_app and app is not None:
+                # A page has only the users of its sessions.  A known session may be missing
+                # together with its user.
+                ids |= attempt.freshness.known_ids(app.id)
+            _require_known(attempt, found, ids, is_in_range=partial(self._has, after))
         return Page(views, after)
+
+    def _has(self, end: Position | None, position: Position) -> bool:
+        """Return whether the page that ends at *end* would contain the session at *position*."""
+        if self._newest:
+            return position < self._after and (end is None or position >= end)
+        return position > self._after and (end is None or position <= end)
 
 
 class GetUserState(_Read):
@@ -637,12 +655,41 @@ def _listed(
             if (row.base_revision == COLLECTION) == collections and not session.has_expired:
                 views.append(view)
         except DecryptionError as error:
-            _skip_or_raise(error, skip=skip)
+            _skip_or_raise(attempt, error, skip=skip)
     return views
 
 
-def _skip_or_raise(error: DecryptionError, *, skip: bool) -> None:
-    if not skip:
+def _require_known(
+    attempt: Attempt,
+    found: Found,
+    users: Collection[int],
+    *,
+    of_app: Owner | None = None,
+    is_in_range: Callable[[Position], bool] = lambda position: True,
+) -> None:
+    """With a replica, check that a listing contains the sessions that this process knows.
+
+    Args:
+        attempt: If it reads from the replica, `Behind` is raised if a known row is missing.
+        found: The rows that were read.
+        users: The row ids of the users whose sessions were listed.
+        of_app: The app, if its users were listed as well.
+        is_in_range: Whether the listing would contain the session at a position.
+    """
+    if attempt.freshness is None:
+        return
+    if of_app is not None:
+        attempt.freshness.listed([of_app.id], {row.tag for row in found.users})
+    attempt.freshness.listed(
+        set(users),
+        {row.tag for row in found.sessions},
+        lambda known: is_in_range(Position(known.parent, known.id)),
+    )
+
+
+def _skip_or_raise(attempt: Attempt, error: DecryptionError, *, skip: bool) -> None:
+    # If a row of the replica cannot be decrypted, the primary must be asked.
+    if not skip or attempt.on_replica:
         raise error
     record_rejected(error)
     logger.error("left out of a listing: %s", error)
