@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import running_command
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
@@ -16,6 +17,8 @@ from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.storage import (
+    AUDIT,
+    AuditTrail,
     Store,
     Survey,
     UnitOfWork,
@@ -98,7 +101,9 @@ class Database(KeyMaterial, ClosedByWith):
             cached_rows=_CACHED,
             cached_keys=_CACHED,
             keyring_pause=0,
+            before_use=self._record_command,
         )
+        self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
         self._store = Store(self.unit)
         self.has_keys: bool = backend is not None
         self.limits: Limits = Limits()
@@ -211,7 +216,20 @@ class Database(KeyMaterial, ClosedByWith):
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
+        self.trail.close()
         await self._store.close()
+
+    async def _record_command(self, keyring: Keyring) -> None:
+        """If the database has an audit trail, store there that the running command has started.
+
+        A copy that `separate` has not finished has no audit trail.
+        """
+        command = running_command()
+        if command is None or not keyring.has_audit_table or keyring.separation is not None:
+            return
+        if command.is_recorded_in(self.trail):
+            return
+        await command.opened(self.trail, is_prepared=AUDIT in keyring.features)
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()

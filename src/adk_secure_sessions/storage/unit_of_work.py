@@ -201,6 +201,7 @@ class UnitOfWork:
             that time they are read again, because another process may have erased a user.
         keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
             until its pending rows (rows whose key service failed) are unwrapped again.
+        before_use: Called with the keyring each time before the keys or the caches are used.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class UnitOfWork:
         cached_keys: int,
         cache_seconds: float = 300.0,
         keyring_pause: float = _KEYRING_PAUSE,
+        before_use: Callable[[Keyring], Awaitable[None]] | None = None,
     ) -> None:
         self._cache_seconds = cache_seconds
         self.executors = executors
@@ -222,6 +224,7 @@ class UnitOfWork:
         self._cached_keys = cached_keys
         self._opened: _Opened | None = None
         self._keyring_pause = keyring_pause
+        self._before_use = before_use
         self._locks = LoopLocks()
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
@@ -463,10 +466,12 @@ class UnitOfWork:
         """
         opened = self._opened
         if opened is None:
-            return await self._open()
-        if time.monotonic() >= opened.expires:
+            opened = await self._open()
+        elif time.monotonic() >= opened.expires:
             self._opened = opened = self._with_empty_caches(opened.keys.keyring)
         self._start_timer(opened)
+        if self._before_use is not None:
+            await self._before_use(opened.keys.keyring)
         return opened
 
     def _start_timer(self, opened: _Opened) -> None:
