@@ -13,7 +13,12 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from adk_secure_sessions.storage.opening import Part
-from adk_secure_sessions.storage.schema import FEATURE_TABLES, feature_metadata, metadata
+from adk_secure_sessions.storage.schema import (
+    audit_trail,
+    feature_metadata,
+    metadata,
+    migrated,
+)
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}
@@ -25,8 +30,12 @@ PARTS = {
         "The tables of adk-secure-sessions, without those of the key database",
     ),
     "-migration": (
-        FEATURE_TABLES,
+        (migrated,),
         "The table that `migrate` adds to the data tables of adk-secure-sessions",
+    ),
+    "-audit": (
+        (audit_trail,),
+        "The table that `audit_table` adds to the data tables of adk-secure-sessions",
     ),
 }
 HEAD = """\

@@ -50,7 +50,7 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
-_ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
+_ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses", "audit_table")
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
@@ -69,6 +69,7 @@ class ServiceUri(NamedTuple):
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
             has no such option.
+        audit_table: The argument `audit_table` of `EncryptedSessionService`.
     """
 
     db_url: str
@@ -78,6 +79,7 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
+    audit_table: bool = False
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -130,6 +132,8 @@ def parse(uri: str) -> ServiceUri:
         raise ConfigurationError("the option 'allow_http' of the URI can only be true")
     if ours["allow_http"] and not ours["blobs"]:
         raise ConfigurationError("the option 'allow_http' of the URI needs blobs= with a bucket")
+    if ours["audit_table"] not in ([], ["true"]):
+        raise ConfigurationError("the option 'audit_table' of the URI can only be true")
     audit: Literal["blind", "readable"] | None = None
     if ours["audit_accesses"]:
         if ours["audit_accesses"] not in (["blind"], ["readable"]):
@@ -145,6 +149,7 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
         audit,
+        bool(ours["audit_table"]),
     )
 
 
@@ -263,6 +268,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 additional,
                 key_db_url=uri.key_db,
                 audit_accesses=uri.audit_accesses,
+                audit_table=uri.audit_table,
             )
             _close_on_sigterm()
             _services[which] = service

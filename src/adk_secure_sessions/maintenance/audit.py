@@ -5,7 +5,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -599,12 +599,3 @@ _DELETE_OTHERS = sa.delete(audit_trail).where(_IS_CHAIN, _columns.number < _AT_N
 @functools.cache
 def _stored_chains(number: int) -> sa.Select[Any]:
     return sa.select(_columns.chain).distinct().where(is_one_of(_columns.chain, number))
-
-
-def moment(text: str) -> datetime:
-    """Return the time that *text* names, in ISO 8601; a time without a zone is in UTC.
-
-    Raises ValueError if *text* is anything else.
-    """
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

@@ -204,10 +204,11 @@ async def _drop_rows_of_original(db: Database) -> None:
     present = (await db.survey()).feature_tables
     for table in (migrated, audit_trail):
         if table.name in present:
-            statement = sa.delete(table)
-            await db.change(
-                lambda connection, statement=statement: connection.execute(statement).close()
-            )
+            await db.change(partial(_empty, table))
+
+
+def _empty(table: sa.Table, connection: sa.Connection) -> None:
+    connection.execute(sa.delete(table)).close()
 
 
 async def _records_left(db: Database, since: int) -> int:
