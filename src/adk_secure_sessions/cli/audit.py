@@ -1,8 +1,8 @@
 """The commands for the audit trail."""
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 _STDOUT = "-"
 
 
-def _time(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> datetime | None:
+def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> datetime | None:
     """Convert the value of --since or --until; click calls this.
 
     Raises:
@@ -42,6 +40,16 @@ def _time(
     except ValueError:
         pass
     raise click.BadParameter("write a time as 2026-01-31 or 2026-01-31T12:00:00+00:00")
+
+
+@contextmanager
+def _lines_of(name: str | None) -> Iterator[Iterable[str] | None]:
+    """Yield the lines of the file *name*; None if *name* is None."""
+    if name is None:
+        yield None
+        return
+    with open(name, encoding="utf-8", errors="replace") as file:
+        yield file
 
 
 @main.group()
@@ -59,9 +67,7 @@ def audit() -> None:
 @with_speed
 @with_keys(required=True)
 @on_database
-def verify(
-    db: "Database", as_json: bool, heads: str | None, rows_per_second: float | None
-) -> None:
+def verify(db: "Database", as_json: bool, heads: str | None, rows_per_second: float | None) -> None:
     """Check that no record was modified, removed, moved or inserted.
 
     Exits 1 if a record was.  Without --heads, nobody can detect that the last records of a chain,
@@ -74,9 +80,7 @@ def verify(
     """
     from adk_secure_sessions import maintenance
 
-    with one_line_errors():
-        lines = nullcontext() if heads is None else open(heads, encoding="utf-8", errors="replace")
-    with lines as logged:
+    with one_line_errors(), _lines_of(heads) as logged:
         found = run_with_progress(
             db,
             "audit verify",
@@ -130,9 +134,7 @@ def export(
     async def work(write: Callable[[bytes], object]) -> "AuditExport":
         from adk_secure_sessions import maintenance
 
-        return await maintenance.export_audit(
-            db, write, since=since, until=until, progress=report
-        )
+        return await maintenance.export_audit(db, write, since=since, until=until, progress=report)
 
     advice = "the output has only a part of the records"
     with (

@@ -423,9 +423,7 @@ class _Trail:
                 self.purged[bytes.fromhex(one["chain"])] = end
 
 
-async def _opened(
-    db: Database, progress: Progress | None, rows_per_second: float | None
-) -> _Trail:
+async def _opened(db: Database, progress: Progress | None, rows_per_second: float | None) -> _Trail:
     keyring = (await db.keys()).keyring
     if not keyring.has_audit_table:
         raise ConfigurationError(
@@ -573,7 +571,8 @@ _CHAINS = first_rows(
 )
 # A longer record is read as NULL, which is rejected: an attacker may have stored any number of
 # bytes.
-_BOUNDED = sa.case((sa.func.length(_columns.record) <= MAX_RECORD, _columns.record))
+_LONGEST = sa.literal_column(str(MAX_RECORD), sa.BigInteger)
+_BOUNDED = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record))
 _IS_NUMBER = _columns.number.between(
     sa.literal_column("0", sa.BigInteger), sa.literal_column(str(_LARGEST), sa.BigInteger)
 )

@@ -41,7 +41,7 @@ from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
 
 T = TypeVar("T")
 
-# After this number of seconds, no transaction uses a chain any more, so that it can be purged whole.
+# After this number of seconds, no transaction uses a chain any more, so it can be purged whole.
 _MAX_AGE = 24 * 60 * 60
 # The head of a chain is logged after this number of records, or after this number of seconds.
 _HEAD_RECORDS = 100
@@ -53,7 +53,7 @@ _INSERT = insert(audit_trail)
 class Head(NamedTuple):
     """The number of records in a chain, and the link of the last one."""
 
-    count: int
+    records: int
     link: bytes
 
 
@@ -294,14 +294,14 @@ class AuditTrail(KeyMaterial):
         return found or _Chain(keyring)
 
     def _return(self, chain: _Chain) -> None:
-        if not chain.head.count:
+        if not chain.head.records:
             return  # a chain without records is not worth keeping
-        if chain.head.count - chain.logged >= _HEAD_RECORDS:
+        if chain.head.records - chain.logged >= _HEAD_RECORDS:
             _log_head(chain)
         with self._lock:
             self._free.append(chain)
             due, now = self._heads_due, time.monotonic()
-            starts_timer = due is None and chain.head.count > chain.logged
+            starts_timer = due is None and chain.head.records > chain.logged
             if starts_timer:
                 self._heads_due = now + _HEAD_SECONDS
         if starts_timer:

@@ -150,9 +150,7 @@ class Write(Generic[T]):
                 self.change, session_id, transaction, commit_after_cancel, holds_locks=locks
             )
         else:
-            result = await executors.data.write(
-                transaction, commit_after_cancel, holds_locks=locks
-            )
+            result = await executors.data.write(transaction, commit_after_cancel, holds_locks=locks)
         cache(result)
         return result
 
