@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from threading import Event, Thread
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
