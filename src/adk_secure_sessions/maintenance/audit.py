@@ -317,7 +317,7 @@ class _Trail:
 
     async def check_feature(self) -> None:
         """Report rows in the table of a database whose features do not list the trail."""
-        if AUDIT not in self.keyring.features and await has_rows(self._db):
+        if await is_unlisted(self._db):
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, UNLISTED)
 
     async def check_types(self) -> None:
@@ -433,11 +433,15 @@ async def _opened(db: Database, progress: Progress | None, rows_per_second: floa
     return _Trail(db, keyring, Meter(progress, total, rows_per_second))
 
 
-async def has_rows(db: Database) -> bool:
-    """Return whether the database has the table of the audit trail, and the table has rows."""
-    if not (await db.keys()).keyring.has_audit_table:
-        return False
-    return bool(await db.read(_ANY_ROW, {}))
+async def is_unlisted(db: Database) -> bool:
+    """Return whether the audit trail has records although the features do not list it.
+
+    Also return True if a command has found that, and has added the feature since.
+    """
+    keyring = (await db.keys()).keyring
+    if db.trail_was_unlisted or not keyring.has_audit_table or AUDIT in keyring.features:
+        return db.trail_was_unlisted
+    return await db.has_trail_rows()
 
 
 class _Heads:
@@ -561,7 +565,6 @@ class _Purging:
         return done
 
 
-_ANY_ROW = first_rows(sa.select(_columns.number), sa.literal_column("1", sa.Integer))
 _CHAINS = first_rows(
     sa.select(_columns.chain, sa.func.max(_columns.time))
     .where(_columns.chain > _chain)

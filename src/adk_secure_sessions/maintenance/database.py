@@ -22,6 +22,7 @@ from adk_secure_sessions.storage import (
     Store,
     Survey,
     UnitOfWork,
+    audit_trail,
     data_keys,
     keyring,
     look,
@@ -104,6 +105,8 @@ class Database(KeyMaterial, ClosedByWith):
             before_use=self._record_command,
         )
         self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
+        # Whether the trail had records although the features did not list it: see `has_trail_rows`.
+        self.trail_was_unlisted: bool = False
         self._store = Store(self.unit)
         self.has_keys: bool = backend is not None
         self.limits: Limits = Limits()
@@ -229,7 +232,18 @@ class Database(KeyMaterial, ClosedByWith):
             return
         if command.is_recorded_in(self.trail):
             return
-        await command.opened(self.trail, is_prepared=AUDIT in keyring.features)
+        is_listed = AUDIT in keyring.features
+        if not is_listed:
+            self.trail_was_unlisted = await self.has_trail_rows()
+        await command.opened(self.trail, is_prepared=is_listed)
+        keyring.features |= {AUDIT}
+
+    async def has_trail_rows(self) -> bool:
+        """Return whether the table of the audit trail, which must exist, has rows.
+
+        If the features of the database do not list the trail, an older list was replayed.
+        """
+        return bool(await self.read(_ANY_RECORD, {}))
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()
@@ -244,6 +258,13 @@ def see_what_is_committed(connection: sa.Connection) -> None:
     """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
+
+
+_ANY_RECORD = (
+    sa.select(audit_trail.c.number)
+    .limit(sa.literal_column("1", sa.Integer))
+    .offset(sa.literal_column("0", sa.Integer))
+)
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

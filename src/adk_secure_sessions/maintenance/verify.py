@@ -16,7 +16,7 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
-from adk_secure_sessions.maintenance.audit import UNLISTED, has_rows
+from adk_secure_sessions.maintenance.audit import UNLISTED, is_unlisted
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Bounds,
@@ -39,7 +39,6 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
-    AUDIT,
     COLLECTIONS,
     FEATURES,
     MIGRATION,
@@ -255,7 +254,7 @@ class _Verifier:
                 "older list was replayed; the next service that appends an item adds the feature"
             )
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
-        if AUDIT not in listed and await has_rows(self._db):
+        if await is_unlisted(self._db):
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, UNLISTED)
         if self._imports and MIGRATION not in listed:
             detail = (
