@@ -38,7 +38,7 @@ from adk_secure_sessions.storage import (
 
 UNLISTED = (
     f"{audit_trail.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "
-    "replayed; the next service with audit_table=True adds the feature"
+    "replayed; services with audit_table=True and maintenance commands add the feature again"
 )
 _HEAD = "audit.head"  # the event of a log line with the last record of a chain
 _PURGED = "audit.purged"  # the event of a record that names chains which were deleted
