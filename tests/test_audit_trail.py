@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -81,8 +82,8 @@ on_servers = pytest.mark.parametrize(
 
 
 def service_of(place: str | sa.URL, **options: Any) -> EncryptedSessionService:
-    options = {"audit_accesses": "readable", "audit_table": True} | options
-    return EncryptedSessionService(place, BACKEND, **options)
+    chosen: dict[str, Any] = {"audit_accesses": "readable", "audit_table": True, **options}
+    return EncryptedSessionService(place, BACKEND, **chosen)
 
 
 def event(**delta: object) -> Event:
@@ -206,8 +207,9 @@ def test_table_needs_a_choice_of_ids(url: sa.URL) -> None:
 
 async def test_service_without_the_option_makes_no_more_statements(url: sa.URL) -> None:
     counts = []
-    for options in ({"audit_accesses": None, "audit_table": False}, {"audit_table": False}):
-        service, faults = with_faults(lambda options=options: service_of(url, **options))
+    both: list[dict[str, Any]] = [{"audit_accesses": None, "audit_table": False}]
+    for options in (*both, {"audit_table": False}):
+        service, faults = with_faults(partial(service_of, url, **options))
         async with service:
             session = await service.create_session(app_name="a", user_id="u")
             await service.append_event(session, event())
@@ -312,8 +314,8 @@ async def test_cancelled_write_that_is_committed_has_its_record(url: sa.URL) -> 
 @on_servers
 async def test_writers_at_the_same_time_do_not_wait_for_one_chain(url: sa.URL) -> None:
     async with service_of(url) as service:
-        ids = [{"app_name": "clinic", "user_id": f"u{n}"} for n in range(12)]
-        sessions = await asyncio.gather(*(service.create_session(**one) for one in ids))
+        new = (service.create_session(app_name="clinic", user_id=f"u{n}") for n in range(12))
+        sessions = await asyncio.gather(*new)
         for _ in range(2):
             await asyncio.gather(*(service.append_event(one, event()) for one in sessions))
     records = await trail(url, "session.write")
@@ -566,6 +568,7 @@ async def test_purge_deletes_old_chains_whole_and_names_them(
 async def test_purge_keeps_chains_that_name_purged_chains(
     url: sa.URL, at: Callable[[int], Any], heads: Callable[[], list[str]]
 ) -> None:
+    done = None
     for days, oldest in ((100, 0), (60, 30), (0, 40)):
         with at(days):
             if days:
@@ -573,6 +576,7 @@ async def test_purge_keeps_chains_that_name_purged_chains(
                     await service.create_session(app_name="clinic", user_id=f"user {days}")
             async with Database(url, BACKEND) as db:
                 done = await purge_audit(db, timedelta(days=oldest or 2))
+    assert done is not None
     assert (done.chains, done.kept) == (1, 1)
     assert await problems(url, heads()) == []
 

@@ -36,10 +36,10 @@ def _chain(label: str, number: int = 0) -> list[Json]:
     chain = start.to_bytes(8, "big") + made(f"chain {label}", 8)
     cipher = BlindIndex(_INDEX_MASTER).audit_cipher(_DATABASE_ID, chain)
     link, rows = NO_LINK, []
-    for number, fields in enumerate(_FIELDS):
+    for number, more in enumerate(_FIELDS):
         time = start + 1_500_000 * number
         moment = datetime.fromtimestamp(time / 1_000_000, UTC)
-        fields = {"time": moment.isoformat(timespec="microseconds")} | fields
+        fields: Json = {"time": moment.isoformat(timespec="microseconds"), **more}
         context = record_context(_DATABASE_ID, chain, number, time)
         with mock.patch("os.urandom", return_value=made(f"nonce {label} {number}", 12)):
             record = seal_record(cipher, context, link, fields)

@@ -105,10 +105,19 @@ class _Draft:
         head: The head of the chain after the commit.
     """
 
-    def __init__(self, chain: _Chain, entries: Sequence[Entry]) -> None:
+    def __init__(self, chain: _Chain) -> None:
         self.is_in_doubt = False
         self.is_applied = False
-        self._rows, self.head = chain.seal(entries)
+        self.head: Head = chain.head
+        self._chain = chain
+        self._rows: list[dict[str, object]] = []
+
+    def seal(self, entries: Sequence[Entry]) -> None:
+        """Encrypt *entries*, the records to add.
+
+        Raises ValueError if a record is too long.
+        """
+        self._rows, self.head = self._chain.seal(entries)
 
     def steps(self, transaction: Transaction[T]) -> Steps[T]:
         """Run *transaction*, and insert the rows together with its first changes."""
@@ -246,7 +255,7 @@ class AuditTrail(KeyMaterial):
         holds_locks: bool,
     ) -> tuple[T, bool]:
         chain = self._take((await self._unit.keys()).keyring)
-        draft = _Draft(chain, entries)
+        draft = _Draft(chain)
         is_committed = False
 
         def commit_after_cancel(result: T) -> None:
@@ -256,6 +265,7 @@ class AuditTrail(KeyMaterial):
                 on_commit_after_cancel(result)
 
         try:
+            draft.seal(entries)
             result = await self.executor.write(
                 partial(draft.steps, transaction), commit_after_cancel, holds_locks=holds_locks
             )
