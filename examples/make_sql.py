@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.storage.opening import Part
 from adk_secure_sessions.storage.schema import (
-    audit_trail,
+    audit_records,
     feature_metadata,
     metadata,
     migrated,
@@ -34,7 +34,7 @@ PARTS = {
         "The table that `migrate` adds to the data tables of adk-secure-sessions",
     ),
     "-audit": (
-        (audit_trail,),
+        (audit_records,),
         "The table that `audit_table` adds to the data tables of adk-secure-sessions",
     ),
 }

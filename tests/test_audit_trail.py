@@ -6,6 +6,7 @@ tests/attacks/test_audit_trail.py has the attacks on it.
 import asyncio
 import json
 import logging
+import os
 import sqlite3
 import time
 from base64 import b64encode
@@ -57,7 +58,7 @@ from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
 from tests.cli.support import run
 from tests.drivers import each_driver, server, url
 from tests.faults import Point, lost, with_faults
-from tests.processes import children
+from tests.processes import children, results
 
 __all__ = ["name", "server", "url"]
 
@@ -366,6 +367,34 @@ async def test_two_event_loops_may_use_one_service(url: sa.URL) -> None:
     assert await problems(url) == []
 
 
+def fork_between_accesses(say: Callable[[object], None], place: str) -> None:
+    audit.logger.setLevel(logging.INFO)
+    audit.logger.addHandler(logging.NullHandler())
+    service = service_of(place)
+
+    async def access() -> None:
+        for _ in range(3):
+            await service.get_session(**IDS)
+
+    asyncio.run(access())
+    child = os.fork()
+    asyncio.run(access())
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    asyncio.run(service.close())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+async def test_forked_process_begins_chains_of_its_own(url: sa.URL) -> None:
+    place = url.render_as_string(hide_password=False)
+    results((fork_between_accesses, place))
+    reads = await trail(url, "session.read")
+    assert len(reads) == 9
+    assert len({(one["chain"], one["process"]) for one in reads}) == 2
+    assert await problems(url) == []
+
+
 # --- Security events ---
 
 
@@ -380,6 +409,21 @@ async def test_rejected_record_is_stored(url: sa.URL) -> None:
     (rejected,) = await trail(url, "record.rejected")
     assert rejected["table"] == "secure_events"
     assert shown(await trail(url, "session.read")) == [("session.read", None, "failure")]
+
+
+async def test_many_rejected_records_are_counted(
+    url: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_MOST_KEPT", 5)
+    async with service_of(url, skip_unreadable_sessions=True) as service:
+        for _ in range(7):
+            await service.create_session(app_name="clinic", user_id="ada-lovelace")
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute("UPDATE secure_sessions SET state = substr(state, 1, 40)")
+        assert (await service.list_sessions(app_name="clinic")).sessions == []
+    assert len(await trail(url, "record.rejected")) == 5
+    (omitted,) = await trail(url, "records.omitted")
+    assert omitted["number"] == 2
 
 
 async def test_wrong_key_stores_nothing(url: sa.URL) -> None:

@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database, verify_audit
-from adk_secure_sessions.storage import audit_trail
+from adk_secure_sessions.storage import audit_records
 from tests import format_reader
 from tests.format_reader import Refused
 from tests.test_format_page import rows as table_rows
@@ -99,4 +99,4 @@ def test_record_that_is_too_long_is_not_written() -> None:
 def test_page_lists_the_columns_of_the_trail() -> None:
     text = section("The audit trail").partition("\n\n| value |")[0]
     listed = [(name.strip("`"), kind.split(",")[0]) for name, kind, _ in table_rows(text)]
-    assert listed == [(column.name, type_on_page(column)) for column in audit_trail.columns]
+    assert listed == [(column.name, type_on_page(column)) for column in audit_records.columns]

@@ -76,7 +76,7 @@ def verify(db: "Database", as_json: bool, heads: str | None, rows_per_second: fl
     \b
     Example:
       adk-secure-sessions audit verify --db sqlite:///sessions.db --key file:root.key \\
-          --heads /var/log/audit.log
+          --heads audit.log
     """
     from adk_secure_sessions import maintenance
 

@@ -29,7 +29,7 @@ from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.storage import (
     AUDIT,
     FEATURES,
-    audit_trail,
+    audit_records,
     chunks,
     is_one_of,
     meta,
@@ -37,7 +37,7 @@ from adk_secure_sessions.storage import (
 )
 
 UNLISTED = (
-    f"{audit_trail.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "
+    f"{audit_records.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "
     "replayed; services with audit_table=True and maintenance commands add the feature again"
 )
 _HEAD = "audit.head"  # the event of a log line with the last record of a chain
@@ -49,7 +49,7 @@ _LARGEST = 2**63 - 1
 _HEX_CHAIN = re.compile(f"[0-9a-f]{{{2 * CHAIN_LENGTH}}}")
 _HEX_LINK = re.compile(f"[0-9a-f]{{{2 * len(NO_LINK)}}}")
 
-_columns = audit_trail.c
+_columns = audit_records.c
 _chain = sa.bindparam("chain", type_=sa.LargeBinary)
 _number = sa.bindparam("number", type_=sa.BigInteger)
 _limit = sa.bindparam("limit", type_=sa.BigInteger)
@@ -325,7 +325,7 @@ class _Trail:
         ((number,),) = await self._db.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
-            self.problems.add(audit_trail.name, "", Reason.MALFORMED, detail)
+            self.problems.add(audit_records.name, "", Reason.MALFORMED, detail)
 
     async def chains(self) -> AsyncIterator[_StoredChain]:
         """Yield all chains in the order in which they were begun."""
@@ -354,7 +354,7 @@ class _Trail:
         Returns:
             The last record; None if the chain has no records any more, or no valid id.
         """
-        name = audit_trail.name
+        name = audit_records.name
         if not isinstance(chain, bytes) or len(chain) != CHAIN_LENGTH:
             shown = chain.hex() if isinstance(chain, bytes) else str(chain)
             detail = "its chain does not have 16 bytes: it was inserted"
@@ -396,7 +396,7 @@ class _Trail:
         for part in chunks(self.purged):
             for (chain,) in await self._db.read(_stored_chains(len(part)), numbered(part)):
                 detail = "the chain was purged, and is stored again: it was replayed"
-                self.problems.add(audit_trail.name, chain.hex(), Reason.MISMATCH, detail)
+                self.problems.add(audit_records.name, chain.hex(), Reason.MISMATCH, detail)
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
         """Yield the number, the time and the record of each row of *chain*."""
@@ -409,7 +409,7 @@ class _Trail:
                 if not isinstance(number, int):
                     detail = "its number is not an integer: it was inserted"
                     shown = f"{chain.hex()}, {number}"
-                    self.problems.add(audit_trail.name, shown, Reason.MALFORMED, detail)
+                    self.problems.add(audit_records.name, shown, Reason.MALFORMED, detail)
                     continue
                 yield number, moment, record
             await self.meter.advance(len(rows))
@@ -429,7 +429,7 @@ async def _opened(db: Database, progress: Progress | None, rows_per_second: floa
         raise ConfigurationError(
             "the database has no audit trail: no service with audit_table=True has used it"
         )
-    total = await count_rows(db, audit_trail)
+    total = await count_rows(db, audit_records)
     return _Trail(db, keyring, Meter(progress, total, rows_per_second))
 
 
@@ -471,7 +471,7 @@ class _Heads:
         if last > end.number:
             detail = f"the records {end.number + 1} to {last} at the end of the chain were removed"
             row = f"{chain.hex()}, {end.number + 1}"
-            problems.add(audit_trail.name, row, Reason.MISSING, detail)
+            problems.add(audit_records.name, row, Reason.MISSING, detail)
 
     def find_missing(self, purged: dict[bytes, _End], problems: Problems) -> None:
         """Report chains that are not stored, and that no record in *purged* names."""
@@ -480,7 +480,7 @@ class _Heads:
             end = purged.get(chain)
             if end is None or end.number < last or links.get(end.number, end.link) != end.link:
                 detail = f"the chain, which had {last + 1} records or more, was removed"
-                problems.add(audit_trail.name, chain.hex(), Reason.MISSING, detail)
+                problems.add(audit_records.name, chain.hex(), Reason.MISSING, detail)
 
 
 def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
@@ -589,13 +589,13 @@ _RECORDS = first_rows(
 _IS_BLOB = _columns.chain > sa.bindparam("empty", type_=sa.LargeBinary)
 _WRONG_KEYS = (
     sa.select(sa.func.count())
-    .select_from(audit_trail)
+    .select_from(audit_records)
     .where(sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
 )
 _IS_CHAIN = _columns.chain == sa.bindparam("at_chain", type_=sa.LargeBinary)
 _AT_NUMBER = sa.bindparam("at_number", type_=sa.BigInteger)
-_DELETE_LAST = sa.delete(audit_trail).where(_IS_CHAIN, _columns.number == _AT_NUMBER)
-_DELETE_OTHERS = sa.delete(audit_trail).where(_IS_CHAIN, _columns.number < _AT_NUMBER)
+_DELETE_LAST = sa.delete(audit_records).where(_IS_CHAIN, _columns.number == _AT_NUMBER)
+_DELETE_OTHERS = sa.delete(audit_records).where(_IS_CHAIN, _columns.number < _AT_NUMBER)
 
 
 @functools.cache

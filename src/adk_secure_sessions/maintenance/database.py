@@ -22,7 +22,7 @@ from adk_secure_sessions.storage import (
     Store,
     Survey,
     UnitOfWork,
-    audit_trail,
+    audit_records,
     data_keys,
     keyring,
     look,
@@ -261,7 +261,7 @@ def see_what_is_committed(connection: sa.Connection) -> None:
 
 
 _ANY_RECORD = (
-    sa.select(audit_trail.c.number)
+    sa.select(audit_records.c.number)
     .limit(sa.literal_column("1", sa.Integer))
     .offset(sa.literal_column("0", sa.Integer))
 )

@@ -63,7 +63,7 @@ from adk_secure_sessions.storage import (
     WRAPPER,
     Part,
     Survey,
-    audit_trail,
+    audit_records,
     check,
     check_features,
     check_together,
@@ -360,7 +360,7 @@ class _Move:
                 "this database holds no encrypted sessions yet: to create it with a key database, "
                 "use `adk-secure-sessions init`"
             )
-        self.has_audit_table = audit_trail.name in survey.feature_tables
+        self.has_audit_table = audit_records.name in survey.feature_tables
         return survey
 
     async def _survey_keys(self) -> Survey:

@@ -36,7 +36,7 @@ from adk_secure_sessions.storage import (
     MIGRATION_MARK,
     SEPARATING,
     SEPARATION,
-    audit_trail,
+    audit_records,
     check_features,
     data_keys,
     feature_mark,
@@ -202,7 +202,7 @@ async def _drop_rows_of_original(db: Database) -> None:
     the trail of what happened before.  `_end` removes the feature `migration`.
     """
     present = (await db.survey()).feature_tables
-    for table in (migrated, audit_trail):
+    for table in (migrated, audit_records):
         if table.name in present:
             await db.change(partial(_empty, table))
 

@@ -35,7 +35,7 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.opening import AUDIT
-from adk_secure_sessions.storage.schema import audit_trail
+from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.store import Feature
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
 
@@ -47,7 +47,7 @@ _MAX_AGE = 24 * 60 * 60
 _HEAD_RECORDS = 100
 _HEAD_SECONDS = 60.0
 
-_INSERT = insert(audit_trail)
+_INSERT = insert(audit_records)
 
 
 class Head(NamedTuple):

@@ -50,7 +50,7 @@ from adk_secure_sessions.storage.schema import (
     FORMAT_VERSION,
     KEY_TABLES,
     TABLES,
-    audit_trail,
+    audit_records,
     keyring,
     meta,
     metadata,
@@ -88,7 +88,7 @@ _KNOWN_FEATURES = frozenset(
     {NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION, MOVING, AUDIT}
 )
 # The tables that belong to features.  `create_table_of` creates them.
-_TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated, AUDIT: audit_trail}
+_TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated, AUDIT: audit_records}
 # The name of the row in `secure_meta` with the state of an unfinished run of `separate`.
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
@@ -377,7 +377,7 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     _check_feature_list(survey, keyring)
     keyring.separation = None
     keyring.features = stored_features(survey)
-    keyring.has_audit_table = audit_trail.name in survey.feature_tables
+    keyring.has_audit_table = audit_records.name in survey.feature_tables
     if SEPARATING not in stored_features(survey):
         return
     found = _SEPARATION_FORM.fullmatch(str(survey.meta.get(SEPARATION)))

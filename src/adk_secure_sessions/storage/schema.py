@@ -171,7 +171,7 @@ migrated: Table = Table(
     sqlite_with_rowid=False,
 )
 
-audit_trail: Table = Table(
+audit_records: Table = Table(
     "secure_audit",
     feature_metadata,
     Column("chain", _TAG, primary_key=True),
