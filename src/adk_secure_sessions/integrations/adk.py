@@ -73,9 +73,9 @@ class ServiceUri(NamedTuple):
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
             has no such option.
-        audit_table: The argument `audit_table` of `EncryptedSessionService`.
         compression: The argument `compression` of `EncryptedSessionService`; None as above.
         padding: The argument `padding` of `EncryptedSessionService`; None as above.
+        audit_table: The argument `audit_table` of `EncryptedSessionService`.
     """
 
     db_url: str
@@ -85,9 +85,9 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
-    audit_table: bool = False
     compression: Compression | None = None
     padding: Padding | None = None
+    audit_table: bool = False
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -163,9 +163,9 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
         audit,
-        bool(ours["audit_table"]),
         compression,
         padding,
+        bool(ours["audit_table"]),
     )
 
 
