@@ -14,11 +14,12 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.storage.opening import Part
 from adk_secure_sessions.storage.schema import (
-    FEATURE_TABLES,
+    audit_records,
     bases,
     events,
     feature_metadata,
     metadata,
+    migrated,
 )
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
@@ -31,8 +32,12 @@ PARTS = {
         "The tables of adk-secure-sessions, without those of the key database",
     ),
     "-migration": (
-        FEATURE_TABLES,
+        (migrated,),
         "The table that `migrate` adds to the data tables of adk-secure-sessions",
+    ),
+    "-audit": (
+        (audit_records,),
+        "The table that `audit_table` adds to the data tables of adk-secure-sessions",
     ),
 }
 HEAD = """\

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # so that `examples` can be imported
 
+from examples.vectors.audit import audit_vectors
 from examples.vectors.blobs import blob_vectors
 from examples.vectors.collections import collection_vectors
 from examples.vectors.database import database_file, database_vectors
@@ -41,6 +42,7 @@ def made_files() -> dict[Path, str]:
     return {
         VECTORS / "records.json": _dumped(record_vectors()),
         VECTORS / "keys.json": _dumped(key_vectors()),
+        VECTORS / "audit.json": _dumped(audit_vectors()),
         VECTORS / "blobs.json": _dumped(blob_vectors()),
         VECTORS / "database.sql": sql,
         VECTORS / "database.json": _dumped(contents),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from cryptography.exceptions import InvalidTag
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.hashes import SHA256, Hash
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
@@ -117,6 +117,27 @@ def unpack(record: bytes) -> tuple[int, int]:
     """A record's backend id and key id."""
     require(isinstance(record, bytes) and len(record) >= 13 and record[:4] == b"AKS\x02")
     return struct.unpack(">Bq", record[4:13])
+
+
+def open_chain(index_master: bytes, database_id: bytes, rows: list[Row]) -> list[tuple[bytes, Row]]:
+    """Return the link and the JSON object of each record of a chain of the audit trail."""
+    found: list[tuple[bytes, Row]] = []
+    previous = bytes(32)
+    for number, row in enumerate(rows):
+        chain, time, record = row["chain"], row["time"], row["record"]
+        require(isinstance(chain, bytes) and len(chain) == 16 and isinstance(record, bytes))
+        require(row["number"] == number and record[:1] == b"\x01" and len(record) <= 1_048_576)
+        key = expand(index_master, context("audit key", database_id, chain))
+        place = context("audit", database_id, chain, number, time)
+        plaintext = open_aes(key, record[1:], b"\x01" + place)
+        require(plaintext[:32] == previous)
+        fields = json.loads(plaintext[32:])
+        require(isinstance(fields, dict))
+        digest = Hash(SHA256())
+        digest.update(place + record)
+        previous = digest.finalize()
+        found.append((previous, fields))
+    return found
 
 
 def open_blob(blob: bytes, key: bytes, size: int) -> bytes:

@@ -4,6 +4,9 @@ The log consists of audit records.  Each is one line of JSON, which the logger
 `adk_secure_sessions.audit` writes with level INFO.  No audit record contains a key, a state or the
 content of an event.  Ids of users and sessions are hashed, unless a service was created with
 `audit_accesses="readable"`.
+
+If a service was created with `audit_table=True`, its records are also stored in the database: see
+`storage.audit_trail`.  The context variable `_call` then says what the running call has to store.
 """
 
 import getpass
@@ -11,12 +14,13 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache, partial, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.loops import bound
@@ -24,6 +28,10 @@ from adk_secure_sessions.telemetry import count_rejected, measured
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# The maximum number of records that one call keeps for the audit trail.
+_MOST_KEPT = 1000
 
 logger: logging.Logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # the application has not configured the logger before
@@ -83,25 +91,57 @@ def appending_to(file: TextIO | None) -> Iterator[None]:
         logger.propagate = propagates
 
 
-def record(event: str, **facts: object) -> None:
-    """Write one record of the audit log.
+class Entry(NamedTuple):
+    """A record of the audit log, before it is written.
 
-    Args:
-        event: What happened, for example `record.rejected`.
-        **facts: Values for JSON, without plaintext and keys.  None values are omitted.
+    Attributes:
+        time: When the record was made, in microseconds since 1970, UTC.
+        fields: Values for JSON, among them the time as text.
     """
-    if not is_on():
-        return
+
+    time: int
+    fields: dict[str, object]
+
+
+def entry(event: str, **facts: object) -> Entry:
+    """Return a record with the time and the actor of this task; see `record`."""
     actor = audit_actor.get()
-    entry: dict[str, object] = {
-        "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+    now = time.time_ns() // 1000
+    moment = _EPOCH + timedelta(microseconds=now)
+    fields: dict[str, object] = {
+        "time": moment.isoformat(timespec="microseconds"),
         "event": event,
         "actor": None if actor is None else str(actor),  # the application may have set any object
         "process": os.getpid(),
         **{name: value for name, value in facts.items() if value is not None},
     }
-    # The attribute `audit` contains the same facts, for log handlers that do not parse the message.
-    logger.info("%s", json.dumps(entry), extra={"audit": entry})
+    return Entry(now, fields)
+
+
+def write(made: Entry) -> None:
+    """Write *made* with the logger, if the logger is enabled."""
+    if is_on():
+        # The attribute `audit` contains the same facts, for log handlers that do not parse the
+        # message.
+        logger.info("%s", json.dumps(made.fields), extra={"audit": made.fields})
+
+
+def record(event: str, **facts: object) -> None:
+    """Write one record of the audit log.
+
+    If the running call stores its records in the audit trail, also keep the record for the trail.
+
+    Args:
+        event: What happened, for example `record.rejected`.
+        **facts: Values for JSON, without plaintext and keys.  None values are omitted.
+    """
+    call = _call.get()
+    if call is None and not is_on():
+        return
+    made = entry(event, **facts)
+    if call is not None:
+        call.keep(made)
+    write(made)
 
 
 def record_rejected(error: DecryptionError, *, on_replica: bool = False) -> None:
@@ -160,22 +200,48 @@ def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
 
     The audit record contains the numbers and booleans in the function's result (a named tuple), and
     the facts that were passed to `add_facts`.
-    """
 
+    If a database that the function opens has an audit trail, a record is stored there before the
+    function can use the keys, and another one at its end.
+    """
+    return _command(function, is_stored=True)
+
+
+def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorate the function of a command that must work if the account can only read.
+
+    Do the same as `command`, but store no records in the audit trail.
+    """
+    return _command(function, is_stored=False)
+
+
+def _command(
+    function: Callable[P, Awaitable[T]], *, is_stored: bool
+) -> Callable[P, Coroutine[Any, Any, T]]:
     @wraps(function)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         facts: dict[str, object] = {"command": function.__name__, "account": account()}
         if kwargs.get("dry_run"):
             facts["dry_run"] = True
+        # A command that another command calls stores no records of its own.
+        is_outer = _facts.get() is None
+        running = CommandCall(facts) if is_stored and is_outer else _call.get()
         try:
-            with bound(_facts, facts):
+            with bound(_facts, facts), bound(_call, running):
                 result = await function(*args, **kwargs)
         except BaseException as error:
-            if isinstance(error, DecryptionError):
-                record_rejected(error)
-            record("command", **facts, outcome="failure", error=type(error).__name__)
+            with bound(_call, running):
+                if isinstance(error, DecryptionError):
+                    record_rejected(error)
+            made = entry("command", **facts, outcome="failure", error=type(error).__name__)
+            write(made)
+            if isinstance(running, CommandCall) and is_outer and isinstance(error, Exception):
+                await running.end_failed(made)
             raise
-        record("command", **facts, outcome="success", result=_numbers(result))
+        made = entry("command", **facts, outcome="success", result=_numbers(result))
+        if isinstance(running, CommandCall) and is_outer:
+            await running.end(made)
+        write(made)
         return result
 
     return measured(call)
@@ -213,6 +279,11 @@ class Audited(Protocol):
         """
         ...
 
+    @property
+    def _audit_trail(self) -> "Trail | None":
+        """The audit trail that stores the records; None if they are only logged."""
+        ...
+
 
 A = TypeVar("A", bound=Audited)
 
@@ -239,6 +310,10 @@ def accessed(
 
         async def recorded(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
             read_ids = service._access_ids
+            if read_ids is not None and service._audit_trail is not None:
+                ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
+                access = AccessCall(service._audit_trail, action, read_ids, ids)
+                return await access.run(partial(method, service, *args, **kwargs))
             if read_ids is not None and not is_on():
                 _warn_that_it_is_off()
                 read_ids = None
@@ -255,10 +330,8 @@ def accessed(
                 raise
             if read_ids is None:
                 return result
-            if not ids[2]:  # the service has chosen the id of a new session
-                ids = (*ids[:2], str(getattr(result, "id", "") or ""))
-            found = "missing" if result is None and action.endswith(".read") else "success"
-            record(action, **read_ids(*ids), outcome=found)
+            facts = read_ids(*_with_new_id(ids, result))
+            record(action, **facts, outcome=_outcome(action, result))
             return result
 
         @wraps(method)
@@ -273,6 +346,15 @@ def accessed(
         return measured(call) if covers is None else call
 
     return decorate
+
+
+def _with_new_id(ids: tuple[str, str, str], result: object) -> tuple[str, str, str]:
+    """Return *ids*; if the service has chosen the id of a new session, with the id of *result*."""
+    return (*ids[:2], ids[2] or str(getattr(result, "id", "") or ""))
+
+
+def _outcome(action: str, result: object) -> str:
+    return "missing" if result is None and action.endswith(".read") else "success"
 
 
 @cache
@@ -296,3 +378,273 @@ def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
         return session.app_name, session.user_id, session.id
     app, user = arguments.get("app_name"), arguments.get("user_id")
     return str(app or ""), str(user or ""), str(arguments.get("session_id") or "")
+
+
+# --- Calls whose records are stored in the audit trail --------------------------------------------
+
+
+class Trail(Protocol):
+    """The audit trail of a database: `storage.audit_trail.AuditTrail`."""
+
+    @property
+    def executor(self) -> object:
+        """The executor of the data database."""
+        ...
+
+    async def prepare(self) -> None:
+        """Open the database, and create the table if it is missing."""
+        ...
+
+    async def store(self, entries: Sequence[Entry], *, retries: bool = True) -> None:
+        """Store *entries* in a transaction of their own."""
+        ...
+
+    async def write(
+        self,
+        transaction: Callable[[], Any],
+        made: Entry,
+        on_commit_after_cancel: Callable[[Any], None] | None,
+        *,
+        holds_locks: bool,
+    ) -> tuple[Any, bool]:
+        """Run *transaction*, and store *made* in it if the transaction changes something.
+
+        Return the result, and whether *made* was stored.
+        """
+        ...
+
+
+class _Call:
+    """A running call that stores records in the audit trail.
+
+    Attributes:
+        kept: The records of security events that happened during the call.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Entry] = []
+        self._omitted = 0
+
+    def keep(self, made: Entry) -> None:
+        """Keep *made* for the audit trail, unless `_MOST_KEPT` records are kept already."""
+        if len(self.kept) < _MOST_KEPT:
+            self.kept.append(made)
+        else:
+            self._omitted += 1
+
+    def _all_kept(self) -> list[Entry]:
+        if not self._omitted:
+            return self.kept
+        return [*self.kept, entry("records.omitted", number=self._omitted)]
+
+
+# What the running call stores in the audit trail; None if it stores nothing.
+_call: ContextVar[_Call | None] = ContextVar("audit_call", default=None)
+
+
+class SecurityCall(_Call):
+    """A call that is no access, and stores only the records of security events."""
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__()
+        self._trail = trail
+        self._is_ready = False  # whether the trail could be opened
+
+    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Await *call*, store the kept records, and return the result of *call*.
+
+        Raises the errors of *call*, and those of storing the records.
+        """
+        try:
+            with bound(_call, self):
+                await self._trail.prepare()
+                self._is_ready = True
+                result = await call()
+        except BaseException as error:
+            with bound(_call, self):
+                if isinstance(error, DecryptionError):
+                    record_rejected(error)
+            made = self._failed(error)
+            if made is not None:
+                write(made)
+            if isinstance(error, Exception):
+                await self._store_failed(made)
+            raise
+        made = self._succeeded(result)
+        await self._trail.store([*self._all_kept(), *self._unstored(made)])
+        if made is not None:
+            write(made)
+        return result
+
+    def _failed(self, error: BaseException) -> Entry | None:
+        return None
+
+    def _succeeded(self, result: object) -> Entry | None:
+        return None
+
+    def _unstored(self, made: Entry | None) -> list[Entry]:
+        return []
+
+    async def _store_failed(self, made: Entry | None) -> None:
+        """Store the records of a call that has failed.
+
+        If they cannot be stored either, log that: the caller gets the first error.
+        """
+        if self._is_ready:
+            await _store_after_failure(self._trail, [*self._all_kept(), *([made] if made else [])])
+
+
+class AccessCall(SecurityCall):
+    """An access to a session, a state, an artifact or a memory.
+
+    Args:
+        trail: Stores the records.
+        action: The event in the record, for example `session.read`.
+        read_ids: Converts the ids to the form that records show.
+        ids: The app name, the user id and the session id.
+    """
+
+    def __init__(
+        self, trail: Trail, action: str, read_ids: ReadIds, ids: tuple[str, str, str]
+    ) -> None:
+        super().__init__(trail)
+        self._action = action
+        self._read_ids = read_ids
+        self._ids = ids
+        # The record that the last transaction of the call has stored; None if it stored none.
+        self._stored: Entry | None = None
+
+    def records_on(self, executor: object) -> bool:
+        """Return whether the changes of this call that run on *executor* must store a record."""
+        return self._trail.executor is executor
+
+    async def write(
+        self,
+        change: str,
+        session_id: str,
+        transaction: Callable[[], Any],
+        on_commit_after_cancel: Callable[[Any], None] | None,
+        *,
+        holds_locks: bool,
+    ) -> Any:
+        """Run *transaction* with the record of this access, and return its result.
+
+        Args:
+            change: What the transaction changes, for the record.
+            session_id: The id of the session, in case the caller of the service has given none.
+            transaction: See `Executor.write`.
+            on_commit_after_cancel: See `Executor.write`.
+            holds_locks: See `Executor.write`.
+        """
+        ids = (*self._ids[:2], self._ids[2] or session_id)
+        made = entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
+        self._stored = None
+        result, was_stored = await self._trail.write(
+            transaction, made, on_commit_after_cancel, holds_locks=holds_locks
+        )
+        if was_stored:
+            self._stored = made
+        return result
+
+    def _failed(self, error: BaseException) -> Entry | None:
+        facts = self._read_ids(*self._ids)
+        return entry(self._action, **facts, outcome="failure", error=type(error).__name__)
+
+    def _succeeded(self, result: object) -> Entry | None:
+        if self._stored is not None:
+            return self._stored
+        facts = self._read_ids(*_with_new_id(self._ids, result))
+        return entry(self._action, **facts, outcome=_outcome(self._action, result))
+
+    def _unstored(self, made: Entry | None) -> list[Entry]:
+        return [] if made is None or made is self._stored else [made]
+
+
+class CommandCall(_Call):
+    """A command.  Each database that it opens and that has an audit trail stores its records."""
+
+    def __init__(self, facts: dict[str, object]) -> None:
+        super().__init__()
+        self._began = entry("command", **facts, outcome="started")
+        self._trails: list[Trail] = []
+
+    def is_recorded_in(self, trail: Trail) -> bool:
+        """Return whether *trail* has the record that the command has started."""
+        return trail in self._trails
+
+    async def opened(self, trail: Trail, *, is_prepared: bool) -> None:
+        """Store the record that the command has started in *trail*; first prepare the trail."""
+        # The methods of the trail use the keys, before which `Database` calls this method.
+        self._trails.append(trail)
+        try:
+            if not is_prepared:
+                await trail.prepare()
+            await trail.store([self._began])
+        except BaseException:
+            self._trails.remove(trail)
+            raise
+
+    async def end(self, made: Entry) -> None:
+        """Store *made*, the last record, and the records of security events."""
+        for trail in self._trails:
+            await trail.store([*self._all_kept(), made])
+
+    async def end_failed(self, made: Entry) -> None:
+        """Do the same as `end` after a failure; only log that a record could not be stored."""
+        for trail in self._trails:
+            await _store_after_failure(trail, [*self._all_kept(), made])
+
+
+async def _store_after_failure(trail: Trail, entries: Sequence[Entry]) -> None:
+    try:
+        await trail.store(entries, retries=False)
+    except Exception as error:
+        logging.getLogger("adk_secure_sessions").error(
+            "the audit record of a failed call could not be stored: %s", error
+        )
+
+
+def running_access(executor: object) -> AccessCall | None:
+    """Return the access whose record a transaction on *executor* must store; None if there is none.
+
+    *executor* is the executor of a data database.
+    """
+    call = _call.get()
+    return call if isinstance(call, AccessCall) and call.records_on(executor) else None
+
+
+def running_command() -> CommandCall | None:
+    """Return the running command, whose records are stored; None if there is none."""
+    call = _call.get()
+    return call if isinstance(call, CommandCall) else None
+
+
+async def store_rejected(trail: Trail | None, error: DecryptionError) -> None:
+    """Do the same as `record_rejected`, outside a call of a service; also store the record."""
+    call = None if trail is None else SecurityCall(trail)
+    with bound(_call, call):
+        record_rejected(error)
+    if call is not None and trail is not None:
+        await _store_after_failure(trail, call.kept)
+
+
+async def storing(trail: Trail | None, call: Callable[[], Awaitable[T]]) -> T:
+    """Await *call* and return its result; store its security events in *trail* if it is given."""
+    return await (call() if trail is None else SecurityCall(trail).run(call))
+
+
+def record_head(**facts: object) -> None:
+    """Write the number and the link of the last record of a chain of the audit trail."""
+    if is_on():
+        write(entry("audit.head", **facts))
+
+
+@cache
+def warn_of_heads() -> None:
+    """Log a warning, once in this process, that the heads of chains are not logged."""
+    logger = logging.getLogger("adk_secure_sessions")
+    logger.warning(
+        "audit_table is set, but the heads of its chains are not logged, so removed last records "
+        "are not detected: switch the logger adk_secure_sessions.audit on with "
+        "setLevel(logging.INFO)"
+    )

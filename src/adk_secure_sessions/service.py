@@ -17,7 +17,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import ReadIds, accessed, record_rejected
+from adk_secure_sessions.audit import ReadIds, accessed, record_rejected, storing
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
@@ -31,6 +31,7 @@ from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, 
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.storage import (
+    AuditTrail,
     Collections,
     DuplicateSession,
     Expected,
@@ -139,6 +140,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         audit_accesses: Write a record of each access to the audit log (docs/audit.md), with keyed
             hashes of the ids (`blind`) or with the ids themselves (`readable`); None for no such
             records.  The services for artifacts and memory that use this service do the same.
+        audit_table: Also store these records in the database, in the table `secure_audit`.  The
+            record of a change is stored in the transaction of the change.  If a record cannot be
+            stored, the call raises `DatabaseError`.  Needs `audit_accesses`.
         compression: Compress new values of 1 KB or more before they are encrypted.  The lengths of
             stored values then tell about their content (docs/limits.md, "Compression").  `zstd`
             needs Python 3.14 or the package `backports-zstd`.  Every service reads compressed
@@ -174,6 +178,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         read_timeout: float | None = 60.0,
         expires_after: timedelta | None = None,
         audit_accesses: Literal["blind", "readable"] | None = None,
+        audit_table: bool = False,
         compression: Literal["zlib", "zstd"] | None = None,
         padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
@@ -216,6 +221,13 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         self._keeper = keeper
         self._locks = LoopLocks()
         self._access_ids = ids_for_audit(unit, audit_accesses)
+        self._audit_trail: AuditTrail | None = None
+        if audit_table:
+            if self._access_ids is None:
+                raise ConfigurationError(
+                    'audit_table needs audit_accesses: also pass "blind" or "readable"'
+                )
+            self._audit_trail = AuditTrail(unit, create_table=create_tables)
 
     @property
     def backend(self) -> EncryptionBackend:
@@ -239,7 +251,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             KeyServiceError: The key provider failed.
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
-        await self._store.prepare()
+        await storing(self._audit_trail, self._store.prepare)
 
     @accessed("session.create")
     async def create_session(
@@ -606,6 +618,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 
     async def close(self) -> None:
         """Close the connections and discard all keys; the next call opens the database again."""
+        if self._audit_trail is not None:
+            self._audit_trail.close()
         await self._store.close()
 
 

@@ -66,9 +66,9 @@ _OTHER = "_OTHER"
 # An error may come from a backend or a key provider of the application, with any text as table.  So
 # only these names of tables are recorded.
 TABLES = frozenset({
-    "secure_apps", "secure_bases", "secure_data_keys", "secure_events", "secure_keyring",
-    "secure_meta", "secure_migrated", "secure_sessions", "secure_users", "secure_witnesses",
-    "inner events", "inner states",
+    "secure_apps", "secure_audit", "secure_bases", "secure_data_keys", "secure_events",
+    "secure_keyring", "secure_meta", "secure_migrated", "secure_sessions", "secure_users",
+    "secure_witnesses", "inner events", "inner states",
 })  # fmt: skip
 
 OPERATION = "db.operation.name"

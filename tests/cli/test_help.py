@@ -1,5 +1,6 @@
 """docs/cli.md and the help are complete, and the examples in the help work."""
 
+import asyncio
 import re
 import shlex
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from adk_secure_sessions import maintenance
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, maintenance
 from adk_secure_sessions.cli import main
 from adk_secure_sessions.cli.config import variable
 from tests.cli.support import commands, make_adk_tables, run
@@ -73,6 +74,16 @@ def test_page_has_no_command_that_there_is_not() -> None:
     assert variable("db") in PAGE
 
 
+async def begin_trail() -> None:
+    async with EncryptedSessionService(
+        "sqlite:///sessions.db",
+        AesGcmBackend("file:root.key"),
+        audit_accesses="blind",
+        audit_table=True,
+    ) as service:
+        await service.prepare_tables()
+
+
 def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
@@ -81,7 +92,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
     shutil.copytree(ROOT / "examples" / "adk_agent", "agents")
     order = ["keygen", "init", "check", "status", "verify", "lookup", "inspect", "purge"]
-    order += ["blobs verify", "blobs purge"]
+    order += ["blobs verify", "blobs purge", "audit verify", "audit export", "audit purge"]
     order += [
         "rotate master",
         "rotate data",
@@ -101,6 +112,9 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             shutil.copy("sessions.db", "staging.db")
         if name == "move-keys":
             shutil.copy("sessions.db", "before.db")
+        if name == "audit verify":
+            asyncio.run(begin_trail())
+            Path("audit.log").touch()
         if name == "migrate":
             make_adk_tables(tmp_path / "adk.db")
         if name == "export":

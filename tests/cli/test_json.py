@@ -12,9 +12,10 @@ import jsonschema
 import pytest
 import sqlalchemy as sa
 
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import rotate_data, rotate_master
 from tests.cli.support import Said, commands, make_adk_tables, on, run
-from tests.maintenance.support import interrupt, run_sql
+from tests.maintenance.support import OLD, interrupt, run_sql
 from tests.pages import DOCS
 
 SCHEMA = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
@@ -27,6 +28,8 @@ ARGUMENTS: dict[str, list[str]] = {
     "blobs verify": ["--store", "."],
     "blobs purge": ["--store", "."],
     "migrate": ["--from", "sqlite:///adk.db"],
+    "audit export": ["--output", "trail.jsonl"],
+    "audit purge": ["--older-than", "90d"],
 }
 NAMES = [name for name in commands() if name not in ("keygen", "adk doctor")]  # without a database
 
@@ -55,8 +58,17 @@ def options(name: str) -> set[str]:
     return {text for option in commands()[name].params for text in option.opts}
 
 
+async def begin_trail(url: str) -> None:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(OLD), audit_accesses="blind", audit_table=True
+    ) as service:
+        await service.prepare_tables()
+
+
 def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]:
     key = key if "--key" in options(name) else None
+    if name.startswith("audit ") and "nowhere" not in url:
+        asyncio.run(begin_trail(url))
     more = ARGUMENTS.get(name, [])
     if name == "export":
         more = ["--decrypt", "--verify", "--skip-bad", "--to", f"{url}-export"]

@@ -78,8 +78,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "encrypted+postgresql://u:p%40w@db:5432/chat?sslmode=require&key=env:A&also_key=file:/x%26y"
         "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
         "&allow_http=true&audit_accesses=blind&compression=zlib&padding=padme"
-        "&history_cache_size=1000"
-        "&read_db=postgresql://replica/chat"
+        "&history_cache_size=1000&read_db=postgresql://replica/chat&audit_table=true"
     )
     assert tuple(parsed) == (
         "postgresql://u:p%40w@db:5432/chat?sslmode=require",
@@ -93,6 +92,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "padme",
         1000,
         "postgresql://replica/chat",
+        True,
     )
     assert "p%40w" not in repr(parsed)
 

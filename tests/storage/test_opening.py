@@ -96,7 +96,7 @@ REJECTED = {
         survey({"format": "1"}, alien=("secure_sessions",)), "never released"
     ),
     "a feature of a later release": Rejected(
-        survey(MARKS | {"features": "audit " + "00" * 16}), "uses 'audit', which this release"
+        survey(MARKS | {"features": "later " + "00" * 16}), "uses 'later', which this release"
     ),
     "no features": Rejected(survey({"format": "2", "database_id": ID}), "row `features`"),
     "features without a MAC": Rejected(survey(MARKS | {"features": "-"}), "row `features`"),

@@ -139,7 +139,7 @@ def _to_lines(
         opened(db, again=advice) as call,
     ):
         call(db.keys())  # report a wrong key before the file is created
-        with _output(name) as write:
+        with output_to(name) as write:
             begun = True
             return call(_export_lines(db, write, app, user, skip_bad, report))
 
@@ -160,7 +160,7 @@ async def _export_lines(
 
 
 @contextmanager
-def _output(name: str) -> Iterator[Callable[[bytes], object]]:
+def output_to(name: str) -> Iterator[Callable[[bytes], object]]:
     """Yield a function that writes to stdout, or to a new file that only its owner can read."""
     if name == _STDOUT:
         buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none

@@ -61,8 +61,8 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
 _ONCE = (
-    "key", "backend", "key_db", "read_db", "blobs", "allow_http", "audit_accesses", "compression",
-    "padding", "history_cache_size",
+    "key", "backend", "key_db", "read_db", "blobs", "allow_http", "audit_accesses", "audit_table",
+    "compression", "padding", "history_cache_size",
 )  # fmt: skip
 _REPEATED = ("also_key", "also_backend")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
@@ -86,6 +86,7 @@ class ServiceUri(NamedTuple):
         padding: The argument `padding` of `EncryptedSessionService`; None as above.
         history_cache_size: The argument `history_cache_size` of `EncryptedSessionService`.
         read_db: The URL of a replica of the database; None if there is no replica.
+        audit_table: The argument `audit_table` of `EncryptedSessionService`.
     """
 
     db_url: str
@@ -99,6 +100,7 @@ class ServiceUri(NamedTuple):
     padding: Padding | None = None
     history_cache_size: int = 0
     read_db: str | None = None
+    audit_table: bool = False
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -151,6 +153,8 @@ def parse(uri: str) -> ServiceUri:
         raise ConfigurationError("the option 'allow_http' of the URI can only be true")
     if ours["allow_http"] and not ours["blobs"]:
         raise ConfigurationError("the option 'allow_http' of the URI needs blobs= with a bucket")
+    if ours["audit_table"] not in ([], ["true"]):
+        raise ConfigurationError("the option 'audit_table' of the URI can only be true")
     audit: Literal["blind", "readable"] | None = None
     if ours["audit_accesses"]:
         if ours["audit_accesses"] not in (["blind"], ["readable"]):
@@ -181,6 +185,7 @@ def parse(uri: str) -> ServiceUri:
         padding,
         int(size),
         next(iter(ours["read_db"]), None),
+        bool(ours["audit_table"]),
     )
 
 
@@ -300,6 +305,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 key_db_url=uri.key_db,
                 read_db_url=uri.read_db,
                 audit_accesses=uri.audit_accesses,
+                audit_table=uri.audit_table,
                 compression=uri.compression,
                 padding=uri.padding,
                 history_cache_size=uri.history_cache_size,

@@ -19,7 +19,7 @@ from google.adk.errors.not_found_error import NotFoundError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions.audit import accessed, record_rejected
+from adk_secure_sessions.audit import Trail, accessed, store_rejected
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
@@ -126,6 +126,7 @@ class EncryptedArtifactService(BaseArtifactService):
         """
         self._collections = session_service.collections
         self._access_ids = session_service._access_ids
+        self._audit_trail = session_service._audit_trail
         self._arguments = (store, dict(options or {}), allow_http, timeout)
         self._stores: dict[str, BlobStore] = {}
         self._store("0" * 32)  # if the store cannot be used, raise an error now, not at first use
@@ -332,7 +333,8 @@ class EncryptedArtifactService(BaseArtifactService):
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
         key = (app_name, user_id, filename, session_id)
-        pieces = _recording_rejections(self._content(key, found, start, stop))
+        content = self._content(key, found, start, stop)
+        pieces = _recording_rejections(content, self._audit_trail)
         return ArtifactStream(found, pieces, size)
 
     # --- rows and blobs --------------------------------------------------------------------------
@@ -525,7 +527,9 @@ class EncryptedArtifactService(BaseArtifactService):
 reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
 
 
-async def _recording_rejections(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _recording_rejections(
+    pieces: AsyncGenerator[bytes, None], trail: Trail | None
+) -> AsyncGenerator[bytes, None]:
     """Yield *pieces*; if reading a piece raises DecryptionError, record the rejection.
 
     The decorator `accessed` cannot record it: the application reads the pieces after the call of
@@ -536,7 +540,7 @@ async def _recording_rejections(pieces: AsyncGenerator[bytes, None]) -> AsyncGen
             async for piece in pieces:
                 yield piece
     except DecryptionError as error:
-        record_rejected(error)
+        await store_rejected(trail, error)
         raise
 
 

@@ -171,6 +171,7 @@ class EncryptedMemoryService(BaseMemoryService):
             )
         self._collections = session_service.collections
         self._access_ids = session_service._access_ids
+        self._audit_trail = session_service._audit_trail
         self._cache_users = cache_users
         self._cache_entries = cache_entries
         self._ranker = ranker

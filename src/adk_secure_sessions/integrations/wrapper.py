@@ -168,6 +168,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         self._skip = skip_unreadable_sessions
         self._access_ids = ids_for_audit(self._unit, audit_accesses)
+        # A change is stored by the other service, so no transaction could also store its record.
+        self._audit_trail = None
         self._feature = Feature(self._unit, WRAPPER)
         self._locks = LoopLocks()
 

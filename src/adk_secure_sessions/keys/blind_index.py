@@ -8,6 +8,7 @@ import hmac
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
+from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.formats.records import context
 
@@ -88,6 +89,16 @@ class BlindIndex(KeyMaterial):
         The source is the database from which sessions were imported.
         """
         return self._tag("source erased", database_id)
+
+    def audit_cipher(self, database_id: bytes, chain: bytes) -> Aes256Gcm:
+        """Return the cipher of a chain of the audit trail; *chain* is the id of the chain.
+
+        The key is HKDF-Expand-SHA-256 (RFC 5869) of the index master.  A key of 32 bytes is one
+        HMAC.
+        """
+        mac = self._mac.copy()
+        mac.update(context(("audit key", database_id, chain)) + b"\x01")
+        return Aes256Gcm(mac.finalize())
 
     def _tag(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:
         mac = self._mac.copy()

@@ -159,6 +159,9 @@ class Keyring(KeyMaterial):
         former: Data masters by id that are not used any more, because their rows have changed and
             the changed rows were rejected or are pending.  If a later row has such an id, it must
             hold the same key.
+        features: The features of the database when this keyring was read.
+        has_audit_table: Whether the database had the table of the audit trail at that time.  With
+            a key database, this is known only to maintenance commands.
         retry_at: When the pending rows are unwrapped again, in monotonic seconds; infinity if no
             row is pending.
         is_being_renewed: Whether a task is reading the keyring again.  Other tasks use this
@@ -185,6 +188,8 @@ class Keyring(KeyMaterial):
         self.current_id = current_id
         self.rows: Mapping[int, MasterKeyRow] = rows or {}
         self.separation: Separation | None = None
+        self.features: frozenset[str] = frozenset()
+        self.has_audit_table: bool = False
         self._usable = usable
         self.former: Mapping[int, Aes256Gcm] = former or {}
         self.retry_at: float = math.inf

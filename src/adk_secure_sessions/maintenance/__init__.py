@@ -1,5 +1,13 @@
 """Functions that maintain a database of encrypted sessions while services use the database."""
 
+from adk_secure_sessions.maintenance.audit import (
+    AuditExport,
+    AuditPurge,
+    AuditVerification,
+    export_audit,
+    purge_audit,
+    verify_audit,
+)
 from adk_secure_sessions.maintenance.check import Check, check
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import DataKeyCount, Progress, RecordCount
@@ -28,6 +36,9 @@ from adk_secure_sessions.maintenance.verify import Verification, verify
 
 __all__ = [
     "TABLES",
+    "AuditExport",
+    "AuditPurge",
+    "AuditVerification",
     "Check",
     "DataKeyCount",
     "DataRotation",
@@ -55,11 +66,13 @@ __all__ = [
     "Verification",
     "check",
     "erase_user",
+    "export_audit",
     "init",
     "inspect",
     "lookup",
     "move_keys",
     "purge",
+    "purge_audit",
     "retire",
     "rotate_data",
     "rotate_master",
@@ -69,4 +82,5 @@ __all__ = [
     "unfinished_rotations",
     "vacuum",
     "verify",
+    "verify_audit",
 ]

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import unstored_command
 from adk_secure_sessions.maintenance.database import Database
 
 
@@ -28,7 +28,7 @@ class Check(NamedTuple):
     has_plaintext_records: bool
 
 
-@command
+@unstored_command
 async def check(db: Database) -> Check:
     """Open the database and its keys as a service does when it starts, without writing.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import running_command
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
@@ -17,9 +18,12 @@ from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.storage import (
+    AUDIT,
+    AuditTrail,
     Store,
     Survey,
     UnitOfWork,
+    audit_records,
     data_keys,
     keyring,
     look,
@@ -105,8 +109,12 @@ class Database(KeyMaterial, ClosedByWith):
             cached_rows=_CACHED,
             cached_keys=_CACHED,
             keyring_pause=0,
+            before_use=self._record_command,
             packing=packed,
         )
+        self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
+        # Whether the trail had records although the features did not list it: see `has_trail_rows`.
+        self.trail_was_unlisted: bool = False
         self._store = Store(self.unit)
         self.has_keys: bool = backend is not None
         self.limits: Limits = Limits()
@@ -219,7 +227,31 @@ class Database(KeyMaterial, ClosedByWith):
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
+        self.trail.close()
         await self._store.close()
+
+    async def _record_command(self, keyring: Keyring) -> None:
+        """If the database has an audit trail, store there that the running command has started.
+
+        A copy that `separate` has not finished has no audit trail.
+        """
+        command = running_command()
+        if command is None or not keyring.has_audit_table or keyring.separation is not None:
+            return
+        if command.is_recorded_in(self.trail):
+            return
+        is_listed = AUDIT in keyring.features
+        if not is_listed:
+            self.trail_was_unlisted = await self.has_trail_rows()
+        await command.opened(self.trail, is_prepared=is_listed)
+        keyring.features |= {AUDIT}
+
+    async def has_trail_rows(self) -> bool:
+        """Return whether the table of the audit trail, which must exist, has rows.
+
+        If the features of the database do not list the trail, an older list was replayed.
+        """
+        return bool(await self.read(_ANY_RECORD, {}))
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()
@@ -234,6 +266,13 @@ def see_what_is_committed(connection: sa.Connection) -> None:
     """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
+
+
+_ANY_RECORD = (
+    sa.select(audit_records.c.number)
+    .limit(sa.literal_column("1", sa.Integer))
+    .offset(sa.literal_column("0", sa.Integer))
+)
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

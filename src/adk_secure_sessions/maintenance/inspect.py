@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.maintenance.database import Database
@@ -118,7 +118,7 @@ async def lookup(
     return tuple(found)
 
 
-@command
+@unstored_command
 async def inspect(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:

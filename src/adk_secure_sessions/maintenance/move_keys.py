@@ -63,6 +63,7 @@ from adk_secure_sessions.storage import (
     WRAPPER,
     Part,
     Survey,
+    audit_records,
     check,
     check_features,
     check_together,
@@ -152,6 +153,8 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     move = _Move(db, db.backends.writer.root_key.key_id, progress)
     found = await (move.into_key_database() if to == "key-db" else move.into_data_database())
     await db.close()  # the next call opens the database with its keys in the new place
+    if move.has_audit_table:
+        await db.keys()  # store in the audit trail that this command has run
     return found
 
 
@@ -163,6 +166,7 @@ class _Move:
         self._writer = writer  # the id of the writing backend's root key
         self._progress = progress
         self._run = secrets.token_hex(16)
+        self.has_audit_table: bool = False
         self._meter = Meter(None, 0, None)
 
     # --- into the key database ---
@@ -356,6 +360,7 @@ class _Move:
                 "this database holds no encrypted sessions yet: to create it with a key database, "
                 "use `adk-secure-sessions init`"
             )
+        self.has_audit_table = audit_records.name in survey.feature_tables
         return survey
 
     async def _survey_keys(self) -> Survey:

@@ -36,6 +36,7 @@ from adk_secure_sessions.storage import (
     MIGRATION_MARK,
     SEPARATING,
     SEPARATION,
+    audit_records,
     check_features,
     data_keys,
     feature_mark,
@@ -80,7 +81,8 @@ async def separate(
 ) -> Separated:
     """Give a copy of a database a new id, a new data master and new data keys; delete the old keys.
 
-    Afterwards, the copy no longer knows which of its sessions `migrate` has copied.
+    Afterwards, the copy no longer knows which of its sessions `migrate` has copied, and its audit
+    trail is empty.
 
     Run `separate` on the copy.  Services reject the copy until the separation has ended.  If a run
     is killed, or if its result is not `complete`, run `separate` again: the next run continues.
@@ -112,7 +114,7 @@ async def separate(
     if not resumed:
         await _begin(db)
     options = {"progress": progress, "rows_per_second": rows_per_second}
-    await _drop_imports(db)
+    await _drop_rows_of_original(db)
     opened = (await db.keys()).keyring
     separation = opened.separation
     assert separation is not None, "it was begun above"
@@ -134,6 +136,9 @@ async def separate(
     complete = not remaining and not old
     if complete:
         await _end(db, opened)
+        if opened.has_audit_table:
+            await db.renew_keyring()
+            await db.keys()  # store in the audit trail of the copy that this command has run
     deleted, masters, kept, _ = retirement
     kept = max(kept, old)
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
@@ -190,13 +195,20 @@ async def _finish_ids(db: Database) -> None:
     await db.change(partial(_set_id, old_id, survey.database_id.hex()))
 
 
-async def _drop_imports(db: Database) -> None:
-    """Delete the rows of `secure_migrated`, whose MACs contain the id of the original database.
+async def _drop_rows_of_original(db: Database) -> None:
+    """Delete the rows of `secure_migrated` and `secure_audit`, which are bound to the original.
 
-    The copy starts without a history of imports.  `_end` removes the feature `migration`.
+    The copy starts without a history of imports, and with an empty audit trail: the original has
+    the trail of what happened before.  `_end` removes the feature `migration`.
     """
-    if migrated.name in (await db.survey()).feature_tables:
-        await db.change(lambda connection: connection.execute(sa.delete(migrated)).close())
+    present = (await db.survey()).feature_tables
+    for table in (migrated, audit_records):
+        if table.name in present:
+            await db.change(partial(_empty, table))
+
+
+def _empty(table: sa.Table, connection: sa.Connection) -> None:
+    connection.execute(sa.delete(table)).close()
 
 
 async def _records_left(db: Database, since: int) -> int:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import unstored_command
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
@@ -130,7 +130,7 @@ class Status(NamedTuple):
     migration: MigrationStatus | None
 
 
-@command
+@unstored_command
 async def status(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Status:

@@ -16,6 +16,7 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
+from adk_secure_sessions.maintenance.audit import UNLISTED, is_unlisted
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Bounds,
@@ -240,7 +241,7 @@ class _Verifier:
             loads(app.state)
 
     async def check_features(self) -> None:
-        """Report a list of features that lacks the feature of collections or of imports.
+        """Report a list that lacks the feature of collections, of imports or of the audit trail.
 
         A feature is added before the first row that needs it is stored.  So if the feature is
         missing, somebody has replayed an older list.  With the older list, a release that does not
@@ -253,6 +254,8 @@ class _Verifier:
                 "older list was replayed; the next service that appends an item adds the feature"
             )
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+        if await is_unlisted(self._db):
+            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, UNLISTED)
         if self._imports and MIGRATION not in listed:
             detail = (
                 f"{migrated.name} has rows, and the feature {MIGRATION!r} is not listed: an older "

@@ -139,6 +139,7 @@ class PlaintextFallbackService(BaseSessionService):
         self.copied_sessions: int = 0
         self._service = service
         self._access_ids = service._access_ids
+        self._audit_trail = service._audit_trail
         self._store = service._store
         self._source = source
         self._read_timeout = read_timeout

@@ -11,8 +11,10 @@ The modules, each of which imports only modules above it:
 - `writes`, `reads`: the operations, each of which is one transaction or one query.
 - `imports`: importing sessions and states from another database.
 - `store`: the operations with ADK's ids as arguments.
+- `audit_trail`: stores audit records.
 """
 
+from adk_secure_sessions.storage.audit_trail import AuditTrail
 from adk_secure_sessions.storage.bindings import (
     Identity,
     Owner,
@@ -34,6 +36,7 @@ from adk_secure_sessions.storage.imports import (
     canonical,
 )
 from adk_secure_sessions.storage.opening import (
+    AUDIT,
     COLLECTIONS,
     DATABASE_ID,
     EXPIRY,
@@ -93,6 +96,7 @@ from adk_secure_sessions.storage.schema import (
     NEVER,
     TABLES,
     apps,
+    audit_records,
     bases,
     data_keys,
     events,
@@ -122,6 +126,7 @@ from adk_secure_sessions.storage.writes import (
 )
 
 __all__ = [
+    "AUDIT",
     "COLLECTION",
     "COLLECTIONS",
     "DATABASE_ID",
@@ -144,6 +149,7 @@ __all__ = [
     "SEPARATION",
     "TABLES",
     "WRAPPER",
+    "AuditTrail",
     "CheckApp",
     "CheckLocatedSession",
     "CheckSession",
@@ -177,6 +183,7 @@ __all__ = [
     "View",
     "app_context",
     "apps",
+    "audit_records",
     "bases",
     "canonical",
     "check",

@@ -213,6 +213,8 @@ class ImportSession(Write[_Outcome]):
         ValueError: A time is outside the range that the stored format allows.
     """
 
+    change = "import"
+
     def __init__(
         self,
         who: Identity,
@@ -472,6 +474,8 @@ class ImportState(Write[ImportResult]):
             imported.
     """
 
+    change = "import"
+
     def __init__(
         self, who: Identity, seals: Seals, state: bytes, *, of_user: bool, replace: bool
     ) -> None:
@@ -565,6 +569,8 @@ class AddTombstone(Write[None]):
         who: The ids of the session.
         seals: Computes and checks the MACs in `secure_migrated`.
     """
+
+    change = "tombstone"
 
     def __init__(self, who: Identity, seals: Seals) -> None:
         super().__init__(who)

@@ -50,6 +50,7 @@ from adk_secure_sessions.storage.schema import (
     FORMAT_VERSION,
     KEY_TABLES,
     TABLES,
+    audit_records,
     keyring,
     meta,
     metadata,
@@ -81,12 +82,13 @@ WRAPPER = (
 )
 EXPIRY = "expiry"  # the feature of a database in which sessions may expire
 MIGRATION = "migration"  # the feature of a database with sessions that `migrate` has copied
+AUDIT = "audit"  # the feature of a database that stores an audit trail
 MOVING = "moving"  # the feature of a database whose keys `move_keys` has not finished moving
 _KNOWN_FEATURES = frozenset(
-    {NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION, MOVING}
+    {NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION, MOVING, AUDIT}
 )
 # The tables that belong to features.  `create_table_of` creates them.
-_TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated}
+_TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated, AUDIT: audit_records}
 # The name of the row in `secure_meta` with the state of an unfinished run of `separate`.
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
@@ -366,13 +368,16 @@ def reject_moving(survey: Survey) -> None:
 def check_features(survey: Survey, keyring: Keyring) -> None:
     """Authenticate the feature list and the stored state of an unfinished run of `separate`.
 
-    Set `keyring.separation` to the stored state, or to None if no separation is unfinished.
+    Set `keyring.separation` to the stored state, or to None if no separation is unfinished.  Also
+    set `keyring.features` and `keyring.has_audit_table`.
 
     Raises:
         WrongKeyError: The feature list or the state was modified.
     """
     _check_feature_list(survey, keyring)
     keyring.separation = None
+    keyring.features = stored_features(survey)
+    keyring.has_audit_table = audit_records.name in survey.feature_tables
     if SEPARATING not in stored_features(survey):
         return
     found = _SEPARATION_FORM.fullmatch(str(survey.meta.get(SEPARATION)))
@@ -577,15 +582,19 @@ def _has_feature_tables(data: Survey, keys: Survey) -> bool:
 
     Without a key database, the two surveys are the same.
     """
+    return not _removed_tables(data, keys)
+
+
+def _removed_tables(data: Survey, keys: Survey) -> list[str]:
     found = _FEATURES_FORM.fullmatch(str(keys.meta.get(FEATURES)))
     listed = found["names"].split(",") if found else []
-    return all(_TABLE_OF[name].name in data.feature_tables for name in listed if name in _TABLE_OF)
+    tables = (_TABLE_OF[name].name for name in listed if name in _TABLE_OF)
+    return [name for name in tables if name not in data.feature_tables]
 
 
 def _check_feature_tables(data: Survey, keys: Survey) -> None:
-    if not _has_feature_tables(data, keys):
-        names = ", ".join(table.name for table in FEATURE_TABLES)
-        raise ConfigurationError(f"the table {names} was removed: restore it from a backup")
+    for name in _removed_tables(data, keys):
+        raise ConfigurationError(f"the table {name} was removed: restore it from a backup")
 
 
 def _check_feature_list(survey: Survey, keyring: Keyring) -> None:

@@ -171,6 +171,16 @@ migrated: Table = Table(
     sqlite_with_rowid=False,
 )
 
+audit_records: Table = Table(
+    "secure_audit",
+    feature_metadata,
+    Column("chain", _TAG, primary_key=True),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("time", BigInteger, nullable=False),
+    Column("record", _RECORD, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 
 def _store_external(table: Table) -> None:
     """Tell PostgreSQL not to compress records, since ciphertext does not become smaller."""

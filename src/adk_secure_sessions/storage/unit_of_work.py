@@ -222,6 +222,7 @@ class UnitOfWork:
             that time they are read again, because another process may have erased a user.
         keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
             until its pending rows (rows whose key service failed) are unwrapped again.
+        before_use: Called with the keyring each time before the keys or the caches are used.
         packing: How new records are compressed and padded; None if they are not.
 
     Attributes:
@@ -239,6 +240,7 @@ class UnitOfWork:
         history_size: int = 0,
         cache_seconds: float = 300.0,
         keyring_pause: float = _KEYRING_PAUSE,
+        before_use: Callable[[Keyring], Awaitable[None]] | None = None,
         packing: Packing | None = None,
     ) -> None:
         self._cache_seconds = cache_seconds
@@ -251,6 +253,7 @@ class UnitOfWork:
         self._history_size = history_size
         self._opened: _Opened | None = None
         self._keyring_pause = keyring_pause
+        self._before_use = before_use
         self._locks = LoopLocks()
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
@@ -610,10 +613,12 @@ class UnitOfWork:
         """
         opened = self._opened
         if opened is None:
-            return await self._open()
-        if time.monotonic() >= opened.expires:
+            opened = await self._open()
+        elif time.monotonic() >= opened.expires:
             self._opened = opened = self._with_empty_caches(opened.keys.keyring)
         self._start_timer(opened)
+        if self._before_use is not None:
+            await self._before_use(opened.keys.keyring)
         return opened
 
     def _start_timer(self, opened: _Opened) -> None:

@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.audit import running_access
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
@@ -111,10 +112,17 @@ class Created(NamedTuple):
 
 
 class Write(Generic[T]):
-    """Base class of operations that consist of one transaction on the data database."""
+    """Base class of operations that consist of one transaction on the data database.
+
+    If the running access must be stored in the audit trail, the transaction also stores its record.
+
+    Attributes:
+        change: What the transaction changes, for this record.
+    """
 
     reads_keys = False
     writes = True
+    change: str
 
     def __init__(self, who: Identity) -> None:
         self.who = who
@@ -134,9 +142,15 @@ class Write(Generic[T]):
             self.on_commit_after_cancel(result)
 
         steps = self._locked_steps if attempt.locks_rows else self.steps
-        result = await executors.data.write(
-            partial(steps, attempt, owners), commit_after_cancel, holds_locks=attempt.locks_rows
-        )
+        transaction, locks = partial(steps, attempt, owners), attempt.locks_rows
+        result: T
+        if access := running_access(executors.data):
+            session_id = "" if self.who.is_collection else self.who.session_id
+            result = await access.write(
+                self.change, session_id, transaction, commit_after_cancel, holds_locks=locks
+            )
+        else:
+            result = await executors.data.write(transaction, commit_after_cancel, holds_locks=locks)
         cache(result)
         return result
 
@@ -183,6 +197,8 @@ class CreateSession(Write[Created]):
         now: The time of the creation, in microseconds UTC.
         expires_at: When the session expires, in microseconds UTC; `NEVER` if it does not expire.
     """
+
+    change = "create"
 
     def __init__(
         self,
@@ -328,6 +344,8 @@ class AppendEvent(Write[StoredSession]):
         stored: Called with the updated session if the caller was cancelled while the transaction
             ran, and the event was committed.
     """
+
+    change = "append"
 
     def __init__(
         self,
@@ -481,6 +499,8 @@ class ReplaceItems(AppendEvent):
         replaced: The new contents of earlier items, by number.
     """
 
+    change = "replace"
+
     def __init__(
         self,
         who: Identity,
@@ -538,6 +558,8 @@ class RewriteItems(Write[StoredSession]):
         items: The plaintexts of the new items; at least one.
         now: The time of the new items, in microseconds UTC.
     """
+
+    change = "rewrite"
 
     def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
         super().__init__(who)
@@ -616,6 +638,8 @@ class DeleteSession(Write[bool]):
     exist, or if *condition* is given and returns False for the stored session.
     """
 
+    change = "delete"
+
     def __init__(
         self, who: Identity, condition: Callable[[StoredSession], bool] | None = None
     ) -> None:
@@ -675,6 +699,7 @@ class RenewKey(Write[bool]):
         stored_keys: The ids of data keys that were stored in the key database.
     """
 
+    change = "data key"
     reads_keys = True
 
     def __init__(self, who: Identity, since: int, *, of_user: bool) -> None:
@@ -720,6 +745,8 @@ class EnsureOwners(Write[StagedKeys]):
     app, and another for the user.  Use the data keys at once: a data key that was erased or rotated
     meanwhile must not encrypt new records.
     """
+
+    change = "owners"
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_APP, sql.LOCK_USER]

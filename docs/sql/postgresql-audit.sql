@@ -1,0 +1,13 @@
+-- The table that `audit_table` adds to the data tables of adk-secure-sessions, for PostgreSQL.
+-- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
+-- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+
+CREATE TABLE secure_audit (
+  chain BYTEA NOT NULL,
+  number BIGINT NOT NULL,
+  time BIGINT NOT NULL,
+  record BYTEA NOT NULL,
+  PRIMARY KEY (chain, number)
+);
+
+ALTER TABLE secure_audit ALTER COLUMN record SET STORAGE EXTERNAL;

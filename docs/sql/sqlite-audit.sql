@@ -1,0 +1,12 @@
+-- The table that `audit_table` adds to the data tables of adk-secure-sessions, for SQLite.
+-- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
+-- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+
+CREATE TABLE secure_audit (
+  chain BLOB NOT NULL,
+  number BIGINT NOT NULL,
+  time BIGINT NOT NULL,
+  record BLOB NOT NULL,
+  PRIMARY KEY (chain, number)
+)
+ WITHOUT ROWID;

@@ -1,0 +1,205 @@
+"""The commands for the audit trail."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from adk_secure_sessions.cli.export import output_to
+from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_speed
+from adk_secure_sessions.cli.output import counted, progress, show, without_controls
+from adk_secure_sessions.cli.program import (
+    AGAIN,
+    main,
+    one_line_errors,
+    opened,
+    run_with_progress,
+)
+from adk_secure_sessions.cli.text import moment, problem_lines
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import AuditExport, Database
+
+_STDOUT = "-"
+
+
+def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> datetime | None:
+    """Convert the value of --since or --until; click calls this.
+
+    Raises:
+        click.BadParameter: The value is not a time.
+    """
+    if value is None:
+        return None
+    try:
+        found = datetime.fromisoformat(value)
+        return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    except ValueError:
+        pass
+    raise click.BadParameter("write a time as 2026-01-31 or 2026-01-31T12:00:00+00:00")
+
+
+@contextmanager
+def _lines_of(name: str | None) -> Iterator[Iterable[str] | None]:
+    """Yield the lines of the file *name*; None if *name* is None."""
+    if name is None:
+        yield None
+        return
+    with open(name, encoding="utf-8", errors="replace") as file:
+        yield file
+
+
+@main.group()
+def audit() -> None:
+    """Check, export and purge the audit trail, which services with audit_table=True store."""
+
+
+@audit.command()
+@click.option(
+    "--heads",
+    metavar="FILE",
+    type=click.Path(),
+    help="Audit log, whose lines audit.head show if last records or whole chains were removed.",
+)
+@with_speed
+@with_keys(required=True)
+@on_database
+def verify(db: "Database", as_json: bool, heads: str | None, rows_per_second: float | None) -> None:
+    """Check that no record was modified, removed, moved or inserted.
+
+    Exits 1 if a record was.  Without --heads, nobody can detect that the last records of a chain,
+    or a whole chain, were removed.
+
+    \b
+    Example:
+      adk-secure-sessions audit verify --db sqlite:///sessions.db --key file:root.key \\
+          --heads audit.log
+    """
+    from adk_secure_sessions import maintenance
+
+    with one_line_errors(), _lines_of(heads) as logged:
+        found = run_with_progress(
+            db,
+            "audit verify",
+            maintenance.verify_audit,
+            unit="records",
+            again=None,
+            heads=logged,
+            rows_per_second=rows_per_second,
+        )
+    said = [
+        *problem_lines(found.problems, found.bad),
+        f"decrypted {counted(found.records, 'record')} in {counted(found.chains, 'chain')}; "
+        f"purged: {counted(found.purged, 'chain')}",
+        "not compared with logged heads: removed last records are not detected"
+        if found.heads is None
+        else f"compared with {counted(found.heads, 'logged head')}",
+        f"bad: {found.bad:,}" if found.bad else "no record is missing or bad",
+    ]
+    show(found, as_json, said)
+    if found.bad:
+        sys.exit(1)
+
+
+@audit.command()
+@click.option(
+    "--output",
+    metavar="FILE",
+    default=_STDOUT,
+    show_default=True,
+    help="Write to a new file, which only you may read; - stands for stdout.",
+)
+@click.option("--since", metavar="TIME", callback=_time, help="Only records of this time or later.")
+@click.option("--until", metavar="TIME", callback=_time, help="Only records before this time.")
+@with_keys(required=True)
+@on_database
+def export(
+    db: "Database", as_json: bool, output: str, since: datetime | None, until: datetime | None
+) -> None:
+    """Write the records as lines of JSON.
+
+    Exits 1 if a record is not authentic; such a record is not written.
+
+    \b
+    Example:
+      adk-secure-sessions audit export --db sqlite:///sessions.db --key file:root.key \\
+          --since 2026-01-01 --output january.jsonl
+    """
+    if output == _STDOUT and as_json:
+        raise click.UsageError("stdout has the records: give --json with --output FILE")
+
+    async def work(write: Callable[[bytes], object]) -> "AuditExport":
+        from adk_secure_sessions import maintenance
+
+        return await maintenance.export_audit(db, write, since=since, until=until, progress=report)
+
+    advice = "the output has only a part of the records"
+    with (
+        progress("audit export", "records") as report,
+        opened(db, again=f"{AGAIN}; {advice}") as call,
+    ):
+        call(db.keys())  # report a wrong key before the file is created
+        with output_to(output) as write:
+            done = call(work(write))
+    lines = [
+        *problem_lines(done.problems, done.bad),
+        f"exported: {counted(done.records, 'record')}",
+        *([f"not authentic: {done.bad:,}"] if done.bad else []),
+    ]
+    if output == _STDOUT:
+        for line in lines:
+            click.echo(without_controls(line), err=True)
+    else:
+        show(done, as_json, lines)
+    if done.bad:
+        sys.exit(1)
+
+
+@audit.command()
+@click.option(
+    "--older-than",
+    required=True,
+    callback=age,
+    metavar="AGE",
+    help="At least 48h: a number and a unit: s, m, h, d or w.",
+)
+@with_dry_run
+@with_keys(required=True)
+@on_database
+def purge(db: "Database", as_json: bool, older_than: timedelta, dry_run: bool) -> None:
+    """Delete the chains whose last record is older than AGE.
+
+    A record names the deleted chains.  Exits 1 if a chain was kept because it has bad records.
+
+    \b
+    Example:
+      adk-secure-sessions audit purge --db sqlite:///sessions.db --key file:root.key \\
+          --older-than 2200d --dry-run
+    """
+    from adk_secure_sessions import maintenance
+
+    done = run_with_progress(
+        db,
+        "audit purge",
+        maintenance.purge_audit,
+        unit="records",
+        again=None if dry_run else AGAIN,
+        older_than=older_than,
+        dry_run=dry_run,
+    )
+    verb = "would be deleted" if dry_run else "deleted"
+    records = f"{counted(done.records, 'record')} in {counted(done.chains, 'chain')}"
+    lines = [
+        *problem_lines(done.problems, done.bad),
+        f"{verb}: {records}, last used before {moment(done.before)}",
+    ]
+    if done.kept:
+        lines.append(f"kept: {counted(done.kept, 'old chain')}")
+    if done.bad:
+        lines.append(f"bad, so that their chains were kept: {counted(done.bad, 'row')}")
+    show(done, as_json, lines, dry_run=dry_run)
+    if done.bad:
+        sys.exit(1)

@@ -1,0 +1,73 @@
+"""The records of the audit trail, which are linked to chains (docs/format.md, "The audit trail").
+
+Each record contains the link of the record before it.  A link is a hash of the stored bytes, so a
+link commits to the content of all records up to it.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from adk_secure_sessions.crypto.aead import NONCE_LENGTH, Aes256Gcm
+from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.records import binary, context
+
+CHAIN_LENGTH = 16
+LINK_LENGTH = 32
+NO_LINK = bytes(LINK_LENGTH)  # `previous` of the first record of a chain
+MAX_RECORD = 2**20  # bytes
+_VERSION = b"\x01"
+_TAG_LENGTH = 16  # of AES-GCM
+# The part of a record that is not JSON.
+_OVERHEAD = len(_VERSION) + NONCE_LENGTH + LINK_LENGTH + _TAG_LENGTH
+
+
+def record_context(database_id: bytes, chain: bytes, number: int, time: int) -> bytes:
+    """Return the context of the record *number* of *chain*.
+
+    Raises TamperedError if a value has a wrong type.
+    """
+    return context(("audit", database_id, chain), number, time)
+
+
+def seal_record(
+    cipher: Aes256Gcm, context: bytes, previous: bytes, fields: dict[str, object]
+) -> bytes:
+    """Encrypt *fields* and return the record.
+
+    Args:
+        cipher: Encrypts with the key of the chain.
+        context: The result of `record_context`.
+        previous: The link of the record before it, or `NO_LINK`.
+        fields: Values for JSON.
+
+    Raises:
+        ValueError: The record would be longer than `MAX_RECORD`.
+    """
+    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    if len(text) + _OVERHEAD > MAX_RECORD:
+        raise ValueError(f"an audit record has more than {MAX_RECORD} bytes")
+    return _VERSION + cipher.encrypt(previous + text, _VERSION + context)
+
+
+def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[bytes, dict[str, Any]]:
+    """Return the link of the record before *record*, and the fields in *record*.
+
+    Raises TamperedError if *record* is not authentic.
+    """
+    data = binary(record)
+    if not data.startswith(_VERSION) or len(data) > MAX_RECORD:
+        raise TamperedError("the audit record is malformed", reason=Reason.MALFORMED)
+    plaintext = cipher.decrypt(data[len(_VERSION) :], _VERSION + context)
+    try:
+        fields = json.loads(plaintext[LINK_LENGTH:])
+        if isinstance(fields, dict):
+            return plaintext[:LINK_LENGTH], fields
+    except (ValueError, RecursionError):
+        pass
+    raise TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)
+
+
+def link_of(context: bytes, record: bytes) -> bytes:
+    """Return the link of *record*, whose context is *context*."""
+    return hashlib.sha256(context + record).digest()

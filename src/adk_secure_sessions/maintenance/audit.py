@@ -1,0 +1,603 @@
+"""Check, export and purge the audit trail: the audit records in the table `secure_audit`."""
+
+import functools
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions import audit
+from adk_secure_sessions.db.protocol import Change, Conflict, Disconnected
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason
+from adk_secure_sessions.formats.audit_records import (
+    CHAIN_LENGTH,
+    MAX_RECORD,
+    NO_LINK,
+    link_of,
+    open_record,
+    record_context,
+)
+from adk_secure_sessions.formats.times import of_datetime
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, first_rows
+from adk_secure_sessions.maintenance.problems import Problem, Problems
+from adk_secure_sessions.storage import (
+    AUDIT,
+    FEATURES,
+    audit_records,
+    chunks,
+    is_one_of,
+    meta,
+    numbered,
+)
+
+UNLISTED = (
+    f"{audit_records.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "
+    "replayed; services with audit_table=True and maintenance commands add the feature again"
+)
+_HEAD = "audit.head"  # the event of a log line with the last record of a chain
+_PURGED = "audit.purged"  # the event of a record that names chains which were deleted
+# Nobody appends to a chain 24 hours after it was begun.  Twice this time allows for clocks.
+_MIN_AGE = timedelta(hours=48)
+_CHAINS_AT_ONCE = 16  # how many chains one transaction deletes
+_LARGEST = 2**63 - 1
+_HEX_CHAIN = re.compile(f"[0-9a-f]{{{2 * CHAIN_LENGTH}}}")
+_HEX_LINK = re.compile(f"[0-9a-f]{{{2 * len(NO_LINK)}}}")
+
+_columns = audit_records.c
+_chain = sa.bindparam("chain", type_=sa.LargeBinary)
+_number = sa.bindparam("number", type_=sa.BigInteger)
+_limit = sa.bindparam("limit", type_=sa.BigInteger)
+
+
+class AuditVerification(NamedTuple):
+    """The result of `verify_audit`.
+
+    Attributes:
+        records: How many records were decrypted and are authentic.
+        chains: How many chains there are.
+        purged: How many chains were deleted by `purge_audit`, as authentic records say.
+        heads: How many logged heads were compared with the chains; None if none were given.
+        bad: How many rows or chains were tampered with.
+        problems: The first 1000 of them.
+    """
+
+    records: int
+    chains: int
+    purged: int
+    heads: int | None
+    bad: int
+    problems: tuple[Problem, ...]
+
+
+class AuditExport(NamedTuple):
+    """The result of `export_audit`.
+
+    Attributes:
+        records: How many records were exported.
+        bad: How many rows or chains were tampered with.
+        problems: The first 1000 of them.
+    """
+
+    records: int
+    bad: int
+    problems: tuple[Problem, ...]
+
+
+class AuditPurge(NamedTuple):
+    """The result of `purge_audit`; after a dry run, the expected result.
+
+    Attributes:
+        records: How many records were deleted.
+        chains: How many chains were deleted.
+        kept: How many old chains were kept, because they name chains that were purged before, or
+            because another process has changed them meanwhile.
+        bad: How many rows of old chains were tampered with.  These chains were kept.
+        problems: The first 1000 of these rows.
+        before: A chain is old if its last record is older than this time, in microseconds since
+            1970, UTC.
+    """
+
+    records: int
+    chains: int
+    kept: int
+    bad: int
+    problems: tuple[Problem, ...]
+    before: int
+
+
+@audit.unstored_command
+async def verify_audit(
+    db: Database,
+    heads: Iterable[str] | None = None,
+    *,
+    progress: Progress | None = None,
+    rows_per_second: float | None = None,
+) -> AuditVerification:
+    """Check that no record of the audit trail was modified, removed, moved or inserted.
+
+    This function stores no record of its own, so it also works if the account may only read.
+
+    Args:
+        db: The database.
+        heads: Lines of the audit log.  Those with the event `audit.head` say how many records each
+            chain had.  Without them, nobody can detect that the last records of a chain, or a whole
+            chain, were removed.
+        progress: Called with the number of records checked and the number of all records.
+        rows_per_second: The maximum number of records to check per second.
+
+    Raises:
+        ConfigurationError: The database has no audit trail, or cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
+    """
+    trail = await _opened(db, progress, rows_per_second)
+    logged = None if heads is None else _Heads(heads, trail.keyring.database_id)
+    chains = 0
+    await trail.check_feature()
+    await trail.check_types()
+    async for chain in trail.chains():
+        chains += 1
+        expected = logged.of(chain.id) if logged is not None else {}
+        end = await trail.check(chain.id, _ignore, expected)
+        if end is not None and logged is not None:
+            logged.compare(chain.id, end, trail.problems)
+    await trail.check_purged()
+    if logged is not None:
+        logged.find_missing(trail.purged, trail.problems)
+    trail.meter.finish()
+    return AuditVerification(
+        trail.records,
+        chains,
+        len(trail.purged),
+        None if logged is None else logged.number,
+        trail.problems.count,
+        tuple(trail.problems.kept),
+    )
+
+
+@audit.command
+async def export_audit(
+    db: Database,
+    write: Callable[[bytes], object],
+    *,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    progress: Progress | None = None,
+) -> AuditExport:
+    """Write the records of the audit trail as lines of JSON.
+
+    The records of a chain are written in their order, one chain after the other; the chain that was
+    begun first comes first.  Each line has the fields of the record, and its `chain` and `number`.
+    Records that are not authentic are not written.
+
+    Args:
+        db: The database.
+        write: Called with each line, which ends with a line feed.
+        since: Write only records of this time or later; the time must have a time zone.
+        until: Write only records before this time; the time must have a time zone.
+        progress: Called with the number of records read and the number of all records.
+
+    Raises:
+        ConfigurationError: The database has no audit trail, or cannot be used; or a time has no
+            time zone.
+        WrongKeyError: The root keys do not decrypt the keyring.
+    """
+    if any(one is not None and one.tzinfo is None for one in (since, until)):
+        raise ConfigurationError("since and until must have a time zone")
+    first = 0 if since is None else of_datetime(since)
+    end = _LARGEST if until is None else of_datetime(until)
+    trail = await _opened(db, progress, None)
+    exported = 0
+
+    def export(one: _Record) -> None:
+        nonlocal exported
+        if first <= one.time < end:
+            fields = {"chain": one.chain.hex(), "number": one.number} | one.fields
+            write(json.dumps(fields).encode("ascii") + b"\n")
+            exported += 1
+
+    await trail.check_feature()
+    await trail.check_types()
+    async for chain in trail.chains():
+        await trail.check(chain.id, export)
+    trail.meter.finish()
+    return AuditExport(exported, trail.problems.count, tuple(trail.problems.kept))
+
+
+@audit.command
+async def purge_audit(
+    db: Database,
+    older_than: timedelta,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> AuditPurge:
+    """Delete the chains of the audit trail whose last record is older than *older_than*.
+
+    Each chain is checked before it is deleted.  A record names the deleted chains; `verify_audit`
+    accepts their heads.  Chains with such records are never deleted.
+
+    Args:
+        db: The database.
+        older_than: The minimum age of the last record, at least 48 hours.
+        dry_run: Count the records, but delete nothing.
+        progress: Called with the number of records read and the number of all records.
+
+    Raises:
+        ConfigurationError: The database has no audit trail, or cannot be used; or *older_than* is
+            too short.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        DatabaseError: The database failed, or the connection was lost: run the command again.
+    """
+    if older_than < _MIN_AGE:
+        raise ConfigurationError(
+            "older_than must be at least 48 hours: services may still append to younger chains"
+        )
+    before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
+    trail = await _opened(db, progress, None)
+    found = _Purging(db, dry_run)
+    async for chain in trail.chains():
+        if not isinstance(chain.time, int) or chain.time >= before:
+            continue
+        purges: list[_Record] = []
+
+        def visit(one: _Record, purges: list[_Record] = purges) -> None:
+            if one.fields.get("event") == _PURGED:
+                purges.append(one)
+
+        bad = trail.problems.count
+        end = await trail.check(chain.id, visit)
+        if trail.problems.count != bad:
+            continue
+        if purges:
+            found.kept += 1
+        elif end is not None:
+            await found.add(chain.id, end)
+    await found.delete()
+    trail.meter.finish()
+    return AuditPurge(
+        found.records,
+        found.chains,
+        found.kept,
+        trail.problems.count,
+        tuple(trail.problems.kept),
+        before,
+    )
+
+
+class _Record(NamedTuple):
+    """An authentic record."""
+
+    chain: bytes
+    number: int
+    time: int
+    fields: dict[str, Any]
+
+
+class _End(NamedTuple):
+    """The last record of a chain; *link* is None if the record is bad."""
+
+    number: int
+    link: bytes | None
+
+
+class _StoredChain(NamedTuple):
+    """A chain as the database counts it; nothing of it is authenticated."""
+
+    id: Any
+    time: Any  # of the last record
+
+
+def _ignore(_: _Record) -> None:
+    """Do nothing with the record."""
+
+
+class _Trail:
+    """Reads and checks the chains.
+
+    Attributes:
+        keyring: The keyring of the database.
+        problems: The rows that were tampered with.
+        purged: The last record of each chain that was purged, by the id of the chain.
+        records: How many authentic records were read.
+    """
+
+    def __init__(self, db: Database, keyring: Keyring, meter: Meter) -> None:
+        self.keyring = keyring
+        self.problems = Problems()
+        self.purged: dict[bytes, _End] = {}
+        self.records = 0
+        self.meter = meter
+        self._db = db
+
+    async def check_feature(self) -> None:
+        """Report rows in the table of a database whose features do not list the trail."""
+        if await is_unlisted(self._db):
+            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, UNLISTED)
+
+    async def check_types(self) -> None:
+        """Report rows that no query for a chain finds, because their key has another type."""
+        ((number,),) = await self._db.read(_WRONG_KEYS, {"empty": b""})
+        if number:
+            detail = f"{number} rows have a chain or a number of another type: they were inserted"
+            self.problems.add(audit_records.name, "", Reason.MALFORMED, detail)
+
+    async def chains(self) -> AsyncIterator[_StoredChain]:
+        """Yield all chains in the order in which they were begun."""
+        after, limit = b"", self._db.limits.headers
+        while True:
+            rows = await self._db.read(_CHAINS, {"chain": after, "limit": limit})
+            for row in rows:
+                yield _StoredChain(*row)
+            if len(rows) < limit:
+                return
+            after = rows[-1][0]
+
+    async def check(
+        self,
+        chain: object,
+        visit: Callable[[_Record], None],
+        heads: "dict[int, bytes] | None" = None,
+    ) -> _End | None:
+        """Check a chain, and call *visit* with each authentic record.
+
+        Args:
+            chain: The id of the chain.
+            visit: Called with each authentic record, in order.
+            heads: The links of some records as they were logged, by number.
+
+        Returns:
+            The last record; None if the chain has no records any more, or no valid id.
+        """
+        name = audit_records.name
+        if not isinstance(chain, bytes) or len(chain) != CHAIN_LENGTH:
+            shown = chain.hex() if isinstance(chain, bytes) else str(chain)
+            detail = "its chain does not have 16 bytes: it was inserted"
+            self.problems.add(name, shown, Reason.MALFORMED, detail)
+            return None
+        cipher = self.keyring.index.audit_cipher(self.keyring.database_id, chain)
+        expected, link = 0, bytes(NO_LINK)
+        known: bytes | None = link  # the link of the record before; None if that record is bad
+        end: _End | None = None
+        async for number, moment, record in self._rows(chain):
+            row = f"{chain.hex()}, {number}"
+            if number != expected:
+                detail = f"the records {expected} to {number - 1} of the chain were removed"
+                self.problems.add(name, f"{chain.hex()}, {expected}", Reason.MISSING, detail)
+                known = None
+            expected = number + 1
+            try:
+                context = record_context(self.keyring.database_id, chain, number, moment)
+                previous, fields = open_record(cipher, context, record)
+            except DecryptionError as error:
+                self.problems.add_error(error, name, row)
+                known, end = None, _End(number, None)
+                continue
+            if known is not None and previous != known:
+                detail = "it does not follow the record before it, which is from another copy"
+                self.problems.add(name, row, Reason.MISMATCH, detail)
+            known = link_of(context, record)
+            end = _End(number, known)
+            if heads and heads.get(number, known) != known:
+                detail = "it is not the record that was logged: the chain was written again"
+                self.problems.add(name, row, Reason.MISMATCH, detail)
+            self.records += 1
+            self._note_purged(fields)
+            visit(_Record(chain, number, moment, fields))
+        return end
+
+    async def check_purged(self) -> None:
+        """Report chains that are stored although they were purged."""
+        for part in chunks(self.purged):
+            for (chain,) in await self._db.read(_stored_chains(len(part)), numbered(part)):
+                detail = "the chain was purged, and is stored again: it was replayed"
+                self.problems.add(audit_records.name, chain.hex(), Reason.MISMATCH, detail)
+
+    async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
+        """Yield the number, the time and the record of each row of *chain*."""
+        after, limit = -1, self._db.limits.rows
+        while True:
+            parameters = {"chain": chain, "number": after, "limit": limit}
+            rows = await self._db.read(_RECORDS, parameters)
+            for number, moment, record in rows:
+                after = number
+                if not isinstance(number, int):
+                    detail = "its number is not an integer: it was inserted"
+                    shown = f"{chain.hex()}, {number}"
+                    self.problems.add(audit_records.name, shown, Reason.MALFORMED, detail)
+                    continue
+                yield number, moment, record
+            await self.meter.advance(len(rows))
+            if len(rows) < limit:
+                return
+
+    def _note_purged(self, fields: dict[str, Any]) -> None:
+        if fields.get("event") == _PURGED:
+            for one in fields["chains"]:
+                end = _End(one["number"], bytes.fromhex(one["head"]))
+                self.purged[bytes.fromhex(one["chain"])] = end
+
+
+async def _opened(db: Database, progress: Progress | None, rows_per_second: float | None) -> _Trail:
+    keyring = (await db.keys()).keyring
+    if not keyring.has_audit_table:
+        raise ConfigurationError(
+            "the database has no audit trail: no service with audit_table=True has used it"
+        )
+    total = await count_rows(db, audit_records)
+    return _Trail(db, keyring, Meter(progress, total, rows_per_second))
+
+
+async def is_unlisted(db: Database) -> bool:
+    """Return whether the audit trail has records although the features do not list it.
+
+    Also return True if a command has found that, and has added the feature since.
+    """
+    keyring = (await db.keys()).keyring
+    if db.trail_was_unlisted or not keyring.has_audit_table or AUDIT in keyring.features:
+        return db.trail_was_unlisted
+    return await db.has_trail_rows()
+
+
+class _Heads:
+    """The heads in lines of the audit log.
+
+    Attributes:
+        number: How many heads of this database the lines have.
+    """
+
+    def __init__(self, lines: Iterable[str], database_id: bytes) -> None:
+        self.number = 0
+        self._links: dict[bytes, dict[int, bytes]] = {}
+        for line in lines:
+            found = _head_in(line, database_id.hex())
+            if found is not None:
+                chain, number, link = found
+                self.number += 1
+                self._links.setdefault(chain, {})[number] = link
+
+    def of(self, chain: object) -> dict[int, bytes]:
+        """Return the links of the logged records of *chain*, by number."""
+        return self._links.get(chain, {}) if isinstance(chain, bytes) else {}
+
+    def compare(self, chain: bytes, end: _End, problems: Problems) -> None:
+        """Report a chain that ends before its last logged record, and forget its heads."""
+        last = max(self._links.pop(chain, {}), default=-1)
+        if last > end.number:
+            detail = f"the records {end.number + 1} to {last} at the end of the chain were removed"
+            row = f"{chain.hex()}, {end.number + 1}"
+            problems.add(audit_records.name, row, Reason.MISSING, detail)
+
+    def find_missing(self, purged: dict[bytes, _End], problems: Problems) -> None:
+        """Report chains that are not stored, and that no record in *purged* names."""
+        for chain, links in self._links.items():
+            last = max(links)
+            end = purged.get(chain)
+            if end is None or end.number < last or links.get(end.number, end.link) != end.link:
+                detail = f"the chain, which had {last + 1} records or more, was removed"
+                problems.add(audit_records.name, chain.hex(), Reason.MISSING, detail)
+
+
+def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
+    """Return the chain, the number and the link in a line of the audit log.
+
+    Return None if the line is anything else than a head of the database.  A log daemon may have
+    written other text before the JSON.
+    """
+    start = line.find("{")
+    if start < 0 or _HEAD not in line:
+        return None
+    try:
+        fields = json.loads(line[start:])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.get("event") != _HEAD:
+        return None
+    chain, number, link = (fields.get(name) for name in ("chain", "number", "head"))
+    if fields.get("database") != database_id or not isinstance(number, int) or number < 0:
+        return None
+    if not _HEX_CHAIN.fullmatch(str(chain)) or not _HEX_LINK.fullmatch(str(link)):
+        return None
+    return bytes.fromhex(str(chain)), number, bytes.fromhex(str(link))
+
+
+class _Purging:
+    """Deletes chains, several in one transaction.
+
+    Attributes:
+        records: How many records were deleted.
+        chains: How many chains were deleted.
+        kept: How many chains were kept.
+    """
+
+    def __init__(self, db: Database, dry_run: bool) -> None:
+        self.records = 0
+        self.chains = 0
+        self.kept = 0
+        self._db = db
+        self._dry_run = dry_run
+        self._due: dict[bytes, _End] = {}
+
+    async def add(self, chain: bytes, end: _End) -> None:
+        """Delete *chain*, now or later."""
+        self._due[chain] = end
+        if len(self._due) == _CHAINS_AT_ONCE:
+            await self.delete()
+
+    async def delete(self) -> None:
+        """Delete the chains that were added and are not deleted yet."""
+        due, self._due = self._due, {}
+        if not due:
+            return
+        if not self._dry_run and not await self._delete(due):
+            self.kept += len(due)
+            return
+        self.chains += len(due)
+        self.records += sum(end.number + 1 for end in due.values())
+
+    async def _delete(self, due: dict[bytes, _End]) -> bool:
+        """Delete the chains in one transaction; return False if one of them has changed."""
+        changes = []
+        named = []
+        for chain, end in due.items():
+            assert end.link is not None, "the chain was checked"
+            at = {"at_chain": chain, "at_number": end.number}
+            changes.append(Change(_DELETE_LAST, at))
+            changes.append(Change(_DELETE_OTHERS, at, must_match_row=False))
+            head = end.link.hex()
+            named.append({"chain": chain.hex(), "number": end.number, "head": head})
+        database = self._db.unit.database_id
+        assert database is not None, "the database is open"
+        made = audit.entry(_PURGED, database=database.hex(), chains=named)
+        try:
+            done = await self._db.trail.purge(made, changes)
+        except Conflict:
+            done = False
+        except Disconnected as lost:
+            raise lost.error from None
+        if done:
+            audit.write(made)
+        return done
+
+
+_CHAINS = first_rows(
+    sa.select(_columns.chain, sa.func.max(_columns.time))
+    .where(_columns.chain > _chain)
+    .group_by(_columns.chain)
+    .order_by(_columns.chain),
+    _limit,
+)
+# A longer record is read as NULL, which is rejected: an attacker may have stored any number of
+# bytes.
+_LONGEST = sa.literal_column(str(MAX_RECORD), sa.BigInteger)
+_BOUNDED = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record))
+_IS_NUMBER = _columns.number.between(
+    sa.literal_column("0", sa.BigInteger), sa.literal_column(str(_LARGEST), sa.BigInteger)
+)
+_RECORDS = first_rows(
+    sa.select(_columns.number, _columns.time, _BOUNDED)
+    .where(_columns.chain == _chain, _columns.number > _number, _IS_NUMBER)
+    .order_by(_columns.number),
+    _limit,
+)
+# SQLite stores any type in any column.  A text is less than any blob, and greater than any number.
+_IS_BLOB = _columns.chain > sa.bindparam("empty", type_=sa.LargeBinary)
+_WRONG_KEYS = (
+    sa.select(sa.func.count())
+    .select_from(audit_records)
+    .where(sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
+)
+_IS_CHAIN = _columns.chain == sa.bindparam("at_chain", type_=sa.LargeBinary)
+_AT_NUMBER = sa.bindparam("at_number", type_=sa.BigInteger)
+_DELETE_LAST = sa.delete(audit_records).where(_IS_CHAIN, _columns.number == _AT_NUMBER)
+_DELETE_OTHERS = sa.delete(audit_records).where(_IS_CHAIN, _columns.number < _AT_NUMBER)
+
+
+@functools.cache
+def _stored_chains(number: int) -> sa.Select[Any]:
+    return sa.select(_columns.chain).distinct().where(is_one_of(_columns.chain, number))

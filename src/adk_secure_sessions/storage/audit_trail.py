@@ -1,0 +1,342 @@
+"""The audit trail: audit records in the table `secure_audit` (docs/format.md, "The audit trail").
+
+The records form chains: each record contains a hash of the record before it.  If all writers
+appended to one chain, they would wait for each other.  So each transaction uses a chain alone: it
+takes a chain that is free, or begins a new one, and returns the chain after its end.  A process has
+about as many chains as transactions that run at the same time.
+
+If it is not known whether a transaction was committed, its chain is not used again.  The last
+record of the chain could otherwise be written twice.
+
+Removing the last records of a chain leaves a valid chain.  Only the *heads* show it: the numbers
+and links of last records, which the logger `adk_secure_sessions.audit` writes now and then.
+"""
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakMethod
+
+from sqlalchemy import insert
+
+from adk_secure_sessions.audit import Entry, is_on, record_head, warn_of_heads
+from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executor, Steps, Transaction
+from adk_secure_sessions.formats.audit_records import (
+    NO_LINK,
+    link_of,
+    record_context,
+    seal_record,
+)
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage.opening import AUDIT
+from adk_secure_sessions.storage.schema import audit_records
+from adk_secure_sessions.storage.store import Feature
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
+
+T = TypeVar("T")
+
+# After this number of seconds, no transaction uses a chain any more, so it can be purged whole.
+_MAX_AGE = 24 * 60 * 60
+# The head of a chain is logged after this number of records, or after this number of seconds.
+_HEAD_RECORDS = 100
+_HEAD_SECONDS = 60.0
+
+_INSERT = insert(audit_records)
+
+
+class Head(NamedTuple):
+    """The number of records in a chain, and the link of the last one."""
+
+    records: int
+    link: bytes
+
+
+class _Chain(KeyMaterial):
+    """A chain of this process.
+
+    Attributes:
+        id: The id of the chain.
+        head: The records that were committed.
+        logged: How many records the chain had when its head was logged.
+    """
+
+    def __init__(self, keyring: Keyring) -> None:
+        self.database_id: bytes = keyring.database_id
+        now = time.time_ns() // 1000
+        self.id: bytes = now.to_bytes(8, "big") + secrets.token_bytes(8)
+        self.head: Head = Head(0, NO_LINK)
+        self.logged: int = 0
+        self._cipher = keyring.index.audit_cipher(self.database_id, self.id)
+        self._began = time.monotonic(), time.time()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the chain must not be used any more.
+
+        The monotonic clock stands still while the machine is suspended, so also read the other.
+        """
+        elapsed = (time.monotonic() - self._began[0], abs(time.time() - self._began[1]))
+        return max(elapsed) >= _MAX_AGE
+
+    def seal(self, entries: Sequence[Entry]) -> tuple[list[dict[str, object]], Head]:
+        """Return the rows for *entries*, and the head of the chain after their commit."""
+        count, link = self.head
+        rows: list[dict[str, object]] = []
+        for made in entries:
+            context = record_context(self.database_id, self.id, count, made.time)
+            record = seal_record(self._cipher, context, link, made.fields)
+            rows.append({"chain": self.id, "number": count, "time": made.time, "record": record})
+            count, link = count + 1, link_of(context, record)
+        return rows, Head(count, link)
+
+
+class _Draft:
+    """The records that a transaction adds to a chain.
+
+    Attributes:
+        is_in_doubt: Whether the rows were sent, and the transaction may have been committed.
+        is_applied: Whether the transaction has inserted the rows.
+        head: The head of the chain after the commit.
+    """
+
+    def __init__(self, chain: _Chain) -> None:
+        self.is_in_doubt = False
+        self.is_applied = False
+        self.head: Head = chain.head
+        self._chain = chain
+        self._rows: list[dict[str, object]] = []
+
+    def seal(self, entries: Sequence[Entry]) -> None:
+        """Encrypt *entries*, the records to add.
+
+        Raises ValueError if a record is too long.
+        """
+        self._rows, self.head = self._chain.seal(entries)
+
+    def steps(self, transaction: Transaction[T]) -> Steps[T]:
+        """Run *transaction*, and insert the rows together with its first changes."""
+        steps = transaction()
+        try:
+            request = next(steps)
+            while True:
+                adds = isinstance(request, Apply) and not self.is_applied
+                if isinstance(request, Apply) and adds:
+                    request = Apply([*request.changes, *self.changes()])
+                    self.is_in_doubt = True
+                answer = yield request
+                if adds:
+                    self.is_applied = self.is_in_doubt = bool(answer)
+                request = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def changes(self) -> list[Change]:
+        """Return the changes that insert the rows."""
+        first, *rest = self._rows
+        more = [Change(_INSERT, {}, must_match_row=False, rows=rest)] if rest else []
+        return [Change(_INSERT, first), *more]
+
+
+class AuditTrail(KeyMaterial):
+    """Stores audit records in the table `secure_audit`; see the module.
+
+    Several event loops and threads may use an object at the same time.
+
+    Args:
+        unit: The unit of work of the database.
+        create_table: Whether to create the table if it is missing.  If False, `prepare` raises
+            ConfigurationError if the table is missing.
+        warns: Log a warning, once in this process, if the logger of the audit log is off.
+    """
+
+    def __init__(self, unit: UnitOfWork, *, create_table: bool, warns: bool = True) -> None:
+        self._unit = unit
+        self._feature = Feature(unit, AUDIT, create_table=create_table)
+        self._warns = warns
+        self._lock = threading.Lock()
+        self._free: list[_Chain] = []  # the chain that was used last is the last element
+        self._process = os.getpid()
+        self._heads_due: float | None = None  # when to log the heads, in monotonic seconds
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the data database."""
+        return self._unit.executors.data
+
+    async def prepare(self) -> None:
+        """Open the database, create the table if it is missing, and add the feature `audit`.
+
+        Only the first call accesses the database, and the first call after this process has read
+        the keyring again.
+
+        Raises the errors of `Feature.ensure`.
+        """
+        if self._warns and not is_on():
+            warn_of_heads()
+        await self._feature.ensure()
+
+    async def store(self, entries: Sequence[Entry], *, retries: bool = True) -> None:
+        """Store *entries* in a transaction of their own; do nothing if there are none.
+
+        After a lost connection, the records are stored again in another chain, unless *retries* is
+        False.  So a record may be stored twice.
+
+        Raises:
+            DatabaseError: The records could not be stored.
+        """
+        if not entries:
+            return
+
+        async def attempt() -> None:
+            await self._write(_nothing, entries, None, holds_locks=False)
+
+        await (repeated(attempt, writes=True) if retries else attempt())
+
+    async def write(
+        self,
+        transaction: Transaction[T],
+        made: Entry,
+        on_commit_after_cancel: Callable[[T], None] | None,
+        *,
+        holds_locks: bool,
+    ) -> tuple[T, bool]:
+        """Run *transaction*, and store *made* in it if the transaction changes something.
+
+        The arguments are those of `Executor.write`, and this method raises the same errors.
+
+        Returns:
+            The result of *transaction*, and whether *made* was stored.
+        """
+        return await self._write(
+            transaction, [made], on_commit_after_cancel, holds_locks=holds_locks
+        )
+
+    async def purge(self, made: Entry, changes: Sequence[Change]) -> bool:
+        """Make *changes* in one transaction, and store *made* in it.
+
+        Return False and change nothing if the first change matched no row.  After a lost
+        connection, this method raises the error: the changes may have been made.
+        """
+
+        def transaction() -> Steps[bool]:
+            applied: bool = yield Apply(changes)
+            return applied
+
+        applied, _ = await self._write(transaction, [made], None, holds_locks=False)
+        return applied
+
+    def log_heads(self) -> None:
+        """Log the head of each chain that has new records and is not in use."""
+        with self._lock:
+            self._heads_due = None
+            chains = list(self._free)
+        for chain in chains:
+            _log_head(chain)
+
+    def close(self) -> None:
+        """Log the heads, and begin new chains afterwards."""
+        self.log_heads()
+        with self._lock:
+            self._free.clear()
+
+    async def _write(
+        self,
+        transaction: Transaction[T],
+        entries: Sequence[Entry],
+        on_commit_after_cancel: Callable[[T], None] | None,
+        *,
+        holds_locks: bool,
+    ) -> tuple[T, bool]:
+        chain = self._take((await self._unit.keys()).keyring)
+        draft = _Draft(chain)
+        is_committed = False
+
+        def commit_after_cancel(result: T) -> None:
+            nonlocal is_committed
+            is_committed = True
+            if on_commit_after_cancel is not None:
+                on_commit_after_cancel(result)
+
+        try:
+            draft.seal(entries)
+            result = await self.executor.write(
+                partial(draft.steps, transaction), commit_after_cancel, holds_locks=holds_locks
+            )
+            is_committed = True
+            return result, draft.is_applied
+        except Conflict:
+            draft.is_in_doubt = False  # the transaction was rolled back
+            raise
+        finally:
+            # After a UniqueViolation, too, the chain is not used again: if somebody has inserted
+            # rows into the chain, each attempt would fail.
+            if is_committed and draft.is_applied:
+                chain.head = draft.head
+                self._return(chain)
+            elif draft.is_in_doubt:
+                _log_head(chain)
+            else:
+                self._return(chain)
+
+    def _take(self, keyring: Keyring) -> _Chain:
+        """Return a free chain, or a new one; the caller must return the chain with `_return`."""
+        ended = []
+        found = None
+        with self._lock:
+            if os.getpid() != self._process:  # the parent process continues its chains
+                self._free.clear()
+                self._process = os.getpid()
+            while self._free and found is None:
+                chain = self._free.pop()
+                if chain.database_id == keyring.database_id and not chain.is_old:
+                    found = chain
+                else:
+                    ended.append(chain)
+        for chain in ended:
+            _log_head(chain)
+        return found or _Chain(keyring)
+
+    def _return(self, chain: _Chain) -> None:
+        if not chain.head.records:
+            return  # a chain without records is not worth keeping
+        if chain.head.records - chain.logged >= _HEAD_RECORDS:
+            _log_head(chain)
+        with self._lock:
+            self._free.append(chain)
+            due, now = self._heads_due, time.monotonic()
+            starts_timer = due is None and chain.head.records > chain.logged
+            if starts_timer:
+                self._heads_due = now + _HEAD_SECONDS
+        if starts_timer:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_HEAD_SECONDS, _call_if_alive, WeakMethod(self.log_heads))
+        elif due is not None and now >= due:  # the event loop of the timer has ended
+            self.log_heads()
+
+
+def _nothing() -> Steps[None]:
+    """A transaction that changes nothing else."""
+    yield Apply([])
+
+
+def _call_if_alive(method: "WeakMethod[Callable[[], Any]]") -> None:
+    if (found := method()) is not None:
+        found()
+
+
+def _log_head(chain: _Chain) -> None:
+    """Log the head of *chain*, unless it was logged already."""
+    count, link = chain.head
+    if count == chain.logged:
+        return
+    chain.logged = count
+    record_head(
+        database=chain.database_id.hex(), chain=chain.id.hex(), number=count - 1, head=link.hex()
+    )

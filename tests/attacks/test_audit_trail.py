@@ -1,0 +1,345 @@
+"""Attacks on the audit trail by somebody who can write to the database.
+
+`audit verify` reports them, some of them only with logged heads.
+"""
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from time import time_ns
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.maintenance import (
+    Database,
+    export_audit,
+    purge_audit,
+    verify,
+    verify_audit,
+)
+
+BACKEND = AesGcmBackend(bytes(range(32)))
+IDS: Any = {"app_name": "clinic", "user_id": "ada", "session_id": "s"}
+READS = 6  # further records in each chain
+
+
+class Victim(NamedTuple):
+    """A database with two chains, and the audit log of the services that wrote them."""
+
+    path: Path
+    log: pytest.LogCaptureFixture
+
+    @property
+    def url(self) -> str:
+        return f"sqlite:///{self.path}"
+
+    def run(self, statement: str, **values: object) -> int:
+        with closing(sqlite3.connect(self.path)) as connection, connection:
+            return connection.execute(statement, values).rowcount
+
+    def rows(self) -> list[tuple[bytes, int, int, bytes]]:
+        with closing(sqlite3.connect(self.path)) as connection:
+            return connection.execute("SELECT * FROM secure_audit ORDER BY 1, 2").fetchall()
+
+    def put(self, *rows: tuple[object, ...]) -> None:
+        with closing(sqlite3.connect(self.path)) as connection, connection:
+            connection.executemany("REPLACE INTO secure_audit VALUES (?, ?, ?, ?)", rows)
+
+    async def access(self) -> None:
+        """Let a process begin a chain."""
+        service = EncryptedSessionService(
+            self.url, BACKEND, audit_accesses="blind", audit_table=True
+        )
+        async with service:
+            if await service.get_session(**IDS) is None:
+                await service.create_session(**IDS)
+            for _ in range(READS):
+                await service.get_session(**IDS)
+
+    def heads(self) -> list[str]:
+        records = [*self.log.get_records("setup"), *self.log.records]
+        return [one.getMessage() for one in records]
+
+    async def problems(self, heads: list[str] | None = None) -> list[str]:
+        async with Database(self.url, BACKEND) as db:
+            found = await verify_audit(db, heads)
+        return [f"{one.row}: {one.detail}" for one in found.problems]
+
+
+@pytest.fixture
+async def victim(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Victim:
+    caplog.set_level(logging.INFO, "adk_secure_sessions.audit")
+    victim = Victim(tmp_path / "sessions.db", caplog)
+    await victim.access()
+    await victim.access()
+    assert await victim.problems(victim.heads()) == []
+    return victim
+
+
+# What the attacker does with the rows of two chains, and what `audit verify` says about it.
+Rows = list[tuple[Any, ...]]
+
+
+def flipped(rows: Rows) -> None:
+    *rest, record = rows[3]
+    rows[3] = (*rest, record[:-1] + bytes([record[-1] ^ 1]))
+
+
+def retimed(rows: Rows) -> None:
+    chain, number, moment, record = rows[3]
+    rows[3] = (chain, number, moment + 1, record)
+
+
+def swapped(rows: Rows) -> None:
+    (chain, first, *one), (_, second, *two) = rows[2:4]
+    rows[2:4] = [(chain, first, *two), (chain, second, *one)]
+
+
+def moved(rows: Rows) -> None:
+    rows[-1] = (*rows[-1][:1], rows[-1][1], *rows[2][2:])
+
+
+def emptied(rows: Rows) -> None:
+    rows[3] = (*rows[3][:3], b"")
+
+
+def typed(rows: Rows) -> None:
+    rows[3] = (*rows[3][:3], "text")
+
+
+def timed_by_text(rows: Rows) -> None:
+    rows[3] = (*rows[3][:2], "text", rows[3][3])
+
+
+def enlarged(rows: Rows) -> None:
+    rows[3] = (*rows[3][:3], b"\1" + bytes(2**21))
+
+
+def inserted(rows: Rows) -> None:
+    rows.append((rows[-1][0], rows[-1][1] + 1, *rows[-1][2:]))
+
+
+def made_up(rows: Rows) -> None:
+    rows.append((os.urandom(16), 0, 0, b"\1" + os.urandom(100)))
+
+
+def with_short_chain(rows: Rows) -> None:
+    rows.append((b"\xff", 0, 0, rows[0][3]))
+
+
+def with_text_chain(rows: Rows) -> None:
+    rows.append(("chain", 0, 0, rows[0][3]))
+
+
+def with_negative_number(rows: Rows) -> None:
+    rows.append((rows[0][0], -1, *rows[0][2:]))
+
+
+def with_half_number(rows: Rows) -> None:
+    rows.append((rows[0][0], 2.5, *rows[0][2:]))
+
+
+def without_one(rows: Rows) -> None:
+    del rows[3]
+
+
+def without_first(rows: Rows) -> None:
+    del rows[0]
+
+
+MODIFIED = "modified or moved"
+CHANGES: dict[Callable[[Rows], None], str] = {
+    flipped: MODIFIED,
+    retimed: MODIFIED,
+    swapped: MODIFIED,
+    moved: MODIFIED,
+    emptied: "malformed",
+    typed: "another type",
+    timed_by_text: "another type",
+    enlarged: "another type",
+    inserted: MODIFIED,
+    made_up: MODIFIED,
+    with_short_chain: "16 bytes",
+    with_text_chain: "1 rows have a chain or a number of another type",
+    with_negative_number: "1 rows have a chain or a number of another type",
+    with_half_number: "not an integer",
+    without_one: "the records 3 to 3 of the chain were removed",
+    without_first: "the records 0 to 0 of the chain were removed",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+async def test_changed_trail_is_reported(victim: Victim, change: Callable[[Rows], None]) -> None:
+    rows: Rows = list(victim.rows())
+    change(rows)
+    victim.run("DELETE FROM secure_audit")
+    victim.put(*rows)
+    found = await victim.problems()
+    assert found
+    assert any(CHANGES[change] in one for one in found)
+    # The rest is still exported, and nothing that is not authentic.
+    lines: list[bytes] = []
+    async with Database(victim.url, BACKEND) as db:
+        done = await export_audit(db, lines.append)
+    assert done.bad >= 1
+    assert done.records == len(lines) >= READS
+
+
+async def test_record_of_another_copy_is_reported(victim: Victim, tmp_path: Path) -> None:
+    """Two copies of a database continue one chain, as a process does that was suspended and copied.
+
+    Their records are authentic in both.
+    """
+    service = EncryptedSessionService(victim.url, BACKEND, audit_accesses="blind", audit_table=True)
+    async with service:
+        await service.get_session(**IDS)
+        before = victim.rows()
+        trail = service._audit_trail
+        assert trail is not None
+        (chain,) = trail._free
+        head = chain.head
+        await service.get_session(**IDS)
+        (first,) = set(victim.rows()) - set(before)
+        victim.run(
+            "DELETE FROM secure_audit WHERE chain = :c AND number = :n", c=first[0], n=first[1]
+        )
+        chain.head = head
+        await service.get_session(**IDS)
+        await service.get_session(**IDS)
+    victim.put(first)
+    (found,) = await victim.problems()
+    assert "from another copy" in found
+
+
+@pytest.mark.parametrize(
+    "statement", ["number > 8", "chain = (SELECT min(chain) FROM secure_audit)"]
+)
+async def test_removed_end_or_chain_is_reported_with_heads(victim: Victim, statement: str) -> None:
+    assert victim.run(f"DELETE FROM secure_audit WHERE {statement}")
+    assert await victim.problems() == []  # as docs/limits.md says
+    found = await victim.problems(victim.heads())
+    assert len(found) >= 1
+    assert all("removed" in one for one in found)
+
+
+async def test_chain_that_was_written_again_is_reported_with_heads(victim: Victim) -> None:
+    """An attacker with the root key can write authentic records, but not those that were logged."""
+    head = next(line for line in victim.heads() if "audit.head" in line)
+    forged = head[: head.index('"head": "') + 9] + "0" * 64 + '"}'
+    (found,) = await victim.problems([forged])
+    assert "was written again" in found
+
+
+async def test_heads_of_other_databases_and_other_lines_are_ignored(victim: Victim) -> None:
+    head = next(line for line in victim.heads() if "audit.head" in line)
+    lines = [
+        head.replace('"database": "', '"database": "ff'),
+        head.replace('"chain": "', '"chain": "zz'),
+        head.replace("audit.head", "audit.tail"),
+        "audit.head {",
+        'audit.head {"event": 7}',
+        "[" * 10**5,
+    ]
+    async with Database(victim.url, BACKEND) as db:
+        found = await verify_audit(db, lines)
+    assert (found.heads, found.bad) == (0, 0)
+
+
+async def test_chain_that_somebody_inserts_into_is_left(victim: Victim) -> None:
+    """Rows with the next numbers would stop a service that insisted on its chain."""
+    service = EncryptedSessionService(victim.url, BACKEND, audit_accesses="blind", audit_table=True)
+    async with service:
+        await service.get_session(**IDS)
+        chain, number, *rest = victim.rows()[-1]
+        victim.put(*((chain, number + n, *rest) for n in range(1, 30)))
+        assert await service.get_session(**IDS) is not None
+        session = await service.get_session(**IDS)
+        assert session is not None
+    assert victim.rows()[-1][0] > chain
+    assert len(await victim.problems()) == 29
+
+
+@contextmanager
+def features_before(victim: Victim) -> Iterator[None]:
+    """Run the block, and then store the list of features as it was before."""
+    query = "SELECT value FROM secure_meta WHERE name = 'features'"
+    with closing(sqlite3.connect(victim.path)) as connection:
+        ((value,),) = connection.execute(query).fetchall()
+    yield
+    victim.run("UPDATE secure_meta SET value = :value WHERE name = 'features'", value=value)
+
+
+async def test_replayed_list_of_features_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "adk_secure_sessions.audit")
+    victim = Victim(tmp_path / "sessions.db", caplog)
+    async with EncryptedSessionService(victim.url, BACKEND) as service:
+        await service.create_session(**IDS)
+    with features_before(victim):
+        await victim.access()
+    (found,) = await victim.problems(victim.heads())
+    assert "an older list was replayed" in found
+    await victim.access()  # adds the feature again
+    assert await victim.problems(victim.heads()) == []
+
+
+async def test_verify_reports_a_replayed_list_of_features(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "adk_secure_sessions.audit")
+    victim = Victim(tmp_path / "sessions.db", caplog)
+    async with EncryptedSessionService(victim.url, BACKEND) as service:
+        await service.create_session(**IDS)
+    with features_before(victim):
+        await victim.access()
+    async with Database(victim.url, BACKEND) as db:
+        found = await verify(db)
+    assert [(one.table, one.row) for one in found.problems] == [("secure_meta", "features")]
+    assert await victim.problems() == []  # the command has added the feature again
+
+
+async def test_dropped_table_stops_services(victim: Victim) -> None:
+    victim.run("DROP TABLE secure_audit")
+    with pytest.raises(Exception, match="secure_audit was removed"):
+        await victim.access()
+
+
+async def test_purged_chain_that_is_replayed_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "adk_secure_sessions.audit")
+    victim = Victim(tmp_path / "sessions.db", caplog)
+    with mock.patch("time.time_ns", return_value=time_ns() - 10 * 86_400 * 10**9):
+        await victim.access()
+    rows = victim.rows()
+    async with Database(victim.url, BACKEND) as db:
+        assert (await purge_audit(db, timedelta(days=5))).chains == 1
+    assert await victim.problems(victim.heads()) == []
+    victim.put(*rows)
+    (found,) = await victim.problems()
+    assert "it was replayed" in found
+    victim.run("DELETE FROM secure_audit WHERE chain = :chain", chain=rows[0][0])
+    # The record that names the chain cannot be removed unnoticed, either.
+    victim.run("DELETE FROM secure_audit WHERE chain = (SELECT min(chain) FROM secure_audit)")
+    assert len(await victim.problems(victim.heads())) == 2
+
+
+async def test_purge_deletes_no_chain_that_was_tampered_with(victim: Victim) -> None:
+    with mock.patch("time.time_ns", return_value=time_ns() - 10 * 86_400 * 10**9):
+        await victim.access()
+    oldest = victim.rows()[0][0]
+    for change in ("number = 1", "number = 0"):
+        row = next(one for one in victim.rows() if one[0] == oldest)
+        victim.run(f"DELETE FROM secure_audit WHERE chain = :chain AND {change}", chain=oldest)
+        async with Database(victim.url, BACKEND) as db:
+            done = await purge_audit(db, timedelta(days=5))
+        assert (done.chains, done.bad) == (0, 1)
+        victim.put(row)

@@ -1,0 +1,778 @@
+"""The audit trail: no access without a record, records in the transaction of the change, purging.
+
+tests/attacks/test_audit_trail.py has the attacks on it.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sqlite3
+import time
+from base64 import b64encode
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import sqlalchemy as sa
+from google.adk.events import Event, EventActions
+from google.adk.sessions import DatabaseSessionService
+from google.genai import types
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    DatabaseError,
+    DecryptionError,
+    EncryptedArtifactService,
+    EncryptedMemoryService,
+    EncryptedSessionService,
+    WrongKeyError,
+    audit,
+    audit_actor,
+    generate_key,
+)
+from adk_secure_sessions.integrations.adk import session_service
+from adk_secure_sessions.maintenance import (
+    Database,
+    check,
+    erase_user,
+    export_audit,
+    move_keys,
+    purge_audit,
+    retire,
+    rotate_data,
+    rotate_master,
+    separate,
+    status,
+    verify,
+    verify_audit,
+)
+from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
+from tests.cli.support import run
+from tests.drivers import each_driver, server, url
+from tests.faults import Point, lost, with_faults
+from tests.processes import children, results
+
+__all__ = ["name", "server", "url"]
+
+NEEDLE = "penicillin"
+IDS: Any = {"app_name": "clinic", "user_id": "ada-lovelace", "session_id": "session-of-ada"}
+KEY = bytes(range(32))
+BACKEND = AesGcmBackend(KEY)
+
+name = each_driver("sqlite")
+on_servers = pytest.mark.parametrize(
+    "name",
+    [
+        "sqlite",
+        "asyncpg",
+        pytest.param("psycopg", marks=pytest.mark.soak),
+        pytest.param("asyncmy", marks=pytest.mark.soak),
+        pytest.param("aiosqlite-engine", marks=pytest.mark.soak),
+        pytest.param("asyncpg-pgbouncer", marks=pytest.mark.soak),
+    ],
+    indirect=True,
+)
+
+
+def service_of(place: str | sa.URL, **options: Any) -> EncryptedSessionService:
+    chosen: dict[str, Any] = {"audit_accesses": "readable", "audit_table": True, **options}
+    return EncryptedSessionService(place, BACKEND, **chosen)
+
+
+def event(**delta: object) -> Event:
+    content = types.Content(role="user", parts=[types.Part(text=NEEDLE)])
+    return Event(author="user", content=content, actions=EventActions(state_delta=delta))
+
+
+async def trail(place: str | sa.URL, *events: str, **options: Any) -> list[dict[str, Any]]:
+    """The records, or those with one of *events*; without that of the export itself."""
+    lines: list[bytes] = []
+    async with Database(place, BACKEND) as db:
+        done = await export_audit(db, lines.append, **options)
+    assert done.problems == ()
+    records = [json.loads(line) for line in lines]
+    records = [one for one in records if one.get("command") != "export_audit"]
+    return [one for one in records if not events or one["event"] in events]
+
+
+async def problems(place: str | sa.URL, heads: list[str] | None = None) -> list[str]:
+    async with Database(place, BACKEND) as db:
+        found = await verify_audit(db, heads)
+    assert found.bad == len(found.problems)
+    return [one.detail for one in found.problems]
+
+
+def shown(records: list[dict[str, Any]]) -> list[tuple[str, str | None, str]]:
+    return [(one["event"], one.get("change"), one["outcome"]) for one in records]
+
+
+@pytest.fixture
+def heads(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The lines of the audit log so far."""
+    caplog.set_level(logging.INFO, "adk_secure_sessions.audit")
+
+    def lines() -> list[str]:
+        found = [one for one in caplog.records if one.name == "adk_secure_sessions.audit"]
+        return [f"host app: {one.getMessage()}" for one in found]
+
+    return lines
+
+
+@pytest.fixture
+async def service(url: sa.URL) -> AsyncIterator[EncryptedSessionService]:
+    async with service_of(url) as service:
+        yield service
+
+
+@on_servers
+async def test_every_access_has_a_record(service: EncryptedSessionService, url: sa.URL) -> None:
+    token = audit_actor.set("dr. house")
+    session = await service.create_session(**IDS, state={"user:a": NEEDLE})
+    audit_actor.reset(token)
+    await service.append_event(session, event())
+    await service.get_session(**IDS)
+    await service.list_sessions(app_name="clinic")
+    await service.get_user_state(app_name="clinic", user_id="ada-lovelace")
+    stale = session.model_copy(deep=True)
+    await service.append_event(session, event())
+    with pytest.raises(ValueError, match="modified in storage"):
+        await service.append_event(stale, event())
+    await service.delete_session(**IDS)
+    await service.delete_session(**IDS)
+    await service.get_session(**IDS)
+    records = await trail(url)
+    accesses = [one for one in records if one["event"].startswith(("session", "user"))]
+    assert shown(accesses) == [
+        ("session.create", "create", "success"),
+        ("session.write", "append", "success"),
+        ("session.read", None, "success"),
+        ("sessions.list", None, "success"),
+        ("user.read", None, "success"),
+        ("session.write", "append", "success"),
+        ("session.write", None, "failure"),
+        ("session.delete", "delete", "success"),
+        ("session.delete", None, "success"),
+        ("session.read", None, "missing"),
+    ]
+    assert {one.get("session") for one in accesses} == {IDS["session_id"], None}
+    assert [one["actor"] for one in accesses[:2]] == ["dr. house", None]
+    assert Counter(one["event"] for one in records if one not in accesses) == {
+        "key.created": 4,
+        "database.opened": 1,
+    }
+    assert {one["chain"] for one in records} == {records[0]["chain"]}
+    assert NEEDLE not in json.dumps(records)
+    assert await problems(url) == []
+
+
+async def test_blind_ids_are_blind_in_the_table_too(url: sa.URL) -> None:
+    async with service_of(url, audit_accesses="blind") as service:
+        await service.create_session(**IDS)
+    records = await trail(url)
+    assert "lovelace" not in json.dumps(records)
+    assert {one.get("app") for one in records} == {"clinic", None}
+
+
+async def test_new_session_is_recorded_with_the_id_that_it_got(
+    service: EncryptedSessionService, url: sa.URL
+) -> None:
+    session = await service.create_session(app_name="clinic", user_id="ada-lovelace")
+    (created,) = await trail(url, "session.create")
+    assert created["session"] == session.id
+
+
+async def test_log_and_table_have_the_same_record(
+    service: EncryptedSessionService, url: sa.URL, heads: Callable[[], list[str]]
+) -> None:
+    await service.create_session(**IDS)
+    await service.get_session(**IDS)
+    stored = await trail(url, "session.create", "session.read")
+    logged = [json.loads(line[line.index("{") :]) for line in heads()]
+    for one in stored:
+        fields = {key: one[key] for key in one if key not in ("chain", "number")}
+        assert fields in logged
+
+
+def test_table_needs_a_choice_of_ids(url: sa.URL) -> None:
+    with pytest.raises(ConfigurationError, match="audit_table needs audit_accesses"):
+        service_of(url, audit_accesses=None)
+
+
+async def test_service_without_the_option_makes_no_more_statements(url: sa.URL) -> None:
+    counts = []
+    both: list[dict[str, Any]] = [{"audit_accesses": None, "audit_table": False}]
+    for options in (*both, {"audit_table": False}):
+        service, faults = with_faults(partial(service_of, url, **options))
+        async with service:
+            session = await service.create_session(app_name="a", user_id="u")
+            await service.append_event(session, event())
+            await service.get_session(app_name="a", user_id="u", session_id=session.id)
+        counts.append(faults.data.counts)
+    assert counts[0][Point.APPLY] == counts[1][Point.APPLY] == 2
+    with closing(sqlite3.connect(str(url.database))) as connection:
+        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
+    assert "secure_audit" not in names
+
+
+# --- No access without a record ---
+
+
+FAIL = "CREATE TRIGGER full BEFORE INSERT ON secure_audit BEGIN SELECT RAISE(ABORT, 'full'); END"
+
+
+async def test_nothing_is_read_or_written_if_no_record_can_be_stored(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        session = await service.create_session(**IDS)
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute(FAIL)
+        with pytest.raises(DatabaseError):
+            await service.get_session(**IDS)
+        with pytest.raises(DatabaseError):
+            await service.append_event(session, event())
+        with pytest.raises(DatabaseError):
+            await service.delete_session(**IDS)
+        with pytest.raises(DatabaseError):
+            await service.create_session(app_name="clinic", user_id="bob")
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute("DROP TRIGGER full")
+        stored = await service.get_session(**IDS)
+        assert stored is not None
+        assert stored.events == []
+        assert len((await service.list_sessions(app_name="clinic")).sessions) == 1
+        await service.append_event(stored, event())
+    assert await problems(url) == []
+
+
+async def test_failed_call_raises_its_own_error_if_its_record_cannot_be_stored(
+    url: sa.URL, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service_of(url) as service:
+        session = await service.create_session(**IDS)
+        stale = session.model_copy(deep=True)
+        await service.append_event(session, event())
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute(FAIL)
+        with pytest.raises(ValueError, match="modified in storage"):
+            await service.append_event(stale, event())
+    assert "the audit record of a failed call could not be stored" in caplog.text
+
+
+@on_servers
+async def test_lost_answer_loses_no_record(url: sa.URL) -> None:
+    service, faults = with_faults(lambda: service_of(url))
+    async with service:
+        session = await service.create_session(**IDS)
+        faults.data.after(Point.WRITE, lost())
+        await service.append_event(session, event())
+        faults.data.after(Point.WRITE, lost())
+        read = await service.get_session(**IDS)
+        assert read is not None
+        assert len(read.events) == 1
+    records = await trail(url, "session.write", "session.read")
+    # After the lost answer, it is not known whether the record is stored: another one is.
+    assert Counter(one["event"] for one in records) == {"session.write": 2, "session.read": 2}
+    assert len({one["chain"] for one in records}) == 3
+    assert await problems(url) == []
+
+
+@on_servers
+async def test_rolled_back_write_leaves_its_chain_as_it_was(url: sa.URL) -> None:
+    async with service_of(url) as service, service_of(url) as other:
+        session = await service.create_session(**IDS)
+        copy = await other.get_session(**IDS)
+        assert copy is not None
+        await other.append_event(copy, event())
+        with pytest.raises(ValueError, match="modified in storage"):
+            await service.append_event(session, event())
+        await service.create_session(app_name="clinic", user_id="bob")
+    records = await trail(url)
+    assert len({one["chain"] for one in records}) == 2
+    assert await problems(url) == []
+
+
+async def test_cancelled_write_that_is_committed_has_its_record(url: sa.URL) -> None:
+    service, faults = with_faults(lambda: service_of(url))
+    async with service:
+        session = await service.create_session(**IDS)
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(service.append_event(session, event()))
+        faults.data.after(Point.APPLY, lambda: loop.call_soon_threadsafe(task.cancel))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await service.append_event(session, event())
+    assert shown(await trail(url, "session.write")) == [("session.write", "append", "success")] * 2
+    assert await problems(url) == []
+
+
+@on_servers
+async def test_writers_at_the_same_time_do_not_wait_for_one_chain(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        new = (service.create_session(app_name="clinic", user_id=f"u{n}") for n in range(12))
+        sessions = await asyncio.gather(*new)
+        for _ in range(2):
+            await asyncio.gather(*(service.append_event(one, event()) for one in sessions))
+    records = await trail(url, "session.write")
+    assert len(records) == 24
+    assert 1 < len({one["chain"] for one in records}) <= 12
+    assert await problems(url) == []
+
+
+def append_until_killed(say: Callable[[object], None], place: str) -> None:
+    async def main() -> None:
+        service = service_of(place)
+        session = await service.create_session(**IDS)
+        for n in range(10**6):
+            await service.append_event(session, event(n=n))
+            say(n)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["sqlite", "asyncpg"], indirect=True)
+async def test_killed_process_leaves_no_change_without_its_record(url: sa.URL) -> None:
+    place = url.render_as_string(hide_password=False)
+    with children((append_until_killed, place)) as (child,):
+        said = child.said()
+        while next(said) < 20:
+            pass
+        child.process.kill()
+        acknowledged = max(said, default=20)
+    async with service_of(url, audit_table=False) as service:
+        session = await service.get_session(**IDS)
+    assert session is not None
+    assert len(session.events) > acknowledged
+    assert len(await trail(url, "session.write")) == len(session.events)
+    assert await problems(url) == []
+
+
+async def test_two_event_loops_may_use_one_service(url: sa.URL) -> None:
+    service = service_of(url)
+    await service.create_session(**IDS)
+
+    async def read() -> None:
+        for _ in range(5):
+            await service.get_session(**IDS)
+
+    await asyncio.gather(read(), *(asyncio.to_thread(asyncio.run, read()) for _ in range(2)))
+    await service.close()
+    assert len(await trail(url, "session.read")) == 15
+    assert await problems(url) == []
+
+
+def fork_between_accesses(say: Callable[[object], None], place: str) -> None:
+    audit.logger.setLevel(logging.INFO)
+    audit.logger.addHandler(logging.NullHandler())
+    service = service_of(place)
+
+    async def access() -> None:
+        for _ in range(3):
+            await service.get_session(**IDS)
+
+    asyncio.run(access())
+    child = os.fork()
+    asyncio.run(access())
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    asyncio.run(service.close())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+async def test_forked_process_begins_chains_of_its_own(url: sa.URL) -> None:
+    place = url.render_as_string(hide_password=False)
+    results((fork_between_accesses, place))
+    reads = await trail(url, "session.read")
+    assert len(reads) == 9
+    assert len({(one["chain"], one["process"]) for one in reads}) == 2
+    assert await problems(url) == []
+
+
+# --- Security events ---
+
+
+async def test_rejected_record_is_stored(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        session = await service.create_session(**IDS)
+        await service.append_event(session, event())
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute("UPDATE secure_events SET event = substr(event, 1, 40)")
+        with pytest.raises(DecryptionError):
+            await service.get_session(**IDS)
+    (rejected,) = await trail(url, "record.rejected")
+    assert rejected["table"] == "secure_events"
+    assert shown(await trail(url, "session.read")) == [("session.read", None, "failure")]
+
+
+async def test_many_rejected_records_are_counted(
+    url: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_MOST_KEPT", 5)
+    async with service_of(url, skip_unreadable_sessions=True) as service:
+        for _ in range(7):
+            await service.create_session(app_name="clinic", user_id="ada-lovelace")
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute("UPDATE secure_sessions SET state = substr(state, 1, 40)")
+        assert (await service.list_sessions(app_name="clinic")).sessions == []
+    assert len(await trail(url, "record.rejected")) == 5
+    (omitted,) = await trail(url, "records.omitted")
+    assert omitted["number"] == 2
+
+
+async def test_wrong_key_stores_nothing(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        await service.prepare_tables()
+    before = await trail(url, "session.read", "key.created")
+    other = EncryptedSessionService(
+        url, AesGcmBackend(generate_key()), audit_accesses="blind", audit_table=True
+    )
+    async with other:
+        with pytest.raises(WrongKeyError):
+            await other.get_session(**IDS)
+    assert await trail(url, "session.read", "key.created") == before
+
+
+async def test_opening_is_stored_before_the_first_access(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        await service.prepare_tables()
+    (opened,) = await trail(url, "database.opened")
+    assert opened["outcome"] == "success"
+
+
+async def test_missing_table_is_an_error_if_the_service_may_not_create_it(url: sa.URL) -> None:
+    async with service_of(url, audit_table=False) as service:
+        await service.prepare_tables()
+    async with service_of(url, create_tables=False) as service:
+        with pytest.raises(ConfigurationError, match=r"docs/sql/sqlite-audit\.sql"):
+            await service.get_session(**IDS)
+
+
+async def test_artifacts_and_memory_are_stored_like_sessions(
+    service: EncryptedSessionService, url: sa.URL, tmp_path: Path
+) -> None:
+    session = await service.create_session(**IDS)
+    await service.append_event(session, event())
+    artifacts = EncryptedArtifactService(service, tmp_path / "blobs")
+    await artifacts.save_artifact(**IDS, filename="scan", artifact=types.Part(text=NEEDLE))
+    await artifacts.load_artifact(**IDS, filename="scan")
+    memory = EncryptedMemoryService(service)
+    await memory.add_session_to_memory(session)
+    await memory.search_memory(app_name="clinic", user_id="ada-lovelace", query=NEEDLE)
+    (blob,) = (path for path in (tmp_path / "blobs").rglob("*") if path.is_file())
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    stream = await artifacts.open_stream(**IDS, filename="scan")
+    assert stream is not None
+    with pytest.raises(DecryptionError):
+        await stream.read()
+    records = await trail(url)
+    found = [one for one in records if one["event"].startswith(("artifact", "memory"))]
+    assert shown(found) == [
+        ("artifact.write", "create", "success"),
+        ("artifact.write", "append", "success"),
+        ("artifact.read", None, "success"),
+        ("memory.write", "create", "success"),
+        ("memory.write", "append", "success"),
+        ("memory.write", "append", "success"),
+        ("memory.read", None, "success"),
+        ("artifact.read", None, "success"),
+    ]
+    assert sum(one["event"] == "record.rejected" for one in records) == 1
+    assert NEEDLE not in json.dumps(records)
+    assert "scan" not in json.dumps(records)
+    assert {one.get("session") for one in found} <= {IDS["session_id"], None}
+
+
+async def test_reads_of_a_plaintext_source_are_stored(url: sa.URL, tmp_path: Path) -> None:
+    source = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    async with DatabaseSessionService(source) as adk:
+        await adk.create_session(**IDS)
+    async with PlaintextFallbackService(service_of(url), AdkTables(source)) as fallback:
+        session = await fallback.get_session(**IDS)
+        assert session is not None
+        await fallback.append_event(session, event())
+    assert len(await trail(url, "plaintext.read")) >= 1
+    assert ("session.write", "import", "success") in shown(await trail(url, "session.write"))
+    assert await problems(url) == []
+
+
+# --- Heads ---
+
+
+async def test_heads_are_logged_when_the_service_is_closed(
+    url: sa.URL, heads: Callable[[], list[str]]
+) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        assert not [line for line in heads() if "audit.head" in line]
+    async with Database(url, BACKEND) as db:
+        found = await verify_audit(db, heads())
+    assert (found.heads, found.bad) == (1, 0)
+
+
+async def test_head_is_logged_after_100_records(
+    url: sa.URL, heads: Callable[[], list[str]]
+) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        for _ in range(100):
+            await service.get_session(**IDS)
+        assert len([line for line in heads() if "audit.head" in line]) == 1
+        assert await problems(url, heads()) == []
+
+
+async def test_head_is_logged_after_a_minute(url: sa.URL, heads: Callable[[], list[str]]) -> None:
+    loop = asyncio.get_running_loop()
+    due: list[Callable[[], object]] = []
+
+    def call_later(delay: float, callback: Any, *arguments: Any) -> Any:
+        if delay == 60.0:
+            due.append(lambda: callback(*arguments))
+            return None
+        return later(delay, callback, *arguments)
+
+    later = loop.call_later
+    async with service_of(url) as service:
+        with mock.patch.object(loop, "call_later", call_later):
+            await service.create_session(**IDS)
+            await service.get_session(**IDS)
+        assert len(due) == 1
+        due[0]()
+        assert len([line for line in heads() if "audit.head" in line]) == 1
+
+
+async def test_heads_that_are_not_logged_are_a_warning(
+    url: sa.URL, caplog: pytest.LogCaptureFixture
+) -> None:
+    audit.warn_of_heads.cache_clear()
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        await service.get_session(**IDS)
+    assert caplog.text.count("the heads of its chains are not logged") == 1
+
+
+# --- Export and purge ---
+
+DAY = 86_400 * 10**9  # nanoseconds
+
+
+@pytest.fixture
+def at() -> Callable[[int], Any]:
+    """Set the clock back by a number of days, in a `with` block."""
+
+    def set_back(days: int) -> Any:
+        return mock.patch("time.time_ns", return_value=time.time_ns() - days * DAY)
+
+    return set_back
+
+
+async def test_export_of_a_span_has_only_its_records(url: sa.URL, at: Callable[[int], Any]) -> None:
+    for days in (30, 20, 10):
+        with at(days):
+            async with service_of(url) as service:
+                await service.create_session(app_name="clinic", user_id=f"user {days}")
+    now = datetime.now(UTC)
+    since, until = now - timedelta(days=25), now - timedelta(days=15)
+    found = await trail(url, "session.create", since=since, until=until)
+    assert [one["user"] for one in found] == ["user 20"]
+    async with Database(url, BACKEND) as db:
+        with pytest.raises(ConfigurationError, match="time zone"):
+            await export_audit(db, print, since=datetime(2026, 1, 1))
+
+
+async def test_purge_deletes_old_chains_whole_and_names_them(
+    url: sa.URL, at: Callable[[int], Any], heads: Callable[[], list[str]]
+) -> None:
+    with at(100):
+        async with service_of(url) as service:
+            await service.create_session(**IDS)
+    async with service_of(url) as service:
+        await service.get_session(**IDS)
+    old, new = {one["chain"]: None for one in await trail(url)}
+    async with Database(url, BACKEND) as db:
+        trial = await purge_audit(db, timedelta(days=90), dry_run=True)
+        assert (trial.chains, trial.records, trial.bad) == (1, 6, 0)
+        done = await purge_audit(db, timedelta(days=90))
+        assert done._replace(before=0) == trial._replace(before=0)
+        again = await purge_audit(db, timedelta(days=90))
+        assert (again.chains, again.kept) == (0, 0)
+    (named,) = await trail(url, "audit.purged")
+    assert [(one["chain"], one["number"]) for one in named["chains"]] == [(old, 5)]
+    assert old not in {one["chain"] for one in await trail(url)}
+    assert new in {one["chain"] for one in await trail(url)}
+    assert await problems(url, heads()) == []
+
+
+async def test_purge_keeps_chains_that_name_purged_chains(
+    url: sa.URL, at: Callable[[int], Any], heads: Callable[[], list[str]]
+) -> None:
+    done = None
+    for days, oldest in ((100, 0), (60, 30), (0, 40)):
+        with at(days):
+            if days:
+                async with service_of(url) as service:
+                    await service.create_session(app_name="clinic", user_id=f"user {days}")
+            async with Database(url, BACKEND) as db:
+                done = await purge_audit(db, timedelta(days=oldest or 2))
+    assert done is not None
+    assert (done.chains, done.kept) == (1, 1)
+    assert await problems(url, heads()) == []
+
+
+async def test_purge_leaves_chains_in_use(url: sa.URL) -> None:
+    async with Database(url, BACKEND) as db, service_of(url) as service:
+        await service.create_session(**IDS)
+        with pytest.raises(ConfigurationError, match="48 hours"):
+            await purge_audit(db, timedelta(hours=47))
+        assert (await purge_audit(db, timedelta(days=2))).chains == 0
+
+
+async def test_chain_is_left_after_a_day(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        with mock.patch("time.time", return_value=time.time() + 86_401):
+            await service.get_session(**IDS)
+            await service.get_session(**IDS)
+    chains = Counter(one["chain"] for one in await trail(url))
+    assert sorted(chains.values()) == [2, 6]
+    assert await problems(url) == []
+
+
+# --- Commands ---
+
+
+async def test_command_is_stored_before_and_after_its_work(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+    async with Database(url, BACKEND) as db:
+        await rotate_master(db)
+        await rotate_data(db)
+        await retire(db)
+        await erase_user(db, "clinic", "ada-lovelace")
+        await check(db)
+        await status(db)
+        with pytest.raises(ConfigurationError):
+            await erase_user(db, "clinic", 7)  # type: ignore[arg-type]
+        await verify(db)
+    records = await trail(url, "command")
+    names = ["rotate_master", "rotate_data", "retire", "erase_user", "verify"]
+    assert [(one["command"], one["outcome"]) for one in records] == [
+        (name, outcome) for name in names for outcome in ("started", "success")
+    ]  # the failure came before the keys were used
+    # Rotation, retiring and erasing leave the trail readable, with the keyed hash of the user.
+    assert len(await trail(url, "session.create")) == 1
+    assert await problems(url) == []
+
+
+async def test_command_does_nothing_if_its_record_cannot_be_stored(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute(FAIL)
+        async with Database(url, BACKEND) as db:
+            with pytest.raises(DatabaseError):
+                await erase_user(db, "clinic", "ada-lovelace")
+            assert await problems(url) == []
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute("DROP TRIGGER full")
+        assert await service.get_session(**IDS) is not None
+
+
+async def test_database_without_a_trail_gets_none_by_commands(url: sa.URL) -> None:
+    async with service_of(url, audit_table=False) as service:
+        await service.create_session(**IDS)
+    async with Database(url, BACKEND) as db:
+        await verify(db)
+        for function in (verify_audit, lambda db: export_audit(db, print)):
+            with pytest.raises(ConfigurationError, match="has no audit trail"):
+                await function(db)
+
+
+async def test_separated_copy_begins_a_new_trail(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+    async with Database(url, BACKEND) as db:
+        assert (await separate(db)).complete
+    records = await trail(url)
+    assert {one["event"] for one in records} == {"key.created", "database.opened", "command"}
+    ended = [(one["command"], one["outcome"]) for one in records if one["event"] == "command"]
+    assert ended == [("separate", "success")]
+    async with service_of(url) as service:
+        assert await service.get_session(**IDS) is not None
+    assert await problems(url) == []
+
+
+async def test_moving_the_keys_keeps_the_trail(url: sa.URL, tmp_path: Path) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+    keys = f"sqlite:///{tmp_path}/keys.db"
+    async with Database(url, BACKEND, key_db_url=keys) as db:
+        await move_keys(db, "key-db")
+    async with service_of(url, key_db_url=keys) as service:
+        await service.get_session(**IDS)
+    lines: list[bytes] = []
+    async with Database(url, BACKEND, key_db_url=keys) as db:
+        assert (await export_audit(db, lines.append)).bad == 0
+        await verify(db)
+    records = [json.loads(line) for line in lines]
+    events = [one["event"] for one in records]
+    assert (events.count("session.create"), events.count("session.read")) == (1, 1)
+    moved = [one["outcome"] for one in records if one.get("command") == "move_keys"]
+    assert moved == ["started", "success"]
+
+
+async def test_command_line(
+    url: sa.URL, tmp_path: Path, heads: Callable[[], list[str]], at: Callable[[int], Any]
+) -> None:
+    with at(10):
+        async with service_of(url) as service:
+            await service.create_session(**IDS)
+    (tmp_path / "log").write_text("no json\n" + "\n".join(heads()))
+    options = ["--db", f"sqlite:///{url.database}", "--key", "env:AUDIT_KEY"]
+
+    def call(*arguments: str) -> Any:
+        return asyncio.to_thread(run, "audit", *arguments, *options, AUDIT_KEY=_text(KEY))
+
+    log = str(tmp_path / "log")
+    said = await call("verify", "--heads", log)
+    assert (said.code, said.stderr) == (0, "")
+    assert "compared with 1 logged head" in said.stdout
+    said = await call("export", "--since", "2020-01-01")
+    assert (said.code, json.loads(said.stdout.splitlines()[0])["event"]) == (0, "session.create")
+    said = await call("export", "--output", str(tmp_path / "out"), "--json")
+    assert (said.code, said.json["bad"]) == (0, 0)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o600
+    assert (await call("export", "--json")).code == 2
+    assert (await call("export", "--since", "yesterday")).code == 2
+    said = await call("purge", "--older-than", "5d", "--dry-run", "--json")
+    assert (said.code, said.json["chains"], said.json["dry_run"]) == (0, 1, True)
+    assert (await call("purge", "--older-than", "1d")).code == 2
+    with closing(sqlite3.connect(str(url.database))) as connection, connection:
+        connection.execute("DELETE FROM secure_audit WHERE number = 3")
+    said = await call("verify", "--heads", log, "--json")
+    assert (said.code, said.json["bad"]) == (1, 1)
+    assert (await call("export")).code == 1
+    said = await call("purge", "--older-than", "5d")
+    assert (said.code, "deleted: 0 records" in said.stdout) == (1, True)
+    assert (await call("verify", "--heads", str(tmp_path / "nowhere"))).code == 2
+
+
+def _text(key: bytes) -> str:
+    return b64encode(key).decode()
+
+
+async def test_uri_has_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUDIT_KEY", _text(KEY))
+    uri = f"encrypted+sqlite:///{tmp_path}/u.db?key=env:AUDIT_KEY&audit_accesses=blind"
+    service = session_service(f"{uri}&audit_table=true")
+    await service.create_session(**IDS)
+    await service.close()
+    assert len(await trail(f"sqlite:///{tmp_path}/u.db", "session.create")) == 1
+    with pytest.raises(ConfigurationError, match="can only be true"):
+        session_service(f"{uri}&audit_table=yes")
