@@ -7,6 +7,7 @@ or on the server that `Kind.server` names), and the fixture `service` opens it. 
 another database, add an entry to `KINDS`.
 """
 
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -117,6 +118,21 @@ async def encrypted_with_fallback(url: URL) -> AsyncIterator[BaseSessionService]
         yield fallback
 
 
+_opened = itertools.count()
+
+
+@asynccontextmanager
+async def encrypted_on_next_node(url: URL) -> AsyncIterator[BaseSessionService]:
+    """On each node of the cluster in turn, so that two services of a test use different nodes."""
+    number = next(_opened) % 3
+    address = Path(str(url.query["unix_socket"])).parent.parent / str(number) / "socket"
+    on_node = url.update_query_dict(
+        {"unix_socket": str(address), "init_command": "SET SESSION wsrep_sync_wait = 7"}
+    )
+    async with encrypted(on_node) as service:
+        yield service
+
+
 # SQLAlchemy's async engines serve one event loop at a time, our SQLite threads any number.
 KINDS: dict[str, Kind] = {
     "adk": Kind(adk, is_reference=True),
@@ -134,6 +150,9 @@ KINDS: dict[str, Kind] = {
     "encrypted-pgbouncer-psycopg": Kind(encrypted, "postgresql+psycopg", "pgbouncer"),
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
     "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
+    "encrypted-serializable": Kind(encrypted, "postgresql+asyncpg", "serializable"),
+    "encrypted-serializable-psycopg": Kind(encrypted, "postgresql+psycopg", "serializable"),
+    "encrypted-galera": Kind(encrypted_on_next_node, "mariadb+asyncmy", "galera"),
 }
 
 
@@ -183,6 +202,11 @@ WRAPPERS: dict[str, Kind] = {
 # engine; `make soak` runs all tests on all of them.
 MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb"]
 POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
+CLUSTER_KINDS = [
+    "encrypted-serializable",
+    "encrypted-serializable-psycopg",
+    "encrypted-galera",
+]
 OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
 # Of a parametrized test, these run every nth case by default, the others the first one.
 NTH_CASES = {"adk": 4, "encrypted-file": 1, "wrapped-memory": 4}

@@ -23,9 +23,10 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
-from adk_secure_sessions.db.dialects import sqlite_sql, taking_any_text
+from adk_secure_sessions.db.dialects import locks_per_node, sqlite_sql, taking_any_text
 from adk_secure_sessions.db.failures import meaning, needs_unprepared, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
+    Disconnected,
     Parameters,
     Row,
     Rows,
@@ -74,6 +75,10 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._is_psycopg = engine.dialect.driver == "psycopg"
+        # Whether changes need their claims; None until a server was asked.
+        self._with_claims: bool | None = None
+        if engine.dialect.name not in ("mysql", "mariadb"):
+            self._with_claims = False
         # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.  Without
         # this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
@@ -129,6 +134,9 @@ class AsyncEngineExecutor:
 
     async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
         def work(connection: sa.Connection) -> T:
+            if self._with_claims is None:
+                self._with_claims = locks_per_node(connection)
+                connection.rollback()
             if holds_locks and not self._is_sqlite:
                 text = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
                 connection.exec_driver_sql(text).close()
@@ -138,6 +146,7 @@ class AsyncEngineExecutor:
                 lambda statement, parameters: self._in_time(
                     connection, lambda: _write(connection, statement, parameters), writes=True
                 ),
+                with_claims=self._with_claims,
             )
 
         return await self._translating(work, commit=True, exclusive=self._is_sqlite)
@@ -191,6 +200,12 @@ class AsyncEngineExecutor:
                 if commit:
                     await connection.commit()
                 return result
+            except Exception as error:
+                # The server may answer, but be no use any more: it has become read-only, or it is a
+                # node that has lost its cluster.  A new connection may lead to another server.
+                if not self._is_sqlite and isinstance(meaning(error), Disconnected):
+                    await connection.invalidate()
+                raise
             finally:
                 if self._mark_ended():
                     # The request to end the query may still be on its way to the server.  If this

@@ -10,6 +10,7 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.dialects import locks_per_node
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
@@ -22,6 +23,7 @@ from adk_secure_sessions.storage import (
     data_keys,
     keyring,
     look,
+    meta,
     open_existing,
     repeated,
     survey_existing,
@@ -226,6 +228,20 @@ def see_what_is_committed(connection: sa.Connection) -> None:
     """
     if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
+
+
+def claim(connection: sa.Connection, *names: str) -> None:
+    """On a cluster, let only one of the transactions that claim the same name commit.
+
+    Call this before the transaction reads the rows that it relies on.  On a cluster whose nodes
+    lock rows separately, another transaction with the same name, on any node, then raises Conflict,
+    or this transaction does.  On other databases, which need no claims, this function does nothing.
+    See `db.protocol.Claim`.
+    """
+    if locks_per_node(connection):
+        rows = [{"name": name, "value": ""} for name in names]
+        connection.execute(sa.insert(meta), rows)
+        connection.execute(sa.delete(meta).where(meta.c.name.in_(names)))
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

@@ -51,6 +51,7 @@ from adk_secure_sessions.storage.queries import (
     INSERT_KEY,
     Found,
     chunks,
+    claim_keyring,
     data_keys_of,
     numbered,
 )
@@ -530,7 +531,8 @@ class UnitOfWork:
             Conflict: Another process has changed the keyring, so nothing was stored.
         """
         row = keys.new(owner, not_before)
-        change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())
+        columns = row._asdict() | keys.keyring_guard()
+        change = Change(INSERT_KEY, columns, claims=claim_keyring(row.id))
         if not await self.executors.keys.write(partial(_apply_one, change)):
             await self._renew_keyring(known, seen)
             raise Conflict
