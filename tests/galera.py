@@ -85,10 +85,10 @@ class Node(MariaDB):
             sa.URL.create("mariadb+pymysql", "root", query={"unix_socket": str(self.address)}),
             directory / str(number),
         )
-        self._command = [*command, f"--datadir={self._data}", f"--socket={self.address}"]
+        self._command = [*command, f"--datadir={self.data}", f"--socket={self.address}"]
 
     @property
-    def _data(self) -> Path:
+    def data(self) -> Path:
         assert self.directory is not None
         return self.directory / "data"
 
@@ -98,7 +98,7 @@ class Node(MariaDB):
     def start(self) -> None:
         """Start the node after it has crashed or stopped; wait until it has joined the others."""
         found = subprocess.run(
-            self.command("--wsrep-recover", "--log-error="),
+            self.command("--wsrep-recover"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -175,19 +175,17 @@ def galera_cluster() -> Iterator[Galera]:
         data = directory / "0" / "data"
         options = [*common, f"--datadir={data}", "--skip-test-db", "--skip-name-resolve"]
         _initialize([install, *options], data)
-        for number in range(1, NODES):
-            shutil.copytree(data, directory / str(number) / "data")
         first, *others = nodes
-        stack.enter_context(
-            _running(first, first.address, first.command("--wsrep-new-cluster"))
-        )
-        names = ("wsrep_cluster_state_uuid", "wsrep_last_committed")
-        position = ":".join(first.status(name) for name in names)
+        begin = first.command("--wsrep-new-cluster")
+        with _running(first, first.address, begin):
+            pass  # now the data contains a position in the history of the cluster
+        for node in others:
+            ignored = shutil.ignore_patterns("galera.cache")
+            shutil.copytree(data, node.data, ignore=ignored)
+        stack.enter_context(_running(first, first.address, begin))
         with ExitStack() as joining:
             for node in others:
-                start = _running(
-                    node, node.address, node.command(f"--wsrep-start-position={position}")
-                )
+                start = _running(node, node.address, node.command())
                 thread = threading.Thread(target=stack.enter_context, args=(start,))
                 thread.start()
                 joining.callback(thread.join)
