@@ -12,6 +12,7 @@ passes on the position from which the node needs changes.
 
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -127,6 +128,31 @@ class Galera(MariaDB):
         """Return the URL of the same database on node *number* (modulo the number of nodes)."""
         address = str(self.nodes[number % len(self.nodes)].address)
         return url.update_query_dict({"unix_socket": address})
+
+    @contextmanager
+    def applies_nothing(self, number: int) -> Iterator[None]:
+        """During the block, node *number* applies no changes of other nodes.
+
+        Its own transactions run, and wait in their COMMIT until the end of the block.
+        """
+        # An explicit lock is one that Galera does not break.  A change of another node waits for
+        # this lock, and all later changes wait for their turn.
+        name = f"blocked_{secrets.token_hex(4)}"
+        with self.admin.connect() as connection:
+            connection.exec_driver_sql(f"CREATE DATABASE {name}")
+            connection.exec_driver_sql(f"CREATE TABLE {name}.t (id INT PRIMARY KEY)")
+        node, other = (self.nodes[(number + n) % len(self.nodes)] for n in (0, 1))
+        with node.admin.connect() as locked, other.admin.connect() as writer:
+            locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 15")
+            locked.exec_driver_sql(f"SELECT * FROM {name}.t").close()
+            locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 0")
+            locked.exec_driver_sql(f"LOCK TABLES {name}.t READ")
+            writer.exec_driver_sql(f"INSERT INTO {name}.t VALUES (1)")
+            try:
+                yield
+            finally:
+                locked.exec_driver_sql("UNLOCK TABLES")
+                writer.exec_driver_sql(f"DROP DATABASE {name}")
 
     def _end_all(self, name: str) -> None:
         for node in self.nodes:
