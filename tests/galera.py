@@ -143,12 +143,12 @@ class Galera(MariaDB):
             connection.exec_driver_sql(f"CREATE TABLE {name}.t (id INT PRIMARY KEY)")
         node, other = (self.nodes[(number + n) % len(self.nodes)] for n in (0, 1))
         with node.admin.connect() as locked, other.admin.connect() as writer:
-            locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 15")
-            locked.exec_driver_sql(f"SELECT * FROM {name}.t").close()
-            locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 0")
-            locked.exec_driver_sql(f"LOCK TABLES {name}.t READ")
-            writer.exec_driver_sql(f"INSERT INTO {name}.t VALUES (1)")
             try:
+                locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 15")
+                locked.exec_driver_sql(f"SELECT * FROM {name}.t").close()
+                locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 0")
+                locked.exec_driver_sql(f"LOCK TABLES {name}.t READ")
+                writer.exec_driver_sql(f"INSERT INTO {name}.t VALUES (1)")
                 yield
             finally:
                 locked.exec_driver_sql("UNLOCK TABLES")

@@ -901,10 +901,10 @@ def _establish(
             return
         if part.missing(expected) and not create_tables_of(part.tables, connection):
             if look(connection) == expected:
-                raise SecureSessionError(
-                    "the database says that a table exists, but does not show it: check that the "
-                    "account may see all tables of this package, and no other program has a table "
-                    "of the same name"
+                raise ConfigurationError(
+                    "the database says that a table exists, but does not show it: check that no "
+                    "other table, index or type has the name of a table of this package, and that "
+                    "the account may see all tables"
                 )
             return  # another process has created tables meanwhile: survey the database again
         new = [{"name": name, "value": marks[name]} for name in marks if name not in expected.meta]

@@ -64,6 +64,7 @@ _CONFLICTS = 20  # the number of conflicts after which an operation fails
 # After this number of conflicts, a write locks its rows.  Without locks, one in 10,000 writes
 # failed while 64 tasks wrote the same app's state.
 _CONFLICTS_WITHOUT_LOCK = 3
+_LONGEST = 1.0  # seconds of a pause after a conflict
 # Seconds to wait after each lost connection.  Writes are retried more often than reads: after a
 # lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
@@ -133,7 +134,12 @@ class Retries:
                 retryable=True,
             ) from None
         telemetry.count_retry("conflict")
-        await asyncio.sleep(random.uniform(0, 0.005 * self._conflicts))  # noqa: S311 - no secret
+        longest = 0.005 * self._conflicts
+        if self.locks_rows:
+            # Row locks usually prevent further conflicts, but not between the nodes of a cluster.
+            # There, only longer and longer pauses let each of many writers succeed.
+            longest = min(longest * 2 ** (self._conflicts - _CONFLICTS_WITHOUT_LOCK), _LONGEST)
+        await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
 
 
 async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
