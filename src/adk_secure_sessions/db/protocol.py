@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """One of two statements that write a row, and together leave the row as it was.
+    """One of several statements that write a row, and together leave the row as it was.
 
     Some transactions rely on a row that they only lock: another transaction that writes the row
     waits for the lock.  On a cluster such as MariaDB Galera, a lock is known to one node only.  At
@@ -63,6 +63,7 @@ class Claim(NamedTuple):
 
     statement: sa.Executable
     parameters: Parameters
+    must_match_row: bool = True
 
 
 class Change(NamedTuple):
@@ -76,7 +77,7 @@ class Change(NamedTuple):
     used.
 
     *claims* run before the statement, and only on a cluster whose nodes lock rows separately (see
-    `dialects.locks_per_node`).  Each claim must match exactly one row.
+    `dialects.locks_per_node`).  A claim with *must_match_row* must match exactly one row.
     """
 
     statement: sa.Executable
@@ -242,7 +243,7 @@ def _apply_in_turn(
 ) -> bool:
     for index, change in enumerate(changes):
         for claim in change.claims if with_claims else ():
-            if run(claim.statement, claim.parameters) != 1:
+            if run(claim.statement, claim.parameters) != 1 and claim.must_match_row:
                 raise Conflict
         matched = run(change.statement, change.rows or change.parameters)
         if change.must_match_row and matched != 1:

@@ -240,8 +240,10 @@ def claim(connection: sa.Connection, *names: str) -> None:
     """
     if locks_per_node(connection):
         rows = [{"name": name, "value": ""} for name in names]
+        remove = sa.delete(meta).where(meta.c.name.in_(names))
+        connection.execute(remove)  # an attacker may have stored such rows
         connection.execute(sa.insert(meta), rows)
-        connection.execute(sa.delete(meta).where(meta.c.name.in_(names)))
+        connection.execute(remove)
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

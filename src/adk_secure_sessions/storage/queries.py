@@ -443,9 +443,11 @@ def claim_keyring(number: int) -> Sequence[Claim]:
     transactions with different numbers rarely conflict.
     """
     name = KEYRING_CLAIMS[number % len(KEYRING_CLAIMS)]
+    remove = Claim(_DELETE_CLAIM, {"at_name": name})
     return [
+        remove._replace(must_match_row=False),  # an attacker may have stored such a row
         Claim(_INSERT_CLAIM, {"name": name, "value": ""}),
-        Claim(_DELETE_CLAIM, {"at_name": name}),
+        remove,
     ]
 
 
