@@ -191,7 +191,10 @@ def galera_cluster() -> Iterator[Galera]:
             listen, receive = ports[number], ports[NODES + number]
             command = ["env", f"PATH={directory}:{path}", program, *common, "--skip-networking"]
             command += [*_MARIADB_OPTIONS, *_OPTIONS, f"--wsrep-provider={provider}"]
-            command += [f"--wsrep-cluster-address=gcomm://{members}", f"--wsrep-node-name=n{number}"]
+            command += [
+                f"--wsrep-cluster-address=gcomm://{members}",
+                f"--wsrep-node-name=n{number}",
+            ]
             command += [
                 f"--wsrep-provider-options=gmcast.listen_addr=tcp://127.0.0.1:{listen};"
                 f"ist.recv_addr=127.0.0.1:{receive};{_PROVIDER_OPTIONS}"

@@ -1,7 +1,6 @@
 """A MariaDB Galera cluster: writes to all of its nodes, nodes that are behind, a node that dies.
 
-`tests/galera.py` explains how the cluster works.  By default, only a few of these tests run, because
-starting the cluster takes several seconds.
+`tests/galera.py` explains how the cluster works.  By default, only a few of these tests run.
 """
 
 import asyncio
@@ -131,11 +130,13 @@ def write_much(say: Say, url: str, process: int, seconds: float) -> None:
                     await service.append_event(session, event)
                     say(("event", user, session.id, event.id))
                 except DatabaseError as error:
-                    assert error.retryable, error
+                    if not error.retryable:
+                        raise
                     say(("unknown", user, session.id, event.id))
                     session = None
             except DatabaseError as error:  # the node of this process does not run
-                assert error.retryable, error
+                if not error.retryable:
+                    raise
                 session = None
                 number = -(-number // 7) * 7 - 1
                 await asyncio.sleep(0.2)
@@ -164,9 +165,7 @@ async def assert_stored(cluster: Cluster, said: list[tuple[str, ...]]) -> None:
                 listed = await service.list_sessions(app_name=APP, user_id=user)
                 for one in listed.sessions:
                     created.add(("session", user, one.id))
-                    found = await service.get_session(
-                        app_name=APP, user_id=user, session_id=one.id
-                    )
+                    found = await service.get_session(app_name=APP, user_id=user, session_id=one.id)
                     assert found is not None
                     stored.update((user, one.id, event.id) for event in found.events)
         assert {one for one in said if one[0] == "session"} <= created
@@ -299,9 +298,7 @@ async def test_session_created_while_another_node_erases_its_user_is_no_orphan(
             async with cluster.database(0) as db:
                 assert (await erase_user(db, APP, USER)).sessions == 2
 
-        await race(
-            cluster, erase, far.create_session(app_name=APP, user_id=USER, session_id="new")
-        )
+        await race(cluster, erase, far.create_session(app_name=APP, user_id=USER, session_id="new"))
         await cluster.assert_whole()
         listed = await near.list_sessions(app_name=APP, user_id=USER)
         assert [one.id for one in listed.sessions] == ["new"]  # of a new user with the same id
@@ -460,9 +457,7 @@ async def over_several_nodes(
             client_flag=2,  # FOUND_ROWS
         )  # fmt: skip
 
-    engine = create_async_engine(
-        "mariadb+asyncmy://", async_creator=connect, poolclass=sa.NullPool
-    )
+    engine = create_async_engine("mariadb+asyncmy://", async_creator=connect, poolclass=sa.NullPool)
     async with EncryptedSessionService(db_engine=engine, backend=BACKEND) as service:
         yield service, node
     await engine.dispose()
@@ -502,7 +497,7 @@ async def test_service_that_changes_to_a_node_that_is_behind_needs_the_setting(
             await service.append_event(session, changing({"user:n": 1}))
             node[0] = 1
             # An old row could be one that an attacker has restored.
-            with pytest.raises(TamperedError, match="older|replay|version|before"):
+            with pytest.raises(TamperedError, match="older"):
                 await service.get_session(app_name=APP, user_id=USER, session_id="s")
         await cluster.wait_for_all()
         found = await service.get_session(app_name=APP, user_id=USER, session_id="s")

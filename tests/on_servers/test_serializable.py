@@ -117,8 +117,7 @@ async def test_many_services_that_open_a_new_database_at_once_create_it_without_
     url = without_locks.set(drivername=driver)
     async with AsyncExitStack() as stack:
         services = [
-            await stack.enter_async_context(EncryptedSessionService(url, BACKEND))
-            for _ in range(6)
+            await stack.enter_async_context(EncryptedSessionService(url, BACKEND)) for _ in range(6)
         ]
         await asyncio.gather(
             *(
