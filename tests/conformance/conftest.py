@@ -41,6 +41,7 @@ kind = each_kind(
         "encrypted-engine",
         "encrypted-key-database",
         "encrypted-fallback",
+        "encrypted-packed",
         *POOLED_KINDS,
         *CLUSTER_KINDS,
     ],
