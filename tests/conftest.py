@@ -3,12 +3,14 @@
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from coverage import Coverage
 from greenlet import getcurrent
 
 from tests import servers
+from tests.galera import Galera, galera_cluster
 from tests.replication import cluster
 
 # Importing and collecting make no garbage to speak of: looking for it took a fifth of their time.
@@ -149,6 +151,18 @@ def replicated() -> Iterator[servers.PostgreSQL]:
     """A primary whose standby has applied each change before the change is acknowledged."""
     with cluster(commit="remote_apply") as found:
         yield found.primary.server
+
+
+@pytest.fixture(scope="session")
+def serializable(postgresql: servers.PostgreSQL) -> Iterator[servers.Serializable]:
+    with closing(servers.Serializable(postgresql.admin_url)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def galera() -> Iterator[Galera]:
+    with galera_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

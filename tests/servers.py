@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -102,6 +103,12 @@ class Server(ABC):
         """End a private server without telling its clients; `start` starts it again."""
         assert self.process is not None
         self.process.stop()
+        self.admin.dispose()
+
+    def crash(self) -> None:
+        """Kill a private server (SIGKILL), so that it can write nothing more."""
+        assert self.process is not None
+        self.process.crash()
         self.admin.dispose()
 
     def start(self) -> None:
@@ -203,6 +210,19 @@ class PostgreSQL(Server):
 
     def _end_all(self, name: str) -> None:
         self.kill(self.admin_url.set(username=name))
+
+
+class Serializable(PostgreSQL):
+    """A PostgreSQL server that runs each transaction at SERIALIZABLE, unless it sets a level.
+
+    Conflicts then end in SQLSTATE 40001, as on CockroachDB and YugabyteDB.
+    """
+
+    def _create(self, connection: sa.Connection, name: str) -> sa.URL:
+        url = super()._create(connection, name)
+        level = "default_transaction_isolation = 'serializable'"
+        connection.exec_driver_sql(f"ALTER ROLE {name} SET {level}")
+        return url
 
 
 class PgBouncer(PostgreSQL):
@@ -448,7 +468,7 @@ class _Process:
     ) -> None:
         self._server = server
         self._address = address
-        self._command = command
+        self.command = command
         self._user = user
         self._log = log
         self._signal = "TERM" if isinstance(server, PgBouncer) else "QUIT"
@@ -459,7 +479,7 @@ class _Process:
             return
         with self._log.open("ab") as output:
             self._running = subprocess.Popen(
-                ["sh", "-c", _UNTIL_EOF, "sh", self._signal, *self._command],
+                ["sh", "-c", _UNTIL_EOF, "sh", self._signal, *self.command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -477,6 +497,11 @@ class _Process:
         if self._running is not None:
             self._running.communicate(timeout=_PATIENCE)
             self._running = None
+
+    def crash(self) -> None:
+        if self._running is not None:
+            os.killpg(self._running.pid, signal.SIGKILL)
+            self.stop()
 
 
 def _accepts(server: Server, address: Path) -> bool:

@@ -7,6 +7,7 @@ or on the server that `Kind.server` names), and the fixture `service` opens it. 
 another database, add an entry to `KINDS`.
 """
 
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -172,6 +173,21 @@ async def encrypted_with_fallback(url: URL) -> AsyncIterator[BaseSessionService]
         yield fallback
 
 
+_opened = itertools.count()
+
+
+@asynccontextmanager
+async def encrypted_on_next_node(url: URL) -> AsyncIterator[BaseSessionService]:
+    """On each node of the cluster in turn, so that two services of a test use different nodes."""
+    number = next(_opened) % 3
+    address = Path(str(url.query["unix_socket"])).parent.parent / str(number) / "socket"
+    on_node = url.update_query_dict(
+        {"unix_socket": str(address), "init_command": "SET SESSION wsrep_sync_wait = 7"}
+    )
+    async with encrypted(on_node) as service:
+        yield service
+
+
 # SQLAlchemy's async engines serve one event loop at a time, our SQLite threads any number.
 KINDS: dict[str, Kind] = {
     "adk": Kind(adk, is_reference=True),
@@ -193,6 +209,9 @@ KINDS: dict[str, Kind] = {
     "encrypted-replica": Kind(encrypted_with_replica, "postgresql+asyncpg", "replicated"),
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
     "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
+    "encrypted-serializable": Kind(encrypted, "postgresql+asyncpg", "serializable"),
+    "encrypted-serializable-psycopg": Kind(encrypted, "postgresql+psycopg", "serializable"),
+    "encrypted-galera": Kind(encrypted_on_next_node, "mariadb+asyncmy", "galera"),
 }
 
 
@@ -245,6 +264,11 @@ POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
 # Nobody may change the events that this service returns, so it only runs tests of google-adk's own
 # programs.
 SHARED_EVENTS = "encrypted-shared-events"
+CLUSTER_KINDS = [
+    "encrypted-serializable",
+    "encrypted-serializable-psycopg",
+    "encrypted-galera",
+]
 OTHER_KINDS = [name for name in KINDS if name not in (*MAIN_KINDS, SHARED_EVENTS)]
 # Of a parametrized test, these run every nth case by default, the others the first one.
 NTH_CASES = {"adk": 4, "encrypted-file": 1, "wrapped-memory": 4}

@@ -8,7 +8,7 @@ from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events.event import Event
 from google.adk.sessions import BaseSessionService, Session
 
-from tests.conformance.services import POOLED_KINDS
+from tests.conformance.services import CLUSTER_KINDS, POOLED_KINDS
 from tests.conformance.support import (
     STALE,
     create,
@@ -80,6 +80,7 @@ kind = each_kind(
         "encrypted-mariadb-engine",
         "encrypted-replica",
         *POOLED_KINDS,
+        *CLUSTER_KINDS,
     ],
 )
 

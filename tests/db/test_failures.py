@@ -41,6 +41,7 @@ MEANINGS: dict[str, tuple[Exception, type[Exception] | None]] = {
     "57P03": (ASYNCPG.CannotConnectNowError("x"), Disconnected),
     "25006": (ASYNCPG.ReadOnlySQLTransactionError("x"), Disconnected),
     "08006": (ASYNCPG.ConnectionFailureError("x"), Disconnected),
+    "40003": (ASYNCPG.StatementCompletionUnknownError("x"), Disconnected),
     "08003": (ASYNCPG.ConnectionDoesNotExistError("x"), Disconnected),
     "28P01": (ASYNCPG.InvalidPasswordError("x"), None),
     "42P01": (ASYNCPG.UndefinedTableError("x"), None),
@@ -70,6 +71,9 @@ MEANINGS: dict[str, tuple[Exception, type[Exception] | None]] = {
     "1205": (pymysql.err.OperationalError(1205, "Lock wait timeout"), Conflict),
     "1213": (pymysql.err.OperationalError(1213, "Deadlock"), Conflict),
     "1020": (pymysql.err.OperationalError(1020, "Record has changed"), Conflict),
+    "1412": (pymysql.err.OperationalError(1412, "Table definition has changed"), Conflict),
+    "1047": (pymysql.err.OperationalError(1047, "WSREP has not yet prepared"), Disconnected),
+    "1180": (pymysql.err.OperationalError(1180, "Got error 6 during COMMIT"), Disconnected),
     "1053": (pymysql.err.OperationalError(1053, "Server shutdown"), Disconnected),
     "1927": (pymysql.err.OperationalError(1927, "Connection was killed"), Disconnected),
     "1290": (pymysql.err.OperationalError(1290, "read-only option"), Disconnected),
@@ -153,6 +157,24 @@ ADVICE: dict[str, tuple[Exception, bool, str | None, str]] = {
     # Begins like an SQLSTATE, and is none.
     "4025": (pymysql.err.OperationalError(4025, "x"), False, "4025", "log of the database"),
 }
+
+
+# Errors that end in Disconnected, and a part of what its DatabaseError says to do.
+LOST_ADVICE: dict[str, tuple[Exception, str]] = {
+    "40003": (ASYNCPG.StatementCompletionUnknownError("x"), "read the data before"),
+    "1180": (pymysql.err.OperationalError(1180, "x"), "read the data before"),
+    "1047": (pymysql.err.OperationalError(1047, "x"), "connect to another node"),
+}
+
+
+@pytest.mark.parametrize("name", LOST_ADVICE)
+def test_error_of_a_cluster_says_what_to_do(name: str) -> None:
+    error, advice = LOST_ADVICE[name]
+    meant = meaning(error)
+    assert isinstance(meant, Disconnected)
+    assert isinstance(meant.error, DatabaseError)
+    assert (meant.error.retryable, meant.error.code) == (True, name)
+    assert advice in str(meant.error)
 
 
 @pytest.mark.parametrize("name", ADVICE)

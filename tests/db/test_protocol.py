@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
+    Claim,
     Conflict,
     Executors,
     Parameters,
@@ -89,6 +90,29 @@ def test_later_change_that_matches_another_number_of_rows_than_one_is_a_conflict
     with pytest.raises(Conflict):
         run_in_turn(steps, database.fetch, database.run)
     assert database.statements == ["first", "second"]
+
+
+WITH_CLAIMS = [
+    Change(FIRST, {}),
+    Change(SECOND, {}, claims=[Claim(THIRD, {"a": 1}), Claim(THIRD, {"a": 2})]),
+]
+
+
+@pytest.mark.parametrize("with_claims", [True, False])
+def test_claims_run_before_their_change_and_only_on_a_cluster(with_claims: bool) -> None:
+    database = Database()
+    steps = apply_all(*WITH_CLAIMS)
+    assert run_in_turn(steps, database.fetch, database.run, with_claims=with_claims) is True
+    claims = [("third", {"a": 1}), ("third", {"a": 2})] if with_claims else []
+    assert database.asked == [("first", {}), *claims, ("second", {})]
+
+
+@pytest.mark.parametrize("matched", [0, 2])
+def test_claim_that_matches_another_number_of_rows_than_one_is_a_conflict(matched: int) -> None:
+    database = Database(third=matched)
+    with pytest.raises(Conflict):
+        run_in_turn(apply_all(*WITH_CLAIMS), database.fetch, database.run, with_claims=True)
+    assert database.statements == ["first", "third"]
 
 
 @pytest.mark.parametrize("matched", [0, 1, 7])

@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
-from adk_secure_sessions.db.dialects import sqlite_sql, taking_any_text
+from adk_secure_sessions.db.dialects import locks_per_node, sqlite_sql, taking_any_text
 from adk_secure_sessions.db.failures import (
     is_read_only,
     meaning,
@@ -32,6 +32,7 @@ from adk_secure_sessions.db.failures import (
     write_timeout,
 )
 from adk_secure_sessions.db.protocol import (
+    Disconnected,
     Parameters,
     Row,
     Rows,
@@ -80,6 +81,10 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._is_psycopg = engine.dialect.driver == "psycopg"
+        # Whether changes need their claims; None until a server was asked.
+        self._with_claims: bool | None = None
+        if engine.dialect.name not in ("mysql", "mariadb"):
+            self._with_claims = False
         # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.  Without
         # this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
@@ -137,6 +142,9 @@ class AsyncEngineExecutor:
 
     async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
         def work(connection: sa.Connection) -> T:
+            if self._with_claims is None:
+                self._with_claims = locks_per_node(connection)
+                connection.rollback()
             if holds_locks and not self._is_sqlite:
                 text = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
                 connection.exec_driver_sql(text).close()
@@ -146,6 +154,7 @@ class AsyncEngineExecutor:
                 lambda statement, parameters: self._in_time(
                     connection, lambda: _write(connection, statement, parameters), writes=True
                 ),
+                with_claims=self._with_claims,
             )
 
         return await self._translating(work, commit=True, exclusive=self._is_sqlite)
@@ -200,8 +209,10 @@ class AsyncEngineExecutor:
                     await connection.commit()
                 return result
             except Exception as error:
-                if not self._is_sqlite and is_read_only(error):
-                    await connection.invalidate()  # the next one may lead to another server
+                # The server may answer, but be no use any more: it has become read-only, or it is a
+                # node that has lost its cluster.  A new connection may lead to another server.
+                if not self._is_sqlite and isinstance(meaning(error), Disconnected):
+                    await connection.invalidate()
                 raise
             finally:
                 if self._mark_ended():

@@ -20,8 +20,9 @@ _CONFLICT: set[object] = {
     "40P01",  # deadlock
     "55P03",  # lock not available, after NOWAIT or `lock_timeout`
     1205,  # lock wait timeout
-    1213,  # deadlock
+    1213,  # deadlock; on a Galera cluster, also a row that another node has written
     1020,  # the row has changed since the transaction's snapshot
+    1412,  # a table has been created or changed since the transaction's snapshot
 }
 # The server is read-only: it is not, or no longer, the primary.
 _READ_ONLY: set[object] = {
@@ -33,6 +34,9 @@ _DISCONNECTED: set[object] = _READ_ONLY | {
     "57P01",  # admin shutdown
     "57P02",  # crash shutdown
     "57P03",  # cannot connect now
+    "40003",  # it is not known whether the statement was executed (CockroachDB)
+    1047,  # a node of a Galera cluster that is not connected to the majority, or still joining
+    1180,  # error during COMMIT: it is not known whether the other nodes have the changes
     1053,  # server shutdown in progress
     1927,  # connection was killed
     2003,  # cannot connect
@@ -130,11 +134,22 @@ _KINDS = (
     ),
     _Kind(("SQLITE_IOERR", "58"), "check the disk", retryable=True),
     _Kind(("SQLITE_NOTADB", "SQLITE_CORRUPT"), "restore the file from a backup"),
+    _Kind(
+        ("40003", 1180),
+        "it is not known whether the change was stored: read the data before you repeat the change",
+        retryable=True,
+    ),
+    _Kind(
+        (1047,),
+        "this node of the cluster is not ready: wait until it has joined the others, or connect to "
+        "another node",
+        retryable=True,
+    ),
     _Kind((1153,), "raise max_allowed_packet of the database server"),
     _Kind(
         ("08", "57P", 1053, 1927, 2002, 2003, 2005, 2006, 2013, 2055), _UNREACHABLE, retryable=True
     ),
-    _Kind(("40", "55P03", 1020, 1205, 1213), "try again", retryable=True),
+    _Kind(("40", "55P03", 1020, 1205, 1213, 1412), "try again", retryable=True),
 )
 _LOST = _Kind((), _UNREACHABLE, retryable=True, is_quotable=False)
 _OTHER = _Kind((), "look for this error in the log of the database", is_quotable=False)

@@ -11,6 +11,7 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.dialects import locks_per_node
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import packing
@@ -27,6 +28,7 @@ from adk_secure_sessions.storage import (
     data_keys,
     keyring,
     look,
+    meta,
     open_existing,
     repeated,
     survey_existing,
@@ -273,6 +275,22 @@ _ANY_RECORD = (
     .limit(sa.literal_column("1", sa.Integer))
     .offset(sa.literal_column("0", sa.Integer))
 )
+
+
+def claim(connection: sa.Connection, *names: str) -> None:
+    """On a cluster, let only one of the transactions that claim the same name commit.
+
+    Call this before the transaction reads the rows that it relies on.  On a cluster whose nodes
+    lock rows separately, another transaction with the same name, on any node, then raises Conflict,
+    or this transaction does.  On other databases, which need no claims, this function does nothing.
+    See `db.protocol.Claim`.
+    """
+    if locks_per_node(connection):
+        rows = [{"name": name, "value": ""} for name in names]
+        remove = sa.delete(meta).where(meta.c.name.in_(names))
+        connection.execute(remove)  # an attacker may have stored such rows
+        connection.execute(sa.insert(meta), rows)
+        connection.execute(remove)
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

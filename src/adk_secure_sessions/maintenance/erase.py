@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.db.dialects import locks_per_node
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
@@ -243,6 +244,12 @@ class _Deletion:
         found = self._locked_sessions()
         self._delete(users, users.c.id.in_(self._users))
         self._delete(witnesses, witnesses.c.tag == self._tag)
+        if not self._dry_run and locks_per_node(self._connection):
+            # If another node imports the user for the first time, this user has no rows here yet.
+            # Write a row that the import writes, too, so that only one of the two can commit.
+            row = {"tag": self._tag, "number": 0, "seal": b""}
+            self._connection.execute(sa.insert(witnesses).values(row))
+            self._connection.execute(sa.delete(witnesses).where(witnesses.c.tag == self._tag))
         for start in range(0, len(found), self._names):
             ids, tags = zip(*found[start : start + self._names], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))

@@ -41,7 +41,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.maintenance.clearing import overwrite_deleted, rewrite
-from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
+from adk_secure_sessions.maintenance.database import Database, claim, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import (
     Meter,
     Progress,
@@ -56,6 +56,7 @@ from adk_secure_sessions.storage import (
     FORMAT,
     HOLDS,
     KEY_TABLES,
+    KEYRING_CLAIMS,
     MASTER_KEYS,
     MIGRATION_MARK,
     MOVING,
@@ -89,6 +90,9 @@ KeyPlace: TypeAlias = Literal["key-db", "db"]
 _RUN = "move"
 # The names of the rows of `secure_meta` that are only in the database that has the keys.
 _BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
+# The name that each transaction claims, on a cluster, so that a run whose node is behind cannot
+# write after another run has begun.
+_CLAIM = "claim.move"
 _BATCH = 500  # the number of data keys that are read and written at once
 _LOWEST = -(2**63)  # where the first batch begins: below all ids, also those that `_park` changed
 
@@ -536,6 +540,7 @@ def _reject_memory(connection: sa.Connection) -> None:
 
 def _marks(connection: sa.Connection) -> dict[str, str]:
     """Lock the rows of `secure_meta`, and return their values by name."""
+    claim(connection, _CLAIM)
     query = sa.select(meta.c.name, meta.c.value).with_for_update()
     return {row.name: row.value for row in connection.execute(query)}
 
@@ -574,6 +579,7 @@ def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_wait}s'").close()
         tables = f"{data_keys.name}, {keyring.name}"
         connection.exec_driver_sql(f"LOCK TABLE {tables} IN EXCLUSIVE MODE").close()
+    claim(connection, *KEYRING_CLAIMS)
     connection.execute(sa.select(keyring.c.id).with_for_update()).all()
 
 

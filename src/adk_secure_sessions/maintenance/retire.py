@@ -19,7 +19,7 @@ from adk_secure_sessions.keys.data_keys import (
     unwrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.database import Database, see_what_is_committed
+from adk_secure_sessions.maintenance.database import Database, claim, see_what_is_committed
 from adk_secure_sessions.maintenance.engine import (
     Meter,
     Progress,
@@ -33,6 +33,7 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.records import OwnerIds, session_batches
 from adk_secure_sessions.storage import (
     DATA_KEYS,
+    KEYRING_CLAIMS,
     MASTER_KEYS,
     WRAPPER,
     CheckApp,
@@ -520,6 +521,8 @@ def _retire_masters(
         connection: The connection, in a transaction.
     """
     see_what_is_committed(connection)
+    if not dry_run:
+        claim(connection, *KEYRING_CLAIMS)
     if connection.dialect.name == "postgresql" and not dry_run:
         # Wait for open transactions that store a data key: one of the masters may wrap that key.
         connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))

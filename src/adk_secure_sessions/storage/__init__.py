@@ -71,6 +71,7 @@ from adk_secure_sessions.storage.opening import (
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,
     INSERT_KEY,
+    KEYRING_CLAIMS,
     MASTER_KEYS,
     MigratedRow,
     UserRow,
@@ -138,6 +139,7 @@ __all__ = [
     "FORMAT",
     "HOLDS",
     "INSERT_KEY",
+    "KEYRING_CLAIMS",
     "KEY_TABLES",
     "MASTER_KEYS",
     "MIGRATION",

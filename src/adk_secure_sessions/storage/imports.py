@@ -394,7 +394,7 @@ class ImportSession(Write[_Outcome]):
         row = self._seals.row(session.tag, session.id, revision, self._source)
         self._sent[session.id] = result
         return _NewSession(
-            session, witness, row, snapshot, links, self._events, self._spans, result
+            session, witness, who.user_tag, row, snapshot, links, self._events, self._spans, result
         )
 
 
@@ -403,6 +403,7 @@ class _NewSession(NamedTuple):
 
     session: StoredSession
     witness: WitnessRow
+    user_tag: bytes
     row: MigratedRow
     snapshot: Changes
     links: list[bytes]
@@ -416,7 +417,8 @@ class _NewSession(NamedTuple):
 
     def inserts(self) -> Changes:
         """Return the changes that insert the version witness and the snapshot."""
-        return [Change(sql.INSERT_WITNESS, self.witness._asdict()), *self.snapshot]
+        claims = sql.claim_user(self.user_tag)
+        return [Change(sql.INSERT_WITNESS, self.witness._asdict(), claims=claims), *self.snapshot]
 
     def apply(self, attempt: Attempt, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the events; return False if the first change matched no row.
@@ -602,7 +604,8 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
     - SQLite needs no such lock, because it runs one write at a time.
     - MySQL and MariaDB need no such lock, either.  An import inserts the user's version witness
       before it looks for the tombstone.  The erasure deletes this version witness, and its deletion
-      waits until that import has ended.
+      waits until that import has ended.  On a cluster, the erasure also writes a version witness
+      that does not exist, so that it conflicts with an import on another node.
     """
     if connection.dialect.name == "postgresql":
         # While LOCK TABLE waits for running imports, later imports wait for LOCK TABLE.  If it

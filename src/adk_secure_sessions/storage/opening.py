@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import record_new_key
 from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.db.dialects import exclusively
+from adk_secure_sessions.db.dialects import already_exists, exclusively
 from adk_secure_sessions.db.failures import meaning
 from adk_secure_sessions.db.protocol import Conflict, Executor, Executors
 from adk_secure_sessions.errors import (
@@ -499,6 +499,10 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
             return
         except sa.exc.DBAPIError as error:
             failure = meaning(error)
+            if already_exists(error):
+                connection.rollback()
+                if sa.inspect(connection).has_table(table.name):
+                    return  # another process has created the table meanwhile
         if not isinstance(failure, DatabaseError):
             raise failure
     raise ConfigurationError(
@@ -904,13 +908,38 @@ def _establish(
     with exclusively(connection):
         if look(connection) != expected:
             return
-        if part.missing(expected):
-            metadata.create_all(connection, tables=part.tables)
+        if part.missing(expected) and not create_tables_of(part.tables, connection):
+            if look(connection) == expected:
+                raise ConfigurationError(
+                    "the database says that a table exists, but does not show it: check that no "
+                    "other table, index or type has the name of a table of this package, and that "
+                    "the account may see all tables"
+                )
+            return  # another process has created tables meanwhile: survey the database again
         new = [{"name": name, "value": marks[name]} for name in marks if name not in expected.meta]
         if new:
             connection.execute(sa.insert(meta), new)
         if fresh:
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
+
+
+def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> bool:
+    """Create the missing tables among *tables*; return False if another process did the same.
+
+    If the result is False, the transaction was rolled back.  `exclusively` usually prevents this,
+    but not on every database.
+    """
+    # MySQL and MariaDB commit each CREATE TABLE, so there, the tables can be created one by one.
+    commits_each = connection.dialect.name in ("mysql", "mariadb")
+    for _ in tables if commits_each else tables[:1]:
+        try:
+            metadata.create_all(connection, tables=tables)
+            return True
+        except sa.exc.DBAPIError as error:
+            if not already_exists(error):
+                raise
+        connection.rollback()
+    return False
 
 
 async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> None:

@@ -4,6 +4,7 @@ A write operation collects these changes in an `OwnerChanges` object.  The opera
 together with its changes of a session, in one request.
 """
 
+import secrets
 from collections.abc import Callable
 
 from adk_secure_sessions.db.protocol import Change
@@ -26,6 +27,7 @@ class OwnerChanges:
 
     def __init__(self, attempt: Attempt) -> None:
         self.changes: list[Change] = []
+        self._claim = secrets.randbelow(len(sql.KEYRING_CLAIMS))
         self._attempt = attempt
         self._keys = attempt.keys
         self._after_commit: list[Callable[[], None]] = []
@@ -254,7 +256,7 @@ class OwnerChanges:
             self._new_key(owner)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
-            self.changes.append(Change(sql.HOLD_KEY, locked))
+            self.changes.append(Change(sql.HOLD_KEY, locked, claims=sql.claim_key(current.id)))
 
     def _new_key(self, owner: bytes, not_before: int = 0) -> None:
         """Create a data key of *owner* and add the change that stores the data key.
@@ -265,7 +267,9 @@ class OwnerChanges:
         if self._attempt.key_source is KeySource.KEY_DATABASE:
             raise NeedsDataKey(owner, not_before)
         row = self._keys.new(owner, not_before)
-        self.changes.append(Change(sql.INSERT_KEY, row._asdict() | self._keys.keyring_guard()))
+        columns = row._asdict() | self._keys.keyring_guard()
+        claims = sql.claim_keyring(self._claim)
+        self.changes.append(Change(sql.INSERT_KEY, columns, claims=claims))
 
     def _require_read_keys(self) -> None:
         """Raise UnknownKeyError if this attempt uses cached data keys instead of reading them.

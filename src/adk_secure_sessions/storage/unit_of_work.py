@@ -62,6 +62,7 @@ from adk_secure_sessions.storage.queries import (
     INSERT_KEY,
     Found,
     chunks,
+    claim_keyring,
     data_keys_of,
     numbered,
 )
@@ -75,6 +76,7 @@ _CONFLICTS = 20  # the number of conflicts after which an operation fails
 # After this number of conflicts, a write locks its rows.  Without locks, one in 10,000 writes
 # failed while 64 tasks wrote the same app's state.
 _CONFLICTS_WITHOUT_LOCK = 3
+_LONGEST = 1.0  # seconds of a pause after a conflict
 # Seconds to wait after each lost connection.  Writes are retried more often than reads: after a
 # lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
@@ -144,7 +146,12 @@ class Retries:
                 retryable=True,
             ) from None
         telemetry.count_retry("conflict")
-        await asyncio.sleep(random.uniform(0, 0.005 * self._conflicts))  # noqa: S311 - no secret
+        longest = 0.005 * self._conflicts
+        if self.locks_rows:
+            # Row locks usually prevent further conflicts, but not between the nodes of a cluster.
+            # There, only longer and longer pauses let each of many writers succeed.
+            longest = min(longest * 2 ** (self._conflicts - _CONFLICTS_WITHOUT_LOCK), _LONGEST)
+        await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
 
 
 async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
@@ -682,7 +689,8 @@ class UnitOfWork:
             Conflict: Another process has changed the keyring, so nothing was stored.
         """
         row = keys.new(owner, not_before)
-        change = Change(INSERT_KEY, row._asdict() | keys.keyring_guard())
+        columns = row._asdict() | keys.keyring_guard()
+        change = Change(INSERT_KEY, columns, claims=claim_keyring(row.id))
         if not await self.executors.keys.write(partial(_apply_one, change)):
             await self._renew_keyring(known, seen)
             raise Conflict

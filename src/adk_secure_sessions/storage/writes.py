@@ -289,7 +289,8 @@ class CreateSession(Write[Created]):
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
         self._witness = WitnessRow(session.id, session.tag, seal)
-        rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict()))
+        claims = sql.claim_user(who.user_tag)
+        rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict(), claims=claims))
         self._sent.add(session.id)
         return session._replace(sealed=bindings.seal_session(attempt, session)), rest
 
