@@ -4,38 +4,29 @@ python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 """
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
 
 from tests.benchmarks import budgets, overhead, plan
 from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
 from tests.benchmarks.ciphers import cipher_line, comparison_line
 from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, FLOOR, NO_OP, OURS
+from tests.benchmarks.markdown import markdown_table as _markdown
+from tests.benchmarks.markdown import rendered
 from tests.benchmarks.results import Results, changes, coverage, quantity
 
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results.json"
 PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
-# The space between a number and its unit, and those around the slashes of percentiles.
-_UNBROKEN = re.compile(r"(?<=\d) (?=(?:[KM]?B|[mµn]?s|%|MB/s)\b|%)|(?<=/) | (?=/)")
 TEMPLATE = Path(__file__).with_name("page.md")
 _SIDES = (OURS, FERNET, NO_OP, ADK)
 
 
 def render(results: Results) -> str:
     """Return the text of the page."""
-    environment = Environment(
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        autoescape=False,
-    )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
+    return rendered(
+        TEMPLATE,
         figures=Report(results),
         plan=plan,
         budgets=budgets,
@@ -368,13 +359,6 @@ def _percent(shares: Iterable[float]) -> str:
     percent = [round(100 * share) for share in shares]
     low, high = min(percent), max(percent)
     return f"{high} %" if low == high else f"{low} to {high} %"
-
-
-def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # A number stays on one line with its unit.
-    unbroken = [[_UNBROKEN.sub("&nbsp;", cell) for cell in row] for row in rows]
-    lines = [heading, ["---"] * len(heading), *unbroken]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> None:
