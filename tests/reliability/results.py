@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import sqlalchemy as sa
+
 from adk_secure_sessions import SecureSessionError
 from tests.benchmarks.machine import machine, versions
 from tests.benchmarks.results import Figure, Results
@@ -39,6 +41,19 @@ class Outcome:
     doubled: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     pause: float | None = None
+
+
+_DRIVERS = {
+    "sqlite+aiosqlite": "sqlite",
+    "postgresql+asyncpg": "postgresql",
+    "postgresql+psycopg": "postgresql, psycopg",
+    "mariadb+asyncmy": "mariadb",
+}
+
+
+def database_of(url: sa.URL) -> str:
+    """Return what the names of outcomes call the database of *url*."""
+    return _DRIVERS[url.drivername]
 
 
 def seen(error: BaseException) -> str:
@@ -82,10 +97,18 @@ class Record:
         errors: Iterable[BaseException | str] = (),
         pause: float | None = None,
     ) -> None:
-        """Store the outcome of a fault; a later one of the same name replaces it."""
+        """Store the outcome of a fault, or add it to those of the same name in this run."""
         counts = Counter(one if isinstance(one, str) else seen(one) for one in errors)
-        outcome = Outcome(times, acknowledged, lost, doubled, dict(counts), pause)
-        self.outcomes[name] = outcome
+        before = self.outcomes.get(name, Outcome(0))
+        pauses = [one for one in (before.pause, pause) if one is not None]
+        self.outcomes[name] = Outcome(
+            before.times + times,
+            before.acknowledged + acknowledged,
+            before.lost + lost,
+            before.doubled + doubled,
+            dict(Counter(before.errors) + counts),
+            max(pauses, default=None),
+        )
 
     def figure(self, name: str, value: float, unit: str = "") -> None:
         """Store a value that was measured once; a later one of the same name replaces it."""
