@@ -44,7 +44,7 @@ from adk_secure_sessions.db.protocol import (
     UniqueViolation,
     run_in_turn,
 )
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.loops import wait_ignoring_cancel
 
 logger: logging.Logger = logging.getLogger(__name__)
