@@ -116,8 +116,10 @@ class Report:
         """Return a table with a row for each fault and database."""
         rows = []
         for prefix, label in labels.items():
-            for database, one in self.of(prefix) or [(NOT_RUN, None)]:
-                rows.append([label, database, *(_cells(one) if one else [""] * 5)])
+            found = self.of(prefix)
+            rows += [[label, database, *_cells(one)] for database, one in found]
+            if not found:
+                rows.append([label, NOT_RUN, *[""] * 5])
         heading = ["fault", "database", "times", "acknowledged writes", "lost or doubled"]
         return markdown_table([*heading, "the application sees", "works again after"], rows)
 

@@ -54,7 +54,8 @@ async def test_clock_that_jumps_changes_neither_the_order_nor_the_content(
                 assert abs(one.timestamp - started - days * 86400) < 60
                 await service.append_event(session, one)
                 assert abs(session.last_update_time - one.timestamp) < 0.001
-                older, found = found, await reload(other, session)  # a process that knows an older revision
+                # Another process, which knows an older revision, reads the newer one.
+                older, found = found, await reload(other, session)
                 assert found == session
                 assert [event.actions.state_delta["n"] for event in found.events] == [
                     *range(number + 1)

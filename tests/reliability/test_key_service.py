@@ -131,9 +131,7 @@ async def test_key_service_that_fails_stops_no_running_service(
         await maintenance.rotate_master(db)
         found = await maintenance.verify(db)
     assert (found.bad, found.unchecked, found.sessions) == (0, 0, 8), found.problems
-    record.fault(
-        f"key service {name}/vault", times=3, acknowledged=22, errors=errors, pause=pause
-    )
+    record.fault(f"key service {name}/vault", times=3, acknowledged=22, errors=errors, pause=pause)
 
 
 @pytest.mark.usefixtures("no_pauses")

@@ -25,9 +25,7 @@ KEY = bytes(range(32))
 LIMIT = 1.0  # seconds, for a read and for connecting; a write has ten times as long
 
 
-async def test_slow_server_is_an_error_that_may_be_tried_again(
-    url: sa.URL, record: Record
-) -> None:
+async def test_slow_server_is_an_error_that_may_be_tried_again(url: sa.URL, record: Record) -> None:
     """The server gets what is sent, but its answers stop on the way."""
     async with (
         proxy_before(url) as (proxy, by_proxy),

@@ -38,9 +38,7 @@ class Measured:
         self._record.figure(f"{self._name}/{step}, memory", await peak_memory(operation), "B")
 
 
-async def test_session_of_ten_thousand_events_is_read_back(
-    url: sa.URL, record: Record
-) -> None:
+async def test_session_of_ten_thousand_events_is_read_back(url: sa.URL, record: Record) -> None:
     measured = Measured(record, f"{EVENTS:,} events", database_of(url))
     async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
         session = await create(service)
@@ -79,9 +77,7 @@ async def test_state_of_ten_thousand_keys_is_read_back_and_changed(
 
 
 @pytest.mark.soak  # on_servers/test_large_values.py stores one by default
-async def test_event_of_twenty_megabytes_is_measured(
-    url: sa.URL, record: Record
-) -> None:
+async def test_event_of_twenty_megabytes_is_measured(url: sa.URL, record: Record) -> None:
     measured = Measured(record, f"an event of {MEGABYTES} MB", database_of(url))
     async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
         session = await create(service)

@@ -261,8 +261,9 @@ def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
 async def _connect_in_time(
     connect: Callable[..., Awaitable[object]], seconds: float, *args: object, **options: object
 ) -> object:
+    limit = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with limit:
             return await connect(*args, **options)
     except TimeoutError:
         if not limit.expired():

@@ -617,9 +617,7 @@ def _serve(
         connection.driver.close()
 
 
-def _run_batch(
-    connection: "SqliteConnection", file: OpenFile, batch: list[Job]
-) -> list[_Outcome]:
+def _run_batch(connection: "SqliteConnection", file: OpenFile, batch: list[Job]) -> list[_Outcome]:
     """Run *batch* in one transaction and return its outcomes, in order.
 
     If a job raises, only that job's changes are rolled back.  If the transaction itself fails, its
