@@ -51,20 +51,30 @@ def kill_again_and_again(
 
         running = [start(f"p{n}", 0) for n in range(PROCESSES)]
         for kill in range(kills):
-            time.sleep(chance.uniform(0.05, 0.25))
-            victim = running[kill % PROCESSES]
+            slot, incarnation = kill % PROCESSES, kill // PROCESSES
+            victim = running[slot]
+            # It dies somewhere in its work, and not while it starts.
+            wait_for_lines(directory / f"p{slot}.{incarnation}", chance.randrange(10, 60))
+            time.sleep(chance.uniform(0, 0.01))
             victim.process.kill()
             moments.append(time.monotonic())
             assert list(victim.said()) == [], "it had ended before it was killed"
             victim.process.join()
             assert victim.process.exitcode == -signal.SIGKILL
-            running[kill % PROCESSES] = start(f"p{kill % PROCESSES}", 1 + kill // PROCESSES)
+            running[slot] = start(f"p{slot}", incarnation + 1)
         time.sleep(0.5)
         (directory / "stop").touch()
         for child in running:
             (writes,) = child.said()  # and it has written nothing to stderr
             assert writes > 0
     return moments
+
+
+def wait_for_lines(path: Path, lines: int) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < lines:
+        assert time.monotonic() < deadline, "a process that was started again writes nothing"
+        time.sleep(0.005)
 
 
 @pytest.mark.no_cover

@@ -77,6 +77,11 @@ _KEYRING_PAUSE = 10.0
 _NEW_KEYS = 8
 
 
+# How often an operation that lacks a data master reads the keyring again, after it has done so once:
+# other processes may rotate and retire master keys during each attempt.
+_RENEWALS = 3
+
+
 class Operation(Protocol[T_co]):
     """A read or write of the rows of *who*, for `UnitOfWork.run`."""
 
@@ -320,6 +325,7 @@ class UnitOfWork:
         # time, read both the keys and the rows again.
         missing_is_final = not separate
         keyring_is_current = False
+        renewals = 0
         is_first = True
         created: list[int] = []  # the ids of data keys stored in the key database
         while True:
@@ -345,6 +351,12 @@ class UnitOfWork:
                         keys.load(found.data_keys, found.masters)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
+                    if keys.lacks_master and renewals < _RENEWALS:
+                        # Another process has changed the keyring again since it was read again.
+                        renewals += 1
+                        await self._renew_keyring(opened.keys, keyring_seen)
+                        telemetry.count_retry("keyring")
+                        continue
                     if reads_keys and missing_is_final:
                         raise
                     missing_is_final = missing_is_final or reads_keys
@@ -411,15 +423,19 @@ class UnitOfWork:
         If the row of a data key was tampered with, this method raises no error.  The method
         `StagedKeys.cipher` raises DecryptionError for a record that names this data key.
         """
-        keys = await self.keys()
-        found = await read_data_keys(self.read_keys, owners)
-        staged = StagedKeys(keys, keyring_is_complete=False, uses_cache=False)
-        try:
-            staged.load(found.data_keys, found.masters)
-        except StaleKeyring:
-            await self._renew_keyring(keys, keys.keyring)
-            staged = StagedKeys(keys, uses_cache=False)
-            staged.load(found.data_keys, found.masters)
+        keys, owners = await self.keys(), list(owners)
+        for renewals in range(1 + _RENEWALS):
+            seen = keys.keyring
+            found = await read_data_keys(self.read_keys, owners)
+            staged = StagedKeys(keys, keyring_is_complete=renewals > 0, uses_cache=False)
+            try:
+                staged.load(found.data_keys, found.masters)
+            except StaleKeyring:
+                pass
+            else:
+                if not staged.lacks_master or renewals == _RENEWALS:
+                    break
+            await self._renew_keyring(keys, seen)
         return staged
 
     async def renew_keyring(self, seen: Keyring) -> None:
