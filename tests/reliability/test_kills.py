@@ -8,6 +8,7 @@ import asyncio
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,7 +63,9 @@ def kill_again_and_again(
             victim.process.join()
             assert victim.process.exitcode == -signal.SIGKILL
             running[slot] = start(f"p{slot}", incarnation + 1)
-        time.sleep(0.5)
+        started = Counter(kill % PROCESSES for kill in range(kills))
+        for slot in range(PROCESSES):  # after the last kill, too, everybody writes
+            wait_for_lines(directory / f"p{slot}.{started[slot]}", 20)
         (directory / "stop").touch()
         for child in running:
             (writes,) = child.said()  # and it has written nothing to stderr

@@ -38,6 +38,7 @@ class Measured:
         self._record.figure(f"{self._name}/{step}, memory", await peak_memory(operation), "B")
 
 
+@pytest.mark.soak
 async def test_session_of_ten_thousand_events_is_read_back(url: sa.URL, record: Record) -> None:
     measured = Measured(record, f"{EVENTS:,} events", database_of(url))
     async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
