@@ -108,7 +108,7 @@ class Report:
         found = {
             database: self._outcomes[name]
             for database, name in ((one, f"{prefix}/{one}") for one in DATABASES)
-            if name in self._outcomes
+            if name in self._outcomes and self._outcomes[name].times
         }
         return [(DATABASES[database], outcome) for database, outcome in found.items()]
 

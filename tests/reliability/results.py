@@ -114,6 +114,11 @@ class Record:
         """Store a value that was measured once; a later one of the same name replaces it."""
         self.figures[name] = Figure(value, value, value, 1, unit)
 
+    def count(self, name: str, number: int) -> None:
+        """Add *number* to the figure of this name in this run."""
+        before = self.figures.get(name)
+        self.figure(name, number + (before.value if before else 0))
+
     def save(self, path: Path) -> None:
         """Write to *path*, and keep what another run on this machine has written there."""
         merged = self._merged(type(self).load(path)) if path.exists() else self

@@ -466,7 +466,7 @@ def test_damaged_file_gives_an_error_or_the_right_data(
     assert outcomes.total() > 20 * cases
     assert outcomes["error"] > outcomes["missing"]
     for name in ("right", "error", "missing"):
-        record.figure(f"damaged pages/{name}", outcomes[name])
+        record.count(f"damaged pages/{name}", outcomes[name])
     record.fault("damaged pages/sqlite", times=outcomes.total(), errors=errors.elements())
 
 

@@ -20,7 +20,7 @@ from tests.reliability.results import Record
 from tests.reliability.traffic import check, longest_pause, open_service, write
 from tests.servers import Server
 
-PROCESSES, TASKS = 3, 4
+PROCESSES, TASKS, PAUSE = 3, 4, 0.005
 DRIVERS = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}
 soak = pytest.mark.soak
 
@@ -45,7 +45,7 @@ def kill_again_and_again(
     with ExitStack() as stack:
 
         def start(name: str, incarnation: int) -> Child:
-            child = Child(jobs, url, str(directory), name, incarnation, TASKS, 0.002)
+            child = Child(jobs, url, str(directory), name, incarnation, TASKS, PAUSE)
             stack.callback(child.close)
             child.go()
             return child
@@ -55,7 +55,7 @@ def kill_again_and_again(
             slot, incarnation = kill % PROCESSES, kill // PROCESSES
             victim = running[slot]
             # It dies somewhere in its work, and not while it starts.
-            wait_for_lines(directory / f"p{slot}.{incarnation}", chance.randrange(10, 60))
+            wait_for_lines(directory / f"p{slot}.{incarnation}", chance.randrange(6, 60))
             time.sleep(chance.uniform(0, 0.01))
             victim.process.kill()
             moments.append(time.monotonic())
@@ -85,7 +85,7 @@ def wait_for_lines(path: Path, lines: int) -> None:
     ("database", "kills"),
     [
         ("sqlite", 10),
-        ("postgresql", 10),
+        pytest.param("postgresql", 10, marks=soak),
         *(pytest.param(name, 200, marks=soak) for name in ("sqlite", *DRIVERS)),
     ],
     indirect=["database"],

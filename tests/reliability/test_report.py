@@ -43,6 +43,8 @@ def test_page_has_a_row_for_every_outcome_and_changes_with_it(record: Record) ->
         prefix, _, database = name.rpartition("/")
         assert prefix in LABELS, name
         assert database in report.DATABASES, name
+        if not outcome.times:
+            continue
         changed = replace(outcome, acknowledged=outcome.acknowledged + 1_234_567)
         outcomes = {**record.outcomes, name: changed}
         results = Results(record.machine, record.versions, record.figures)
