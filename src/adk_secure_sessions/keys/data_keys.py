@@ -181,7 +181,7 @@ class StagedKeys:
     Attributes:
         created: The argument *created*.
         new_rows: The rows of the data keys that `new` has created.
-        lacks_master: Whether `load` has rejected a row because its data master is not known, although
+        lacks_master: Whether `load` has rejected a row because its data master is not known, while
             the stored keyring differs from the keyring of this process.
         operation: Counts encryption and decryption; None if nothing is measured.
     """

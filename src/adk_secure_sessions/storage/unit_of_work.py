@@ -77,8 +77,8 @@ _KEYRING_PAUSE = 10.0
 _NEW_KEYS = 8
 
 
-# How often an operation that lacks a data master reads the keyring again, after it has done so once:
-# other processes may rotate and retire master keys during each attempt.
+# How often an operation that lacks a data master reads the keyring again after it has done so once.
+# Other processes may rotate and retire master keys during each attempt.
 _RENEWALS = 3
 
 
@@ -423,20 +423,21 @@ class UnitOfWork:
         If the row of a data key was tampered with, this method raises no error.  The method
         `StagedKeys.cipher` raises DecryptionError for a record that names this data key.
         """
-        keys, owners = await self.keys(), list(owners)
-        for renewals in range(1 + _RENEWALS):
+        keys, tags = await self.keys(), list(owners)
+        renewals = 0
+        while True:
             seen = keys.keyring
-            found = await read_data_keys(self.read_keys, owners)
+            found = await read_data_keys(self.read_keys, tags)
             staged = StagedKeys(keys, keyring_is_complete=renewals > 0, uses_cache=False)
             try:
                 staged.load(found.data_keys, found.masters)
             except StaleKeyring:
                 pass
             else:
-                if not staged.lacks_master or renewals == _RENEWALS:
-                    break
+                if not staged.lacks_master or renewals > _RENEWALS:
+                    return staged
             await self._renew_keyring(keys, seen)
-        return staged
+            renewals += 1
 
     async def renew_keyring(self, seen: Keyring) -> None:
         """Read the keyring again, unless another task has read it since the caller got *seen*.
