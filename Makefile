@@ -109,7 +109,7 @@ bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/r
 RELIABILITY := tests/reliability $(addprefix tests/on_servers/test_,restarts.py lost_connections.py pool.py database_errors.py)
 reliability: .venv/.installed ## inject every fault; write reliability/results.json and its page
 	$(PYTEST_ENV) $(BIN)/python -m pytest $(RELIABILITY) -m 'soak or not soak' $(ARGS) \
-	  --deselect tests/reliability/test_report.py --outcomes reliability/results.json
+	  -o faulthandler_timeout=0 --deselect tests/reliability/test_report.py --outcomes reliability/results.json
 	$(BIN)/python -m tests.reliability.report
 
 # Traffic and all maintenance at once, on each database for ENDURANCE_SECONDS: three hours.

@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage import RenewKey, users
+from adk_secure_sessions.storage import RenewKey, empty_caches, users
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
 from tests.maintenance.support import (
@@ -345,6 +345,22 @@ async def test_operation_goes_on_if_masters_are_replaced_during_each_of_its_atte
         else:
             assert (await service.list_sessions(app_name=APP)).sessions
         assert [plan.happened for plan in plans] == [1, 1, 1]
+    await assert_whole(file_url, AES)
+
+
+async def test_rotation_knows_its_new_master_although_an_erasure_empties_the_caches(
+    file_url: str,
+) -> None:
+    """An erasure empties the caches of all objects of its process, also of a rotation there."""
+    await filled(file_url)
+    db, faults = with_faults(lambda: Database(file_url, AES))
+    async with db:
+        plans = [
+            faults.data.after(point, empty_caches, nth=None) for point in (Point.READ, Point.DEFINE)
+        ]
+        done = await rotate_master(db)
+        assert (done.left, done.bad, done.rotated) == (0, 0, 3)
+        assert sum(plan.happened for plan in plans) > 3
     await assert_whole(file_url, AES)
 
 

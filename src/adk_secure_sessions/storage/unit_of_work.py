@@ -472,6 +472,10 @@ class UnitOfWork:
                 again = time.monotonic() + self._keyring_pause
                 renewed.retry_at = seen.retry_at if paused else again
             keys.keyring = renewed
+            # Meanwhile the caches may have been emptied, which has put the old keyring into a new
+            # object: a rotation would then miss the master key that it has just created.
+            if (opened := self._opened) is not None and opened.keys.keyring is seen:
+                opened.keys.keyring = renewed
 
     async def _current(self) -> _Opened:
         """Return the keys and the caches.
