@@ -99,6 +99,11 @@ class Report:
         found = [one for name, one in self._outcomes.items() if name.startswith(prefix)]
         return f"{sum(getattr(one, field) for one in found):,}"
 
+    def sum_of(self, prefix: str) -> str:
+        """Return the sum of all figures whose names begin so."""
+        found = [one.value for name, one in self._figures.items() if name.startswith(prefix)]
+        return f"{sum(found):,.0f}"
+
     def number(self, name: str) -> str:
         """Return a figure, or that it was not measured."""
         return self._figures[name].text if name in self._figures else NOT_RUN

@@ -327,7 +327,9 @@ def use_read_only(say: Callable[[object], None], path: str) -> None:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(("file", "directory"), [(0o444, 0o555), (0o444, 0o777)])
+@pytest.mark.parametrize(
+    ("file", "directory"), [(0o444, 0o555), pytest.param(0o444, 0o777, marks=pytest.mark.soak)]
+)
 async def test_read_only_file_can_be_read_and_writes_are_errors(
     file: int, directory: int, record: Record
 ) -> None:
@@ -449,7 +451,7 @@ def missing_only(found: str, right: str) -> bool:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("cases", [2, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("cases", [1, pytest.param(60, marks=pytest.mark.soak)])
 def test_damaged_file_gives_an_error_or_the_right_data(
     cases: int, tmp_path: Path, record: Record
 ) -> None:
@@ -483,7 +485,7 @@ async def test_damaged_log_of_committed_transactions_gives_an_earlier_state_or_a
     copy.parent.mkdir()
     lengths = Counter[int]()
     log = path.with_name("sessions.db-wal").read_bytes()
-    for at in range(200, len(log), len(log) // 25):
+    for at in range(200, len(log), len(log) // 12):
         for leftover in files(copy):
             leftover.unlink()
         shutil.copy(path, copy)
@@ -499,5 +501,5 @@ async def test_damaged_log_of_committed_transactions_gives_an_earlier_state_or_a
             assert not found or found.state == ({"n": len(events) - 1} if events else {})
             lengths[len(events)] += 1
     await service.close()
-    assert len(lengths) > 5
+    assert len(lengths) > 4
     record.fault("damaged log/sqlite", times=lengths.total())

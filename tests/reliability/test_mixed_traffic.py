@@ -44,7 +44,7 @@ from tests.reliability.traffic import (
 
 __all__ = ["database"]
 
-SHORT, LONG = 8.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
+SHORT, LONG = 6.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
 PROCESSES, TASKS = 2, 3
 MEBIBYTE = 1 << 20
 # From the end of the first quarter on, the memory of a process may grow by so much.
@@ -220,7 +220,7 @@ def test_traffic_with_all_maintenance_loses_nothing_and_takes_no_more_and_more(
     directory = tmp_path / "journals"
     directory.mkdir()
     is_short = seconds == SHORT
-    pause = 0.02
+    pause = 0.05 if is_short else 0.02
 
     async def begin() -> None:
         async with open_service(url) as service:
@@ -248,7 +248,7 @@ def test_traffic_with_all_maintenance_loses_nothing_and_takes_no_more_and_more(
         assert open_files <= MAX_MORE_FILES
         assert is_short or memory <= MAX_GROWTH
     assert (checked.lost, checked.doubled) == (0, 0)
-    assert writes > 10 * seconds
+    assert writes > 5 * seconds
     assert min(done.values()) >= 1
     assert len(done) == 7
     if is_short:
