@@ -40,6 +40,7 @@ endef
 ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 
 .PHONY: help demo test soak check lint lint-workflows types site docs a11y test-adk test-matrix bench
+.PHONY: reliability endurance
 .PHONY: dist dist-check sbom release-requirements release-check release-notes clean
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
@@ -104,6 +105,22 @@ bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/r
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -v --log-cli-level=INFO \
 	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)
 	$(if $(ARGS),,$(BIN)/python -m tests.benchmarks.report)
+
+# The tests that inject faults, with all their long forms: half an hour.  To run a part and update its
+# rows of the page: make reliability ARGS='-k kill'.
+RELIABILITY := tests/reliability $(addprefix tests/on_servers/test_,restarts.py lost_connections.py pool.py database_errors.py)
+reliability: .venv/.installed ## inject every fault; write reliability/results.json and its page
+	$(PYTEST_ENV) $(BIN)/python -m pytest $(RELIABILITY) -m 'soak or not soak' $(ARGS) \
+	  -o faulthandler_timeout=0 --deselect tests/reliability/test_report.py --outcomes reliability/results.json
+	$(BIN)/python -m tests.reliability.report
+
+# Traffic and all maintenance at once, on each database for ENDURANCE_SECONDS: three hours.
+# For one database: make endurance ARGS='-k postgresql'.
+endurance: export ENDURANCE_SECONDS ?= 3600
+endurance: .venv/.installed ## run the tests with traffic and maintenance for an hour on each database
+	$(PYTEST_ENV) $(BIN)/python -m pytest tests/reliability/test_mixed_traffic.py -m soak $(ARGS) \
+	  -o faulthandler_timeout=0 --outcomes reliability/results.json
+	$(BIN)/python -m tests.reliability.report
 
 # Both use the tools of release/requirements.txt alone, whose versions and hashes are pinned.
 dist: .venv-release/.installed ## build the source distribution and the wheel into dist/, twice: equal bytes

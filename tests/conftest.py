@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from coverage import Coverage
@@ -11,6 +12,7 @@ from greenlet import getcurrent
 
 from tests import servers
 from tests.galera import Galera, galera_cluster
+from tests.reliability.results import Record
 from tests.replication import cluster
 
 # Importing and collecting make no garbage to speak of: looking for it took a fifth of their time.
@@ -84,6 +86,26 @@ _TESTS_ON_SERVER = {
         "test_service_with_a_retired_key_in_memory_loses_nothing",
     ],
 }
+
+
+_RECORD = pytest.StashKey[Record]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("reliability")
+    group.addoption("--outcomes", type=Path, help="write the outcomes of faults to this JSON file")
+
+
+@pytest.fixture(scope="session")
+def record(request: pytest.FixtureRequest) -> Record:
+    """What faults did, for the page about reliability: see tests/reliability/results.py."""
+    return request.config.stash.setdefault(_RECORD, Record())
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    made = config.stash.get(_RECORD, None)
+    if made is not None and (path := config.getoption("outcomes", None)):
+        made.save(path)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,12 +4,9 @@ python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 """
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
 
 from tests.benchmarks import budgets, overhead, plan
 from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
@@ -24,13 +21,13 @@ from tests.benchmarks.databases import (
     OURS,
     SHARED_EVENTS,
 )
+from tests.benchmarks.markdown import markdown_table as _markdown
+from tests.benchmarks.markdown import rendered
 from tests.benchmarks.results import Results, changes, coverage, quantity
 
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results.json"
 PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
-# The space between a number and its unit, and those around the slashes of percentiles.
-_UNBROKEN = re.compile(r"(?<=\d) (?=(?:[KM]?B|[mµn]?s|%|MB/s)\b|%)|(?<=/) | (?=/)")
 TEMPLATE = Path(__file__).with_name("page.md")
 SCALING_PAGE, SCALING_TEMPLATE = _ROOT / "docs" / "scaling.md", TEMPLATE.with_name("scaling.md")
 _SIDES = (OURS, FERNET, NO_OP, ADK)
@@ -38,14 +35,8 @@ _SIDES = (OURS, FERNET, NO_OP, ADK)
 
 def render(results: Results, template: Path = TEMPLATE) -> str:
     """Return the text of a page."""
-    environment = Environment(
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        autoescape=False,
-    )
-    text = template.read_text(encoding="utf-8")
-    return environment.from_string(text).render(
+    return rendered(
+        template,
         figures=Report(results),
         plan=plan,
         budgets=budgets,
@@ -440,13 +431,6 @@ def _percent(shares: Iterable[float]) -> str:
     percent = [round(100 * share) for share in shares]
     low, high = min(percent), max(percent)
     return f"{high} %" if low == high else f"{low} to {high} %"
-
-
-def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    # A number stays on one line with its unit.
-    unbroken = [[_UNBROKEN.sub("&nbsp;", cell) for cell in row] for row in rows]
-    lines = [heading, ["---"] * len(heading), *unbroken]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> None:

@@ -156,16 +156,24 @@ class Results:
         """Add a value that was counted, or measured only once."""
         self.add(name, Figure(value, value, value, 1, unit, goal))
 
-    def save(self, path: Path) -> None:
-        """Write JSON: `machine`, `versions`, and `figures` by name."""
+    def content(self) -> dict[str, Any]:
+        """Return what `save` writes: `machine`, `versions`, and `figures` by name."""
         figures = {name: asdict(figure) for name, figure in self.figures.items()}
-        content = {"machine": self.machine, "versions": self.versions, "figures": figures}
+        return {"machine": self.machine, "versions": self.versions, "figures": figures}
+
+    def save(self, path: Path) -> None:
+        """Write `content` as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(self.content(), indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cls.of(json.loads(path.read_text(encoding="utf-8")))
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Self:
+        """Return the results that *content*, which `content` has returned, describes."""
         figures = {name: Figure(**fields) for name, fields in content["figures"].items()}
         return cls(content["machine"], content["versions"], figures)
 

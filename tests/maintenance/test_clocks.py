@@ -1,13 +1,8 @@
-"""Every command ends and tells the truth, whether its clock is ahead of other clocks or behind.
-
-`shifted` moves the clock of this process: `time.time` and `time.time_ns`, which all code here calls
-through the module.  `time.monotonic`, the clock of time-outs and of the speed limit, stays.
-"""
+"""Every command ends and tells the truth, whether its clock is ahead of other clocks or behind."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +24,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
+from tests.clocks import shifted
 from tests.maintenance.support import (
     APP,
     NEW,
@@ -48,16 +44,6 @@ each_shift = pytest.mark.parametrize(
     "days", [-400, 400, *(pytest.param(days, marks=pytest.mark.soak) for days in (-2, 2))]
 )
 ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
-
-
-@contextmanager
-def shifted(days: float) -> Iterator[None]:
-    real, real_ns = time.time, time.time_ns
-    ahead = timedelta(days=days) // timedelta(microseconds=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "time", lambda: real() + ahead / 1e6)
-        patch.setattr(time, "time_ns", lambda: real_ns() + ahead * 1000)
-        yield
 
 
 def newest_master(place: sa.URL) -> int:

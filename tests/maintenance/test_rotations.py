@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage import RenewKey, users
+from adk_secure_sessions.storage import RenewKey, empty_caches, users
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
 from tests.maintenance.support import (
@@ -316,6 +316,58 @@ async def test_service_of_another_backend_does_not_encrypt_with_its_retired_key(
         await running.append_event(session, event(9))
         await running.create_session(app_name=APP, user_id="ada", state={"user:n": 1})
     await assert_whole(url, AES, FERNET)
+
+
+@pytest.mark.parametrize("operation", ["create", "get", "list"])
+async def test_operation_goes_on_if_masters_are_replaced_during_each_of_its_attempts(
+    operation: str, file_url: str
+) -> None:
+    """A rotation may end while an operation reads the keyring again because of the one before."""
+    await filled(file_url)
+
+    async def replace_masters() -> None:
+        async with Database(file_url, AES) as db:
+            await rotate_master(db)
+            assert (await retire(db)).masters
+
+    service, faults = with_faults(lambda: EncryptedSessionService(file_url, AES))
+    async with service:
+        await service.prepare_tables()  # it knows the keyring, and no data key
+        point = Point.WRITE if operation == "create" else Point.READ
+        plans = [
+            faults.data.before(point, replace_masters, nth=nth, when=reads_data_keys(point))
+            for nth in (1, 2, 3)
+        ]
+        if operation == "create":
+            await service.create_session(app_name=APP, user_id="ada", state={"user:a": 1})
+        elif operation == "get":
+            assert await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+        else:
+            assert (await service.list_sessions(app_name=APP)).sessions
+        assert [plan.happened for plan in plans] == [1, 1, 1]
+    await assert_whole(file_url, AES)
+
+
+async def test_rotation_knows_its_new_master_although_an_erasure_empties_the_caches(
+    file_url: str,
+) -> None:
+    """An erasure empties the caches of all objects of its process, also of a rotation there."""
+    await filled(file_url)
+    db, faults = with_faults(lambda: Database(file_url, AES))
+    async with db:
+        plans = [
+            faults.data.after(point, empty_caches, nth=None) for point in (Point.READ, Point.DEFINE)
+        ]
+        done = await rotate_master(db)
+        assert (done.left, done.bad, done.rotated) == (0, 0, 3)
+        assert sum(plan.happened for plan in plans) > 3
+    await assert_whole(file_url, AES)
+
+
+def reads_data_keys(point: Point) -> Callable[[Any, Any], bool]:
+    if point is Point.WRITE:
+        return lambda step, answer: True
+    return lambda step, answer: "secure_data_keys" in str(step.query)
 
 
 WRITES = [

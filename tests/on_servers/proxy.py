@@ -3,6 +3,7 @@
 How it works: `proxy_before(url)` listens on a Unix socket and passes all bytes on to the server,
 message by message.  After `cut(how, number)`, it cuts the connection once, at the client's message
 of that number.  `leave` says whether it came to that: a test increases the number until it did not.
+Between `stall` and `go_on`, it passes nothing on, as a server that does not answer.
 """
 
 import asyncio
@@ -30,8 +31,18 @@ class Proxy:
         self._address = address
         self._countdown = -1
         self._how = Cut.BEFORE
+        self.cuts = 0  # made so far
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._passes = asyncio.Event()
+        self._passes.set()
+
+    def stall(self) -> None:
+        """Pass nothing on, in neither direction, until `go_on`."""
+        self._passes.clear()
+
+    def go_on(self) -> None:
+        self._passes.set()
 
     def cut(self, how: Cut, number: int) -> None:
         """Cut once, at the client's message of this *number* from now on, counted from 0."""
@@ -40,9 +51,11 @@ class Proxy:
     def leave(self) -> bool:
         """Do not cut any more; return whether the cut was made."""
         made, self._countdown = self._countdown < 0, -1
+        self.cuts += made
         return made
 
     async def serve(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        await self._passes.wait()
         server, to_server = await asyncio.open_unix_connection(str(self._address))
         writers = {to_client, to_server}
         self._writers |= writers
@@ -50,6 +63,7 @@ class Proxy:
 
         async def ask() -> None:
             while data := await client.read(1 << 20):
+                await self._passes.wait()
                 counted = self._countdown
                 if counted >= 0:
                     self._countdown -= 1
@@ -64,6 +78,7 @@ class Proxy:
 
         async def answer() -> None:
             while (data := await server.read(1 << 20)) and not deaf.is_set():
+                await self._passes.wait()
                 to_client.write(data)
                 await to_client.drain()
 
@@ -81,6 +96,7 @@ class Proxy:
         self._writers -= writers
 
     async def end(self) -> None:
+        self.go_on()
         for writer in self._writers:
             writer.close()
         while self._tasks:

@@ -30,6 +30,7 @@ from adk_secure_sessions import (
 from tests.conformance.services import KEY
 from tests.conformance.support import event
 from tests.drivers import each_driver, server, url
+from tests.reliability.results import Record, database_of
 from tests.servers import Server
 
 __all__ = ["server", "url"]
@@ -198,7 +199,7 @@ async def test_permission_denied_by_mariadb(
 
 @pytest.mark.parametrize("name", ON_POSTGRESQL, indirect=True)
 async def test_server_that_became_read_only(
-    name: str, url: URL, server: Server, admin: Callable[[str], None]
+    name: str, url: URL, server: Server, admin: Callable[[str], None], record: Record
 ) -> None:
     async with open_service(name, url) as service:
         session = await begin(service)
@@ -211,11 +212,14 @@ async def test_server_that_became_read_only(
     error = ours(info.value)
     assert isinstance(error, DatabaseError)
     assert (error.code, error.retryable) == ("25006", True)
+    record.fault(f"read-only server/{database_of(url)}", times=1, errors=[error])
     assert "primary" in str(error)
 
 
 @pytest.mark.parametrize("name", [*ON_POSTGRESQL, "asyncmy"], indirect=True)
-async def test_time_limit_of_the_server(name: str, url: URL, server: Server) -> None:
+async def test_time_limit_of_the_server(
+    name: str, url: URL, server: Server, record: Record
+) -> None:
     async with open_service(name, url) as service:
         session = await begin(service)
     options: dict[str, Any] = {
@@ -231,6 +235,7 @@ async def test_time_limit_of_the_server(name: str, url: URL, server: Server) -> 
     for error in errors:
         assert error.retryable
         assert error.code in ("57014", "1969")
+    record.fault(f"statement time-out/{database_of(url)}", times=len(errors), errors=errors)
 
 
 class AlmostFull(sqlite3.Connection):
@@ -257,7 +262,7 @@ async def test_full_disk(name: str, url: URL) -> None:
 
 
 @pytest.mark.parametrize("name", ["sqlite"], indirect=True)
-async def test_file_locked_by_another_process(name: str, url: URL) -> None:
+async def test_file_locked_by_another_process(name: str, url: URL, record: Record) -> None:
     async with open_service(name, url, connect_args={"timeout": 0.1}) as service:
         session = await begin(service)
         with sqlite3.connect(str(url.database), isolation_level=None) as other:
@@ -267,6 +272,7 @@ async def test_file_locked_by_another_process(name: str, url: URL) -> None:
         other.close()
     for error in errors:
         assert (error.code, error.retryable) == ("SQLITE_BUSY", True)
+    record.fault("file locked/sqlite", times=len(errors), errors=errors)
 
 
 @pytest.mark.parametrize("name", ["sqlite", "aiosqlite-engine"], indirect=True)

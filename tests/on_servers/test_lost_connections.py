@@ -22,6 +22,7 @@ from tests.conformance.support import (
     together,
 )
 from tests.on_servers.proxy import Cut, Proxy, proxy_before
+from tests.reliability.results import Record, database_of
 from tests.servers import Server
 
 kind = each_kind(
@@ -44,9 +45,13 @@ def each_cut(*ways: Cut) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
-async def by_proxy(kind: Kind, url: URL) -> AsyncIterator[tuple[Proxy, BaseSessionService]]:
+async def by_proxy(
+    kind: Kind, url: URL, record: Record
+) -> AsyncIterator[tuple[Proxy, BaseSessionService]]:
     async with proxy_before(url) as (proxy, address), kind.open(address) as service:
         yield proxy, service
+    # No operation of these tests raises, and each test reads what it has written.
+    record.fault(f"connection cut/{database_of(url)}", times=proxy.cuts)
 
 
 async def each_moment(
@@ -73,7 +78,7 @@ async def each_moment(
 
 
 async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
-    service: BaseSessionService, server: Server, url: URL
+    service: BaseSessionService, server: Server, url: URL, record: Record
 ) -> None:
     session = await create(service)
     for n in range(3):
@@ -92,6 +97,7 @@ async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
         await delete(service, other)
     assert await reload(service, session) == session
     assert len(session.events) == 6
+    record.fault(f"connections ended/{database_of(url)}", times=3 * 5, acknowledged=13)
 
 
 @each_cut(Cut.ANSWERED)

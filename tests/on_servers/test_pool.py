@@ -10,6 +10,7 @@ from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool
 from adk_secure_sessions import AesGcmBackend, DatabaseError, EncryptedSessionService
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import create, each_kind, event, reload, together
+from tests.reliability.results import Record, database_of
 from tests.servers import Server
 
 kind = each_kind("encrypted-postgresql", soak=["encrypted-mariadb"])
@@ -42,17 +43,19 @@ async def test_many_tasks_share_few_connections(url: URL, server: Server) -> Non
 
 
 async def test_waiting_too_long_for_a_connection_is_an_error_that_says_what_to_do(
-    url: URL, server: Server
+    url: URL, server: Server, record: Record
 ) -> None:
     async with open_service(url, pool_size=1, pool_timeout=0.2) as service:
         session = await create(service)
         with server.rows_locked(url, "secure_sessions"):
             holding = asyncio.ensure_future(service.append_event(session, event("waits")))
             await asyncio.sleep(0.1)
-            with pytest.raises(DatabaseError, match="raise pool_size"):
+            with pytest.raises(DatabaseError, match="raise pool_size") as raised:
                 await asyncio.wait_for(reload(service, session), 30)
         await holding
         assert await reload(service, session) == session
+    name = f"pool exhausted/{database_of(url)}"
+    record.fault(name, times=1, acknowledged=2, errors=[raised.value])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A server that stops and starts again, or that was never there."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -25,6 +26,7 @@ from tests.conformance.support import (
     reload,
     together,
 )
+from tests.reliability.results import Record, database_of
 
 kind = each_kind("encrypted-postgresql", soak=["encrypted-mariadb", "encrypted-psycopg"])
 LOST = DatabaseError
@@ -85,23 +87,29 @@ async def test_server_restarted_between_operations_disturbs_nobody(
 
 
 async def test_server_restarted_during_operations_loses_nothing_and_stores_nothing_twice(
-    service: BaseSessionService, server: servers.Server
+    service: BaseSessionService, server: servers.Server, url: URL, record: Record
 ) -> None:
     returned, raised = Counter[str](), Counter[str]()
+    errors: list[DatabaseError] = []
+    longest = 0.0
     going_on = True
 
     async def converse(n: int) -> None:
+        nonlocal longest
         session = await read(n)
         while going_on:
             one = event(str(n), delta={f"k{n}": len(session.events), f"user:k{n}": 1})
+            began = time.monotonic()
             try:
                 await service.append_event(session, one)
                 returned[one.id] += 1
+                longest = max(longest, time.monotonic() - began)
             except STALE:  # an earlier append raised, but was stored
                 assert raised
                 session = await read(n)
-            except LOST:
+            except LOST as error:
                 raised[one.id] += 1
+                errors.append(error)
             if len(session.events) % 8 == 0:
                 session = await read(n)
 
@@ -133,6 +141,15 @@ async def test_server_restarted_during_operations_loses_nothing_and_stores_nothi
         session = await read(n)
         stored.update(ids(session.events))
         await service.append_event(session, event("goes on"))
+    record.fault(
+        f"restart during traffic/{database_of(url)}",
+        times=2,
+        acknowledged=len(returned),
+        lost=len(returned.keys() - stored.keys()),
+        doubled=stored.total() - len(stored),
+        errors=errors,
+        pause=longest,
+    )
     assert set(stored.values()) == {1}
     assert returned.keys() <= stored.keys() <= returned.keys() | raised.keys()
     assert len(returned) > 12
@@ -140,7 +157,7 @@ async def test_server_restarted_during_operations_loses_nothing_and_stores_nothi
 
 
 async def test_server_that_is_down_is_an_error_until_it_is_back(
-    service: BaseSessionService, kind: Kind, url: URL, server: servers.Server
+    service: BaseSessionService, kind: Kind, url: URL, server: servers.Server, record: Record
 ) -> None:
     session = await create(service)
     server.stop()
@@ -153,8 +170,17 @@ async def test_server_that_is_down_is_an_error_until_it_is_back(
             errors = await asyncio.gather(*calls, return_exceptions=True)
             assert [type(error) for error in errors] == [LOST] * len(calls)
             server.start()
+            started = time.monotonic()
             assert await reload(unopened, session) == session
+            pause = time.monotonic() - started
     finally:
         server.start()
     await service.append_event(session, event("goes on"))
     assert await reload(service, session) == session
+    record.fault(
+        f"server down/{database_of(url)}",
+        times=1,
+        acknowledged=2,
+        errors=[error for error in errors if isinstance(error, LOST)],
+        pause=pause,
+    )

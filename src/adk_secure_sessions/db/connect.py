@@ -1,14 +1,17 @@
 """Create the executors for database URLs and engines."""
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.failures import overdue
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
 from adk_secure_sessions.errors import ConfigurationError, install_command
@@ -304,7 +307,40 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
         timeout = options.get("pool_timeout", _POOL_TIMEOUT)
         keep = {"keep": options["pool_size"], "timeout": timeout}
     engine = create_async_engine(url, **options)
+    if read_timeout is not None:
+        _limit_connecting(engine, read_timeout)
     return _for_engine(engine, owns_engine=True, read_timeout=read_timeout, **keep)
+
+
+def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
+    """Make each attempt of *engine* to connect end within *seconds*.
+
+    Drivers limit only a part of connecting.  If a server accepts a connection and then sends
+    nothing, asyncmy would wait forever.
+    """
+
+    def set_function(
+        dialect: sa.Dialect, _record: object, _args: object, options: dict[str, Any]
+    ) -> None:
+        # SQLAlchemy keeps the driver's module in an attribute that has the name of the driver.
+        driver: Any = getattr(dialect.dbapi, dialect.driver)
+        connect = driver.AsyncConnection.connect if dialect.driver == "psycopg" else driver.connect
+        options.setdefault("async_creator_fn", partial(_connect_in_time, connect, seconds))
+
+    sa.event.listen(engine.sync_engine, "do_connect", set_function)
+
+
+async def _connect_in_time(
+    connect: Callable[..., Awaitable[object]], seconds: float, *args: object, **options: object
+) -> object:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await connect(*args, **options)
+    except TimeoutError:
+        if not limit.expired():
+            raise  # of the driver, which has a shorter time-out
+    raise overdue(seconds, "connecting to the database")
 
 
 def _for_engine(

@@ -44,7 +44,7 @@ from adk_secure_sessions.db.protocol import (
     UniqueViolation,
     run_in_turn,
 )
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.loops import wait_ignoring_cancel
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -206,6 +206,9 @@ class SqliteExecutor:
         self._engine = engine
         self._memory = memory
         self._read_timeout = read_timeout
+        self._file = OpenFile()
+        sa.event.listen(engine, "do_connect", self._file.before_connecting, insert=True)
+        sa.event.listen(engine, "connect", self._file.connected)
         self._forget_threads()
 
     def _forget_threads(self) -> None:
@@ -241,6 +244,7 @@ class SqliteExecutor:
         if threads:
             await asyncio.to_thread(_stop, threads)
         self._engine.dispose()
+        self._file.forget()
 
     async def _submit(
         self,
@@ -267,8 +271,10 @@ class SqliteExecutor:
 
     def _start(self) -> "list[WorkerThread]":
         readers = 0 if self._memory else _READERS
-        self._threads = [WorkerThread(self._engine, writes=True)]
-        self._threads += [WorkerThread(self._engine, writes=False) for _ in range(readers)]
+        self._threads = [
+            WorkerThread(self._engine, self._file, writes=number == 0)
+            for number in range(1 + readers)
+        ]
         self._finalizer = weakref.finalize(self, _stop, self._threads)
         return self._threads
 
@@ -286,6 +292,59 @@ class SqliteExecutor:
             self._finalizer.detach()
         self._engine.dispose(close=False)  # closing the connections would break them for the parent
         self._forget_threads()
+
+
+class OpenFile:
+    """The SQLite file of an executor, to notice that the file was deleted or replaced.
+
+    SQLite keeps using the file that it has opened, even if this file has no name any more.  With a
+    write-ahead log, SQLite reports no error, so that writes would be lost although the service has
+    acknowledged them.  `check` costs one call of `os.stat`, 2 µs.
+    """
+
+    def __init__(self) -> None:
+        # The path, the device and the inode; None if there is no file, or no connection yet.
+        self._known: tuple[bytes, int, int] | None = None
+
+    def connected(self, driver: sqlite3.Connection, _record: object) -> None:
+        """Remember the file of the first connection; SQLAlchemy calls this after it connects."""
+        if self._known is not None:
+            return
+        text_factory, driver.text_factory = driver.text_factory, bytes
+        path: bytes = driver.execute("PRAGMA database_list").fetchone()[2]
+        driver.text_factory = text_factory
+        try:
+            status = os.stat(path)
+        except OSError:
+            return  # it is in memory, or a VFS gives it a name that is no path
+        self._known = path, status.st_dev, status.st_ino
+
+    def before_connecting(self, *_: object) -> None:
+        """Call `check`, so that SQLite does not create the file again; SQLAlchemy calls this."""
+        self.check()
+
+    def check(self) -> None:
+        """Raise DatabaseError if the file is not the one that the first connection has opened."""
+        if self._known is None:
+            return
+        path, device, inode = self._known
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:
+            return  # this does not show that the file is another one
+        else:
+            if (status.st_dev, status.st_ino) == (device, inode):
+                return
+        raise DatabaseError(
+            "the SQLite file was deleted or replaced while it was open, and nothing was stored: "
+            "put the file back, or restart the service to use the file that is there now"
+        )
+
+    def forget(self) -> None:
+        """Accept any file at the next connection, which is then the first one."""
+        self._known = None
 
 
 # --- Jobs and threads ----------------------------------------------------------------------------
@@ -421,7 +480,7 @@ class _Inbox:
 class WorkerThread:
     """A thread with its inbox.  The thread opens, uses and closes its own connection."""
 
-    def __init__(self, engine: sa.Engine, *, writes: bool) -> None:
+    def __init__(self, engine: sa.Engine, file: OpenFile, *, writes: bool) -> None:
         self.inbox: _Inbox = _Inbox()
         # If this event is set, the thread's read is interrupted.
         self.must_end: threading.Event = threading.Event()
@@ -429,7 +488,7 @@ class WorkerThread:
         # Python exits, it waits for all threads that are not daemons.
         self.thread: threading.Thread = threading.Thread(
             target=_serve,
-            args=(self.inbox, engine, writes, self.must_end),
+            args=(self.inbox, engine, file, writes, self.must_end),
             name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
             daemon=True,
         )
@@ -525,7 +584,9 @@ def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = F
     raise overdue(timeout, "a write" if writes else "a read")
 
 
-def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.Event) -> None:
+def _serve(
+    inbox: _Inbox, engine: sa.Engine, file: OpenFile, writes: bool, must_end: threading.Event
+) -> None:
     """Run the jobs of *inbox* until `take` returns an empty batch.
 
     Each thread runs this function.  *writes* is True for the thread that writes.
@@ -538,10 +599,14 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.E
             if not batch:
                 continue
             if batch[0].on_engine:
-                outcomes = [_run_on_engine(engine, batch[0])]
+                outcomes = [_run_on_engine(engine, file, batch[0])]
             else:
                 connection = connection or _connect(engine, writes)
-                outcomes = _run_batch(connection, batch) if writes else [_run(connection, batch[0])]
+                if writes:
+                    outcomes = _run_batch(connection, file, batch)
+                else:
+                    file.check()
+                    outcomes = [_run(connection, batch[0])]
         except BaseException as error:
             outcomes = [_Outcome(job, None, _translated(error)) for job in batch]
         _deliver(outcomes)
@@ -552,7 +617,7 @@ def _serve(inbox: _Inbox, engine: sa.Engine, writes: bool, must_end: threading.E
         connection.driver.close()
 
 
-def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcome]:
+def _run_batch(connection: "SqliteConnection", file: OpenFile, batch: list[Job]) -> list[_Outcome]:
     """Run *batch* in one transaction and return its outcomes, in order.
 
     If a job raises, only that job's changes are rolled back.  If the transaction itself fails, its
@@ -581,6 +646,7 @@ def _run_batch(connection: "SqliteConnection", batch: list[Job]) -> list[_Outcom
                     driver.execute("ROLLBACK TO one")
                 driver.execute("RELEASE one")
         commit = len(batch) > 1 or outcomes[0].error is None
+        file.check()  # now, not before the jobs: what is acknowledged is in the file
         driver.execute("COMMIT" if commit else "ROLLBACK")
         telemetry.record_group_commit(len(batch))
         return outcomes
@@ -601,14 +667,16 @@ def _run(connection: "SqliteConnection", job: Job) -> _Outcome:
         del connection.job  # the job refers to decrypted rows, see `_serve`
 
 
-def _run_on_engine(engine: sa.Engine, job: Job) -> _Outcome:
+def _run_on_engine(engine: sa.Engine, file: OpenFile, job: Job) -> _Outcome:
     try:
         with engine.connect() as connection:
+            file.check()  # the pool may have opened the connection long ago
             if job.commit:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             with taking_any_text(connection):
                 result = _read(job, job.work, connection) if job.reads else job.work(connection)
             if job.commit:
+                file.check()
                 connection.commit()
         return _Outcome(job, result, None)
     except BaseException as error:

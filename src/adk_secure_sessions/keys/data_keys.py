@@ -184,6 +184,8 @@ class StagedKeys:
         created: The argument *created*.
         packing: The argument *packing*.
         new_rows: The rows of the data keys that `new` has created.
+        lacks_master: Whether `load` has rejected a row because its data master is not known, while
+            the stored keyring differs from the keyring of this process.
         operation: Counts encryption and decryption; None if nothing is measured.
     """
 
@@ -211,6 +213,7 @@ class StagedKeys:
         self._rejected_of: dict[bytes, DecryptionError] = {}
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
+        self.lacks_master = False
         self.operation: telemetry.Operation | None = telemetry.current_operation()
 
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
@@ -226,7 +229,8 @@ class StagedKeys:
         Raises:
             StaleKeyring: *masters* differ from the keyring, and *keyring_is_complete* is False.
         """
-        if not self._keyring_is_complete and not self._keys.keyring.has_marks(masters):
+        keyring_has_changed = not self._keys.keyring.has_marks(masters)
+        if keyring_has_changed and not self._keyring_is_complete:
             raise StaleKeyring
         opened: dict[bytes, dict[int, DataKey | None]] = {}
         newest: dict[bytes, int] = {}
@@ -236,6 +240,8 @@ class StagedKeys:
             except DecryptionError as error:
                 located = error.located("secure_data_keys", row.id)
                 self._rejected[row.id] = self._rejected_of[row.owner] = located
+                if keyring_has_changed and isinstance(error, UnknownKeyError):
+                    self.lacks_master = True
             else:
                 opened.setdefault(row.owner, {})[row.id] = key
                 newest[row.owner] = max(newest.get(row.owner, -1), row.generation)

@@ -91,6 +91,11 @@ _KEYRING_PAUSE = 10.0
 _NEW_KEYS = 8
 
 
+# How often an operation that lacks a data master reads the keyring again after it has done so once.
+# Other processes may rotate and retire master keys during each attempt.
+_RENEWALS = 3
+
+
 class Operation(Protocol[T_co]):
     """A read or write of the rows of *who*, for `UnitOfWork.run`."""
 
@@ -368,6 +373,7 @@ class UnitOfWork:
         # time, read both the keys and the rows again.
         missing_is_final = not separate
         keyring_is_current = False
+        renewals = 0
         is_first = True
         created: list[int] = []  # the ids of data keys stored in the key database
         while True:
@@ -396,6 +402,12 @@ class UnitOfWork:
                         keys.load(found.data_keys, found.masters)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
+                    if keys.lacks_master and renewals < _RENEWALS:
+                        # Another process has changed the keyring again since it was read again.
+                        renewals += 1
+                        await self._renew_keyring(opened.keys, keyring_seen)
+                        telemetry.count_retry("keyring")
+                        continue
                     if reads_keys and missing_is_final:
                         raise
                     missing_is_final = missing_is_final or reads_keys
@@ -566,18 +578,26 @@ class UnitOfWork:
         If the row of a data key was tampered with, this method raises no error.  The method
         `StagedKeys.cipher` raises DecryptionError for a record that names this data key.
         """
-        keys = await self.keys()
-        found = await read_data_keys(self.read_keys, owners)
-        staged = StagedKeys(
-            keys, keyring_is_complete=False, uses_cache=False, packing=self._packing
-        )
-        try:
-            staged.load(found.data_keys, found.masters)
-        except StaleKeyring:
-            await self._renew_keyring(keys, keys.keyring)
-            staged = StagedKeys(keys, uses_cache=False, packing=self._packing)
-            staged.load(found.data_keys, found.masters)
-        return staged
+        keys, tags = await self.keys(), list(owners)
+        renewals = 0
+        while True:
+            seen = keys.keyring
+            found = await read_data_keys(self.read_keys, tags)
+            staged = StagedKeys(
+                keys,
+                keyring_is_complete=renewals > 0,
+                uses_cache=False,
+                packing=self._packing,
+            )
+            try:
+                staged.load(found.data_keys, found.masters)
+            except StaleKeyring:
+                pass
+            else:
+                if not staged.lacks_master or renewals > _RENEWALS:
+                    return staged
+            await self._renew_keyring(keys, seen)
+            renewals += 1
 
     async def renew_keyring(self, seen: Keyring) -> None:
         """Read the keyring again, unless another task has read it since the caller got *seen*.
@@ -612,6 +632,10 @@ class UnitOfWork:
                 again = time.monotonic() + self._keyring_pause
                 renewed.retry_at = seen.retry_at if paused else again
             keys.keyring = renewed
+            # Meanwhile the caches may have been emptied, which has put the old keyring into a new
+            # object: a rotation would then miss the master key that it has just created.
+            if (opened := self._opened) is not None and opened.keys.keyring is seen:
+                opened.keys.keyring = renewed
 
     async def _current(self) -> _Opened:
         """Return the keys and the caches.

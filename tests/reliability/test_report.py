@@ -1,0 +1,98 @@
+"""docs/reliability.md agrees with the file of outcomes, and names every one of them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adk_secure_sessions import DatabaseError
+from tests.benchmarks.results import Results
+from tests.reliability import report
+from tests.reliability.report import PAGE, RESULTS, TEMPLATE, render
+from tests.reliability.results import Outcome, Record, seen
+
+REGENERATE = "regenerate the page: python -m tests.reliability.report"
+LABELS = {
+    **report.KILLS,
+    **report.FILES,
+    **report.SERVERS,
+    **report.KEY_SERVICES,
+    **report.CLOCKS,
+    report.TRAFFIC: "",
+}
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return Record.load(RESULTS)
+
+
+def test_page_agrees_with_the_results(record: Record) -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(record), REGENERATE
+
+
+def test_nothing_was_lost_or_doubled(record: Record) -> None:
+    for name, outcome in record.outcomes.items():
+        assert (outcome.lost, outcome.doubled) == (0, 0), name
+
+
+def test_page_has_a_row_for_every_outcome_and_changes_with_it(record: Record) -> None:
+    page = render(record)
+    for name, outcome in record.outcomes.items():
+        prefix, _, database = name.rpartition("/")
+        assert prefix in LABELS, name
+        assert database in report.DATABASES, name
+        if not outcome.times:
+            continue
+        changed = replace(outcome, acknowledged=outcome.acknowledged + 1_234_567)
+        outcomes = {**record.outcomes, name: changed}
+        results = Results(record.machine, record.versions, record.figures)
+        assert render(Record(results, outcomes)) != page, name
+
+
+def test_fault_that_was_not_injected_is_shown_as_not_run(record: Record) -> None:
+    results = Results(record.machine, record.versions, record.figures)
+    page = render(Record(results, {}))
+    for label in (*report.KILLS.values(), *report.SERVERS.values()):
+        assert f"| {label} | {report.NOT_RUN} |" in page
+
+
+def test_template_holds_no_measured_number() -> None:
+    text = re.sub(r"\{[{%].*?[%}]\}", "", TEMPLATE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.findall(r"\d[\d.,]*\s?(?:%|ms|µs|s|MB|kills)\b", text) == []
+
+
+def test_outcomes_are_read_back_and_those_of_another_run_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "results.json"
+    lost = DatabaseError("text", retryable=True, code="57014")
+    first, second = Record(), Record()
+    for pause in (1.5, 0.5):
+        first.fault("a/sqlite", times=2, acknowledged=3, errors=[lost, lost], pause=pause)
+    first.fault("b/sqlite", times=1)
+    first.figure("figure", 1.0, "s")
+    first.save(path)
+    expected = Outcome(4, 6, 0, 0, {"`DatabaseError` (57014), `retryable`": 4}, 1.5)
+    assert Record.load(path).outcomes["a/sqlite"] == expected
+    second.fault("b/sqlite", times=7)
+    second.save(path)
+    again = Record.load(path)
+    assert again.outcomes == {"a/sqlite": expected, "b/sqlite": Outcome(7)}
+    assert again.figures.keys() == {"figure"}
+
+
+def test_outcomes_of_another_machine_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    other = Record(Results({"processor": "another"}, {"Python": "3"}))
+    other.fault("a/sqlite", times=1)
+    other.save(path)
+    mine = Record()
+    mine.fault("b/sqlite", times=1)
+    mine.save(path)
+    assert Record.load(path).outcomes.keys() == {"b/sqlite"}
+
+
+def test_error_is_shown_by_its_class_its_code_and_whether_to_try_again() -> None:
+    assert seen(DatabaseError("text")) == "`DatabaseError`"
+    assert seen(DatabaseError("text", code="1")) == "`DatabaseError` (1)"
+    assert seen(ValueError("text")) == "`ValueError`"
