@@ -1,4 +1,4 @@
-"""What is fuzzed: each target takes any bytes, and raises an error only if the library has a defect.
+"""What is fuzzed: each target takes any bytes, and raises an error only if there is a defect.
 
 How it works.  A target parses its bytes as an attacker's or a user's input, and catches the errors
 that the library documents for such input.  Any other exception is a defect, and so is an
@@ -150,7 +150,9 @@ def key_spec(data: bytes) -> None:
             _assert_repeats_no_secret(str(error), text)
 
 
-_URI_WORDS = " ".join((*adk.SCHEMES, *NAMES, "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"))
+_URI_WORDS = " ".join(
+    (*adk.SCHEMES, *NAMES, "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY")
+)
 
 
 def uri(data: bytes) -> None:
@@ -175,7 +177,9 @@ def _assert_repeats_no_secret(message: str, text: str) -> None:
         assert word not in message or word in _URI_WORDS or word in _OPTIONS, "quotes the input"
 
 
-_OPTIONS = re.sub(r"[^a-z_ ]", " ", str(adk._DRIVER_OPTIONS) + " allow_http audit_accesses also_backend")
+_OPTIONS = re.sub(
+    r"[^a-z_ ]", " ", str(adk._DRIVER_OPTIONS) + " allow_http audit_accesses also_backend"
+)
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -295,9 +299,7 @@ def keyring(data: bytes) -> None:
     root = StaticKey(KEY)
     changed = [MasterKeyRow(*row[1:]) for row in rows]
     try:
-        opened = asyncio.run(
-            open_keyring(changed, {root.key_id: root}, root.key_id, DATABASE_ID)
-        )
+        opened = asyncio.run(open_keyring(changed, {root.key_id: root}, root.key_id, DATABASE_ID))
     except (ConfigurationError, DecryptionError, KeyServiceError, WrongKeyError):
         return
     known = {row.id: row for row in _keyring_rows()}
@@ -448,7 +450,15 @@ def envelope(data: bytes) -> None:
 
 # What the unpickler of google-adk may do.  Everything else, such as to open a file or to start a
 # process, raises an audit event that the list does not have.
-_ALLOWED = {"builtins.id", "pickle.find_class", "import", "object.__getattr__", "compile", "exec", "marshal.loads"}
+_ALLOWED = {
+    "builtins.id",
+    "pickle.find_class",
+    "import",
+    "object.__getattr__",
+    "compile",
+    "exec",
+    "marshal.loads",
+}
 _forbidden: list[str] | None = None
 
 
@@ -472,7 +482,8 @@ def _unpickler() -> Callable[[bytes], Any]:
 @contextmanager
 def _watched() -> Iterator[list[str]]:
     global _forbidden
-    _forbidden = found = []
+    found: list[str] = []
+    _forbidden = found
     try:
         yield found
     finally:

@@ -37,13 +37,27 @@ from tests.mutation.plan import PLAN
 ROOT = Path(__file__).parents[2]
 PACKAGE = "adk_secure_sessions"
 SURVIVORS = Path(__file__).with_name("survivors.md")
-_LEAST_PATIENCE = 20.0  # seconds for the tests of a mutant; ten times the usual time if that is more
+_LEAST_PATIENCE = (
+    20.0  # seconds for the tests of a mutant; ten times the usual time if that is more
+)
 
 
-_PYTEST = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_cov.plugin"]
+_PYTEST = [
+    "-x",
+    "-q",
+    "--no-header",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "pytest_asyncio.plugin",
+    "-p",
+    "pytest_cov.plugin",
+]
 _NOT_RUN = 99  # exit status
 # pytest must import its plugins itself, and each process the tests and this package.
-_NOT_SHARED = re.compile(rf"{PACKAGE}|tests\b|conftest|.*pytest|_hypothesis|xdist|anyio|sybil|__main")
+_NOT_SHARED = re.compile(
+    rf"{PACKAGE}|tests\b|conftest|.*pytest|_hypothesis|xdist|anyio|sybil|__main"
+)
 
 
 class Outcome(NamedTuple):
@@ -79,7 +93,9 @@ def main() -> int:
         if options.list:
             print(*(f"{module}:{mutant.line}: {mutant.name}" for mutant in chosen), sep="\n")
             continue
-        outcome = _run(module, chosen, [options.tests] if options.tests else PLAN[module], options.jobs)
+        outcome = _run(
+            module, chosen, [options.tests] if options.tests else PLAN[module], options.jobs
+        )
         failed |= bool(outcome.survived)
         for mutant in outcome.survived:
             print(f"{module}:{mutant.line}: SURVIVED {mutant.name}")

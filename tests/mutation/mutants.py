@@ -3,9 +3,11 @@
 The changes are mutmut's (`mutmut.node_mutation`), and two more: a `raise` is removed, and a
 condition is negated.  Of mutmut's changes, those that nearly always end in a TypeError are left
 out: a variable that becomes None, an argument that is removed (arguments that become None are
-not left out), and the arguments of `len` and `isinstance`.  mutmut itself leaves out functions with a decorator and everything outside of
-functions.  Here, both are security-relevant: `hides_frames` decorates most functions that take
-keys, and the layouts of stored bytes are constants of modules.
+not left out), and the arguments of `len` and `isinstance`.
+
+mutmut itself leaves out functions with a decorator and everything outside of functions.  Here, both
+are security-relevant: `hides_frames` decorates most functions that take keys, and the layouts of
+stored bytes are constants of modules.
 
 Not changed are texts of error messages and of the log, which other tests compare with the
 documentation; annotations; imports; protocols; and names of type variables and loggers.
@@ -20,7 +22,9 @@ import libcst as cst
 from mutmut import node_mutation
 
 # Calls whose arguments are texts for people, and calls that only matter to type checkers.
-_SPEAKING = re.compile(r"(\w*Error|\w*Refused|UnsafePickle|_\w*malformed|_reject\w*|warn|\w*replayed)")
+_SPEAKING = re.compile(
+    r"(\w*Error|\w*Refused|UnsafePickle|_\w*malformed|_reject\w*|warn|\w*replayed)"
+)
 _LOGGING = ("logger", "logging")
 _CRUDE = (node_mutation.operator_assignment, node_mutation.operator_augmented_assignment)
 _OPERATORS = [
@@ -58,7 +62,7 @@ class Mutant(NamedTuple):
 
 
 def mutants(source: str) -> Iterator[Mutant]:
-    """Yield the mutants of the module *source*; none of them has the syntax tree of the original."""
+    """Yield the mutants of the module *source*; each has a syntax tree of its own."""
     module = cst.parse_module(source)
     known = {ast.dump(ast.parse(source))}
     numbers: dict[tuple[str, str, str], int] = {}
@@ -149,19 +153,21 @@ def _drops_text(node: cst.CSTNode, new: cst.CSTNode) -> bool:
 
 
 def _in_parentheses(node: cst.BaseExpression) -> cst.BaseExpression:
-    return node.with_changes(lpar=[cst.LeftParen(), *node.lpar], rpar=[*node.rpar, cst.RightParen()])
+    return node.with_changes(
+        lpar=[cst.LeftParen(), *node.lpar], rpar=[*node.rpar, cst.RightParen()]
+    )
 
 
 def _last_name(node: cst.CSTNode) -> str:
     if isinstance(node, cst.Attribute):
-        return node.attr.value
-    return node.value if isinstance(node, cst.Name) else ""
+        node = node.attr
+    return str(node.value) if isinstance(node, cst.Name) else ""
 
 
 def _first_name(node: cst.CSTNode) -> str:
     while isinstance(node, cst.Attribute):
         node = node.value
-    return node.value if isinstance(node, cst.Name) else ""
+    return str(node.value) if isinstance(node, cst.Name) else ""
 
 
 def _code(module: cst.Module, node: cst.CSTNode) -> str:

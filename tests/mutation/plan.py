@@ -2,6 +2,7 @@
 
 _VECTORS = ["tests/test_known_answers.py", "tests/test_vectors.py"]
 _MEMORY = ["tests/integrations/test_memory_attacks.py", "tests/integrations/test_memory_search.py"]
+_LIMITS = ["tests/test_limits.py"]
 
 PLAN: dict[str, list[list[str]]] = {
     "formats/records.py": [["tests/test_records.py", "tests/test_plaintexts.py"], _VECTORS],
@@ -25,7 +26,10 @@ PLAN: dict[str, list[list[str]]] = {
     "formats/envelopes_1x.py": [["tests/test_package_1x_keys.py"]],
     "formats/states.py": [["tests/test_states.py"]],
     "formats/times.py": [["tests/test_states.py"]],
-    "formats/json_text.py": [["tests/test_states.py"], ["tests/test_events.py", "tests/test_limits.py"]],
+    "formats/json_text.py": [
+        ["tests/test_states.py"],
+        ["tests/test_events.py", "tests/test_limits.py"],
+    ],
     "formats/memory_items.py": [_MEMORY],
     "formats/events.py": [["tests/test_events.py"]],
     "formats/event_parser.py": [["tests/test_event_parser.py"]],
