@@ -34,7 +34,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     multiple,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -69,8 +68,9 @@ LATER = 4_000_000_000.0  # in 2096
 ROOTS = bytes(32), bytes(31) + b"\1"
 ANOTHER_APP = "another"
 
-users = st.sampled_from(["ada", "bob", "ünï\ud800"])
-session_ids = st.sampled_from(["s", "t", ""])
+users = st.sampled_from(["ada", "ada", "ünï\ud800"])
+session_ids = st.sampled_from(["s", "s", ""])
+apps = st.sampled_from([APP] * 4 + [ANOTHER_APP])
 values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-1e9, 1e9) | st.text(),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
@@ -78,8 +78,8 @@ values: st.SearchStrategy[Any] = st.recursive(
 ) | st.just("long " * 1000)
 keys = st.sampled_from(["a", "b", "", "app:a", "user:a", "user:app:a", "temp:a", "temp:b"])
 states = st.dictionaries(keys, values, max_size=3)
-lifetimes = st.sampled_from([None, None, timedelta(days=1), timedelta(microseconds=1)])
-times = st.sampled_from([START, START, LATER])
+lifetimes = st.sampled_from([None] * 4 + [timedelta(days=1), timedelta(microseconds=1)])
+times = st.sampled_from([START, LATER, LATER])
 configs = st.fixed_dictionaries(
     {},
     optional={
@@ -300,15 +300,19 @@ class Conversations(RuleBasedStateMachine):
         async with self._maintained() as db:
             return await command(db, *args, **named)
 
-    @initialize()
-    def open_both(self) -> None:
+    @initialize(target=held)
+    def open_both(self) -> Any:
         self._services = [self._open(0), self._open(1)]
         self._run(self._services[0].prepare_tables())
+        return multiple(
+            self.create(0, "ada", "s", {"a": 1, "user:a": 1}, None, APP),
+            self.create(1, "ünï\ud800", "s", {"app:a": 2}, timedelta(days=1), APP),
+        )
 
     def teardown(self) -> None:
         try:
             if self._services:
-                self.verify()
+                self._verify()
             for service in self._services:
                 self._run(service.close())
         finally:
@@ -324,8 +328,19 @@ class Conversations(RuleBasedStateMachine):
         session_id=session_ids,
         state=states,
         lifetime=lifetimes,
-        app=st.sampled_from([APP, APP, ANOTHER_APP]),
+        app=apps,
     )
+    def create_session(
+        self,
+        which: int,
+        user: str,
+        session_id: str,
+        state: dict[str, Any],
+        lifetime: timedelta | None,
+        app: str,
+    ) -> Any:
+        return self.create(which, user, session_id, state, lifetime, app)
+
     def create(
         self,
         which: int,
@@ -357,7 +372,7 @@ class Conversations(RuleBasedStateMachine):
         user=users,
         session_id=session_ids,
         config=configs,
-        app=st.sampled_from([APP, APP, ANOTHER_APP]),
+        app=apps,
     )
     def get(self, which: int, user: str, session_id: str, config: dict[str, Any], app: str) -> Any:
         named = Session(app_name=app, user_id=user, id=session_id)
@@ -385,6 +400,10 @@ class Conversations(RuleBasedStateMachine):
         self, which: int, held: Held, delta: dict[str, Any], at: float, partial: bool
     ) -> None:
         self._run(self._append(self._services[which], held, delta, at, partial=partial))
+
+    @rule(which=either, held=held, delta=states)
+    def append_again(self, which: int, held: Held, delta: dict[str, Any]) -> None:
+        self._run(self._append(self._services[which], held, delta, LATER))
 
     @rule(
         first=held,
@@ -494,7 +513,7 @@ class Conversations(RuleBasedStateMachine):
 
     # --- listings and states ----------------------------------------------------------------------
 
-    @rule(which=either, user=users | st.none(), app=st.sampled_from([APP, ANOTHER_APP]))
+    @rule(which=either, user=users | st.none(), app=apps)
     def list_sessions(self, which: int, user: str | None, app: str) -> None:
         shown = self._run(listed(self._services[which], user, app))
         wanted = sorted(
@@ -541,12 +560,6 @@ class Conversations(RuleBasedStateMachine):
         self._run(self._services[which].close())
         self._services[which] = self._open(which)
 
-    @rule()
-    def rotate_root(self) -> None:
-        self._root = 1 - self._root
-        done = self._run(self._maintain(rotate_root))
-        assert not done.plaintext
-
     @rule(
         command=st.sampled_from([rotate_master, rotate_data]),
         which=either,
@@ -564,31 +577,44 @@ class Conversations(RuleBasedStateMachine):
         )
         assert not done.bad
 
-    @rule()
-    def retire(self) -> None:
+    @rule(
+        command=st.sampled_from(
+            ["rotate_root", "retire", "erase_user", "purge", "vacuum", "verify"]
+        ),
+        user=users,
+    )
+    def maintain(self, command: str, user: str) -> None:
+        """One rule for all, so that most calls are those of sessions."""
+        if command == "erase_user":
+            self._erase_user(user)
+        else:
+            getattr(self, f"_{command}")()
+
+    def _rotate_root(self) -> None:
+        self._root = 1 - self._root
+        done = self._run(self._maintain(rotate_root))
+        assert not done.plaintext
+
+    def _retire(self) -> None:
         self._run(self._maintain(retire))
 
-    @rule(user=users)
-    def erase_user(self, user: str) -> None:
+    def _erase_user(self, user: str) -> None:
         done = self._run(self._maintain(erase_user, APP, user))
         owner = self._model.apps[APP].users.pop(user, None)
         assert done.sessions == (len(owner.sessions) if owner else 0)
 
-    @rule()
-    def purge(self) -> None:
+    def _purge(self) -> None:
         due = [stored for stored in self._model.everything() if stored.has_expired]
         done = self._run(self._maintain(purge))
         assert (done.deleted, done.bad) == (len(due), 0)
         for stored in due:
             del stored.user.sessions[stored.id]
 
-    @precondition(lambda self: self._url.get_backend_name() == "sqlite")
-    @rule()
-    def vacuum(self) -> None:
-        self._run(self._maintain(vacuum))
+    def _vacuum(self) -> None:
+        if self._url.get_backend_name() == "sqlite":
+            self._run(self._maintain(vacuum))
 
-    @rule()
-    def verify(self) -> None:
+    def _verify(self) -> None:
         found = self._run(self._maintain(verify))
         assert (found.bad, found.unchecked) == (0, 0), found.problems
         stored = self._model.everything()
@@ -632,7 +658,7 @@ def files(tmp_path: Path) -> Callable[[], AbstractContextManager[URL]]:
 def test_random_calls_have_the_results_that_a_model_predicts(
     files: Callable[[], AbstractContextManager[URL]],
 ) -> None:
-    run_conversations(files, examples=12, steps=30)
+    run_conversations(files, examples=20, steps=50)
 
 
 @pytest.mark.soak

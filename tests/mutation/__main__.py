@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import IO, Any, NamedTuple
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests.mutation.mutants import Mutant, mutants
 from tests.mutation.plan import PLAN
@@ -84,7 +84,15 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     # pytest would warn that the plugin of hypothesis, which this process has imported, came first.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    settings.register_profile("mutants", database=None, derandomize=True, deadline=None)
+    # The first failure is enough: looking for a simpler one would take most of the time.
+    settings.register_profile(
+        "mutants",
+        database=None,
+        derandomize=True,
+        deadline=None,
+        max_examples=50,
+        phases=(Phase.explicit, Phase.generate),
+    )
     settings.load_profile("mutants")
     failed = False
     for module in modules:
@@ -147,6 +155,7 @@ def _results(
         process, status = os.waitpid(-1, os.WNOHANG)
         if process:
             mutant, _ = running.pop(process)
+            print(".", end="", file=sys.stderr, flush=True)
             if os.waitstatus_to_exitcode(status) == _NOT_RUN:
                 raise SystemExit(f"pytest itself fails: {mutant.name}")
             yield mutant, status != 0
