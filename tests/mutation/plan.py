@@ -9,7 +9,7 @@ PLAN: dict[str, list[list[str]]] = {
     "crypto/aead.py": [["tests/test_aead.py"], _VECTORS],
     "backends/aes_gcm.py": [["tests/test_backends.py"], _VECTORS],
     "backends/fernet.py": [["tests/test_known_answers.py", "tests/test_backends.py"], _VECTORS],
-    "keys/blind_index.py": [["tests/test_vectors.py"]],
+    "keys/blind_index.py": [["tests/test_blind_index.py"]],
     "keys/keyring.py": [["tests/test_keyring.py"]],
     "keys/data_keys.py": [["tests/test_data_keys.py"], ["tests/test_keyring.py"]],
     "keys/providers.py": [["tests/test_keys.py"]],
