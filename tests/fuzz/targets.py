@@ -49,6 +49,8 @@ from adk_secure_sessions.formats.records import (
     join_owner,
     join_session,
     open_record,
+    open_whole,
+    open_without_flags,
     pack,
     split_id,
     split_link,
@@ -108,12 +110,18 @@ def plaintext(data: bytes) -> None:
     start = pack(1, 7)
     for cipher in CIPHERS:
         stored = start + cipher.encrypt(data, start + CONTEXT)
+        with suppress(DecryptionError):
+            assert open_without_flags(stored, CONTEXT, cipher) == data[1:]
+            assert data.startswith(FLAGS)
         try:
             opened = open_record(stored, CONTEXT, cipher)
         except DecryptionError:
             assert not data.startswith(FLAGS)
             continue
-        assert FLAGS + opened == data
+        # Other flags say that the content is compressed or padded.
+        assert data[0] <= 7
+        assert FLAGS + opened == data or data[0]
+        assert open_whole(stored, CONTEXT, cipher) == data
     with suppress(DecryptionError):
         assert with_id(*split_id(data)) == data
     with suppress(DecryptionError):
