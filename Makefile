@@ -40,7 +40,7 @@ endef
 ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 
 .PHONY: help demo test soak check lint lint-workflows types site docs a11y test-adk test-matrix bench
-.PHONY: reliability endurance
+.PHONY: reliability endurance fuzz mutants
 .PHONY: dist dist-check sbom release-requirements release-check release-notes clean
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
@@ -122,6 +122,15 @@ endurance: .venv/.installed ## run the tests with traffic and maintenance for an
 	  -o faulthandler_timeout=0 --outcomes reliability/results.json
 	$(BIN)/python -m tests.reliability.report
 
+# TIME is in seconds and for all targets together.  RUNS is the number of inputs for each target, in
+# place of TIME.  With ARGS, only those targets: make fuzz TIME=600 ARGS="record event".
+fuzz: .venv-fuzz/.installed ## look for inputs that break a parser, with atheris; 60 s, or TIME=600
+	.venv-fuzz/bin/python -m tests.fuzz $(if $(RUNS),--runs $(RUNS),--time $(or $(TIME),60)) $(ARGS)
+
+# With ARGS, only those modules: make mutants ARGS=formats/records.py.
+mutants: .venv-fuzz/.installed ## change formats, keys, backends and crypto in thousands of ways: does a test fail?
+	$(PYTEST_ENV) .venv-fuzz/bin/python -m tests.mutation $(ARGS)
+
 # Both use the tools of release/requirements.txt alone, whose versions and hashes are pinned.
 dist: .venv-release/.installed ## build the source distribution and the wheel into dist/, twice: equal bytes
 	rm -rf dist
@@ -146,12 +155,15 @@ release-notes: .venv/.installed ## write the changelog of this version to releas
 	$(BIN)/python -m release.check --notes release-notes.md
 
 clean: ## remove environments, caches and reports
-	rm -rf .venv .venv-adk-* .venv-release .coverage .coverage.* htmlcov build dist dist.cdx.json release-notes.md site
+	rm -rf .venv .venv-adk-* .venv-fuzz .venv-release .coverage .coverage.* htmlcov build dist dist.cdx.json release-notes.md site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples release typing_tests -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml
 	$(call make-venv,.venv,-e '.[dev]')
+
+.venv-fuzz/.installed: pyproject.toml
+	$(call make-venv,.venv-fuzz,-e '.[fuzz]')
 
 .venv-release/.installed: release/requirements.txt
 	rm -rf .venv-release

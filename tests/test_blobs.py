@@ -387,3 +387,14 @@ def test_soak_pieces_of_random_lengths() -> None:
         key, blob = made(size)
         lengths = [int.from_bytes(os.urandom(3)) % 100_000 for _ in range(20)]
         assert opened(key, size, *cut(blob, lengths)) == plaintext_of(size)
+
+
+def test_largest_blob_can_be_read_and_no_larger_one() -> None:
+    assert blobs.BlobDecryptor(bytes(32), blobs.MAX_SIZE, 0, 1).first == 0
+    with pytest.raises(ValueError, match="are not within"):
+        blobs.BlobDecryptor(bytes(32), blobs.MAX_SIZE + 1, 0, 1)
+
+
+def test_empty_range_of_the_smallest_blob_needs_no_byte_of_it() -> None:
+    decryptor = blobs.BlobDecryptor(bytes(32), 1, 0, 0)
+    assert (decryptor.first, decryptor.end) == (0, 0)

@@ -195,5 +195,5 @@ def test_extra_alone_makes_its_feature_work(
 
 
 def test_every_extra_for_users_is_tried() -> None:
-    extras = set(PROJECT["optional-dependencies"]) - {"dev", "docs", "test"}
+    extras = set(PROJECT["optional-dependencies"]) - {"dev", "docs", "fuzz", "test"}
     assert extras == set(EXTRAS)

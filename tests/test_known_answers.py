@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from cryptography.exceptions import InvalidSignature
 from cryptography.fernet import Fernet, InvalidToken
 
 from adk_secure_sessions import TamperedError
@@ -151,3 +152,18 @@ def test_specified_cases_are_all_accounted_for() -> None:
     (text,) = (case["token"] for case in FERNET["invalid"] if case["desc"] in ABOUT_TEXT)
     with pytest.raises(ValueError, match="base64"):
         b64decode(text, altchars=b"-_", validate=True)
+
+
+@pytest.mark.parametrize(
+    "signed",
+    [
+        b"\x81" + bytes(8 + 16 + 16),  # another version
+        b"\x80" + bytes(8 + 16),  # no ciphertext
+        b"\x80" + bytes(8 + 16 + 15),
+        b"",
+    ],
+)
+def test_token_with_a_valid_mac_and_another_layout_is_rejected(signed: bytes) -> None:
+    key = bytes(range(32))
+    with pytest.raises(InvalidSignature):
+        TokenKey(key).decrypt(signed + hmac.digest(key[:16], signed, "sha256"))

@@ -8,6 +8,10 @@ from hypothesis import strategies as st
 
 from adk_secure_sessions import Reason, TamperedError
 from adk_secure_sessions.formats.records import (
+    EVENT_LINK,
+    EVENT_PREVIOUS,
+    EVENT_REST,
+    FLAGS,
     LINK_LENGTH,
     NO_LINK,
     OwnerFields,
@@ -50,6 +54,15 @@ def test_fields_of_a_session_are_split_again(head: bytes, snapshot: bytes, overl
 @given(LINKS, st.binary())
 def test_link_and_rest_are_split_again(link: bytes, rest: bytes) -> None:
     assert split_link(link + rest) == (link, rest)
+
+
+def test_slices_of_an_event_are_its_link_the_link_before_and_the_rest() -> None:
+    link, previous, rest = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
+    plaintext = FLAGS + link + previous + rest
+    assert plaintext[EVENT_LINK] == link
+    assert plaintext[EVENT_PREVIOUS] == previous
+    assert EVENT_PREVIOUS.start == 17
+    assert plaintext[EVENT_REST] == rest
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""Blind indexes and MACs: each is the one that docs/format.md describes, and has its own name."""
+
+import hashlib
+import hmac
+import inspect
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from tests import format_reader
+
+KEY = bytes(range(32))
+ID, TAG, SOURCE = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
+# The method, its arguments, and the parts of the context that the page names, with the integers.
+CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "app": (("a",), ("app", "a")),
+    "user": (("a", "u"), ("user", "a", "u")),
+    "session": (("a", "u", "s"), ("session", "a", "u", "s")),
+    "collection": (("a", "u", "c"), ("collection", "a", "u", "c")),
+    "wrapped_state_key": (("user", "a", "u", "k"), ("wrapped state key", "user", "a", "u", "k")),
+    "checkpoint": (("rotation.data", "12"), ("checkpoint", "rotation.data", "12")),
+    "features": ((ID, "expiry"), ("features", ID, "expiry")),
+    "separation": ((ID, "old 1 2"), ("separation", ID, "old 1 2")),
+    "migration_source": ((ID, TAG, b"v"), ("migration source", ID, TAG, b"v")),
+    "migrated": ((ID, TAG, 3, 4, SOURCE), ("migrated", ID, TAG, SOURCE, 3, 4)),
+    "migration_complete": ((ID,), ("migration complete", ID)),
+    "source_erased": ((ID,), ("source erased", ID)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tag_is_the_truncated_hmac_of_its_context(name: str) -> None:
+    arguments, parts = CASES[name]
+    mac = hmac.new(KEY, format_reader.context(*parts), hashlib.sha256).digest()[:16]
+    assert getattr(BlindIndex(KEY), name)(*arguments) == mac
+
+
+def test_every_tag_has_a_case() -> None:
+    methods = inspect.getmembers(BlindIndex, inspect.isfunction)
+    public = {name for name, _ in methods if not name.startswith("_")}
+    assert public - {"has_key_of"} == set(CASES)
+
+
+def test_tags_of_the_same_texts_differ_by_their_names() -> None:
+    index = BlindIndex(KEY)
+    same = [index.session("a", "b", "c"), index.collection("a", "b", "c")]
+    same += [index.features(ID, "t"), index.separation(ID, "t")]
+    same += [index.migration_complete(ID), index.source_erased(ID)]
+    assert len(set(same)) == len(same)
+
+
+def test_key_is_compared_with_that_of_another_index() -> None:
+    index = BlindIndex(KEY)
+    assert index.has_key_of(BlindIndex(KEY))
+    assert not index.has_key_of(BlindIndex(KEY[::-1]))
