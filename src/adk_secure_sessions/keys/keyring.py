@@ -164,6 +164,8 @@ class Keyring(KeyMaterial):
         is_being_renewed: Whether a task is reading the keyring again.  Other tasks use this
             keyring meanwhile.
         row_count: The number of stored rows, including rows that were rejected or not read.
+        indexed_keys: The tags of the state keys whose values this process stores in
+            `secure_state_index`.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class Keyring(KeyMaterial):
         self.current_id = current_id
         self.rows: Mapping[int, MasterKeyRow] = rows or {}
         self.separation: Separation | None = None
+        self.indexed_keys: set[bytes] = set()
         self._usable = usable
         self.former: Mapping[int, Aes256Gcm] = former or {}
         self.retry_at: float = math.inf

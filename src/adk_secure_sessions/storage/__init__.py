@@ -4,11 +4,13 @@ The modules, each of which imports only modules above it:
 
 - `schema`: the tables.
 - `queries`: the statements and the typed rows that they return.
-- `opening`: checks a database, and creates missing tables and keys.
 - `bindings`: encrypts and decrypts rows, and checks that they belong together.
+- `state_index`: the rows of the search index.
+- `opening`: checks a database, and creates missing tables and keys.
 - `unit_of_work`: keys, caches and retries.
 - `owner_changes`: changes of apps and users.
 - `writes`, `reads`: the operations, each of which is one transaction or one query.
+- `index_rows`: comparing the search index with the states, and correcting it.
 - `imports`: importing sessions and states from another database.
 - `store`: the operations with ADK's ids as arguments.
 """
@@ -33,6 +35,7 @@ from adk_secure_sessions.storage.imports import (
     Seals,
     canonical,
 )
+from adk_secure_sessions.storage.index_rows import CheckIndexed, CorrectIndexed
 from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     DATABASE_ID,
@@ -46,6 +49,7 @@ from adk_secure_sessions.storage.opening import (
     PLAINTEXT,
     SEPARATING,
     SEPARATION,
+    STATE_INDEX,
     WRAPPER,
     Part,
     Survey,
@@ -89,6 +93,7 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     DATA_TABLES,
     FEATURE_TABLES,
+    INDEX_MARK,
     KEY_TABLES,
     NEVER,
     TABLES,
@@ -96,6 +101,7 @@ from adk_secure_sessions.storage.schema import (
     bases,
     data_keys,
     events,
+    indexed,
     keyring,
     meta,
     metadata,
@@ -103,6 +109,13 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
     witnesses,
+)
+from adk_secure_sessions.storage.state_index import (
+    IndexState,
+    check_key,
+    row_of_user,
+    state_of_mark,
+    withdraw,
 )
 from adk_secure_sessions.storage.store import Collection, Collections, Feature, Store
 from adk_secure_sessions.storage.unit_of_work import (
@@ -132,6 +145,7 @@ __all__ = [
     "FEATURE_TABLES",
     "FORMAT",
     "HOLDS",
+    "INDEX_MARK",
     "INSERT_KEY",
     "KEY_TABLES",
     "MASTER_KEYS",
@@ -142,14 +156,17 @@ __all__ = [
     "PLAINTEXT",
     "SEPARATING",
     "SEPARATION",
+    "STATE_INDEX",
     "TABLES",
     "WRAPPER",
     "CheckApp",
+    "CheckIndexed",
     "CheckLocatedSession",
     "CheckSession",
     "CheckUser",
     "Collection",
     "Collections",
+    "CorrectIndexed",
     "DuplicateSession",
     "EnsureOwners",
     "Expected",
@@ -159,6 +176,7 @@ __all__ = [
     "ImportResult",
     "Imported",
     "ImportedEvent",
+    "IndexState",
     "MigratedRow",
     "MissingSession",
     "NewEvent",
@@ -181,6 +199,7 @@ __all__ = [
     "canonical",
     "check",
     "check_features",
+    "check_key",
     "check_together",
     "chunks",
     "data_keys",
@@ -190,6 +209,7 @@ __all__ = [
     "feature_mark",
     "half_separated",
     "identify",
+    "indexed",
     "is_one_of",
     "keyring",
     "look",
@@ -204,16 +224,19 @@ __all__ = [
     "read_data_keys",
     "reject_separating",
     "repeated",
+    "row_of_user",
     "separation_marks",
     "session_context",
     "sessions",
     "snapshot_context",
+    "state_of_mark",
     "stored_features",
     "survey_data",
     "survey_existing",
     "survey_keys",
     "user_context",
     "users",
+    "withdraw",
     "witness_context",
     "witnesses",
 ]
