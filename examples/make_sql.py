@@ -13,7 +13,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from adk_secure_sessions.storage.opening import Part
-from adk_secure_sessions.storage.schema import FEATURE_TABLES, feature_metadata, metadata
+from adk_secure_sessions.storage.schema import feature_metadata, indexed, metadata, migrated
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}
@@ -25,8 +25,12 @@ PARTS = {
         "The tables of adk-secure-sessions, without those of the key database",
     ),
     "-migration": (
-        FEATURE_TABLES,
+        (migrated,),
         "The table that `migrate` adds to the data tables of adk-secure-sessions",
+    ),
+    "-state-index": (
+        (indexed,),
+        "The table that the search index adds to the data tables of adk-secure-sessions",
     ),
 }
 HEAD = """\

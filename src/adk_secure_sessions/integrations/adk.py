@@ -51,7 +51,7 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
 _ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
-_REPEATED = ("also_key", "also_backend")
+_REPEATED = ("also_key", "also_backend", "indexed_state_key")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
 
@@ -68,7 +68,8 @@ class ServiceUri(NamedTuple):
             URI has no option `blobs`.
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
-            has no such option.
+            URI has no such option.
+        indexed_state_keys: The argument `indexed_state_keys` of `EncryptedSessionService`.
     """
 
     db_url: str
@@ -78,6 +79,7 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
+    indexed_state_keys: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -145,6 +147,7 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
         audit,
+        tuple(ours["indexed_state_key"]),
     )
 
 
@@ -263,6 +266,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 additional,
                 key_db_url=uri.key_db,
                 audit_accesses=uri.audit_accesses,
+                indexed_state_keys=uri.indexed_state_keys,
             )
             _close_on_sigterm()
             _services[which] = service
