@@ -161,8 +161,9 @@ class Server(ABC):
         self._end_all(name)
         listed = "SELECT table_name FROM information_schema.tables WHERE table_schema = "
         for (table,) in connection.exec_driver_sql(f"{listed}'{name}'").all():
-            # A new database does not have this table, and a database behaves differently with it.
-            word = "DROP TABLE" if table == "secure_migrated" else "DELETE FROM"
+            # A new database does not have these tables, and a database behaves differently with it.
+            of_feature = table in ("secure_migrated", "secure_state_index")
+            word = "DROP TABLE" if of_feature else "DELETE FROM"
             connection.exec_driver_sql(f"{word} {name}.{table}")
 
     @abstractmethod
