@@ -209,8 +209,8 @@ class _Filler:
         if found is None or found[0] != self._app_name:
             return
         who = await self._db.unit.identify(self._app_name, found[1].user_id)
-        operation = CorrectIndexed(who, self._tags, of_user=True)
-        self.written += await self._db.unit.run(operation)
+        written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=True))
+        self.written += written
         self.users += 1
 
     async def _fill_session(self, located: Any) -> None:
@@ -218,8 +218,8 @@ class _Filler:
         if ids.is_collection or ids.app_name != self._app_name:
             return
         who = await self._db.unit.identify(*ids)
-        operation = CorrectIndexed(who, self._tags, of_user=False)
-        self.written += await self._db.unit.run(operation)
+        written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=False))
+        self.written += written
         self.sessions += 1
 
     async def _each(self, work: list[tuple[str, Any, Callable[[], Awaitable[None]]]]) -> None:
