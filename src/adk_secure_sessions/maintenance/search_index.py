@@ -30,9 +30,11 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.storage import (
+    COLLECTION,
     INDEX_MARK,
     CorrectIndexed,
     IndexState,
+    apps,
     check_key,
     indexed,
     sessions,
@@ -122,7 +124,7 @@ async def fill_index(
     if of_users:
         await run.fill_users()
     await run.fill_sessions()
-    removed = await _remove_orphans(db, tags)
+    removed = await _remove_orphans(db, (await db.unit.identify(app_name)).app_tag, tags)
     complete = skip_unreadable or not run.problems.count
     if complete:
         await store.complete_indexed(tags)
@@ -239,16 +241,18 @@ class _Filler:
 # --- rows without a session or user ---------------------------------------------------------------
 
 
-async def _remove_orphans(db: Database, tags: Iterable[bytes]) -> int:
+async def _remove_orphans(db: Database, app_tag: bytes, tags: Iterable[bytes]) -> int:
     removed = 0
     async for span in ranges(db, indexed.c.row_id, db.limits.headers):
-        removed += await db.change(partial(_delete_orphans, sorted(tags), span))
+        removed += await db.change(partial(_delete_orphans, app_tag, sorted(tags), span))
     return removed
 
 
-def _delete_orphans(tags: Sequence[bytes], span: Range, connection: sa.Connection) -> int:
+def _delete_orphans(
+    app_tag: bytes, tags: Sequence[bytes], span: Range, connection: sa.Connection
+) -> int:
     c = indexed.c
-    where = [c.key_tag.in_(tags), *orphaned(), *within(c.row_id, span.bounds)]
+    where = [c.key_tag.in_(tags), *orphaned(app_tag), *within(c.row_id, span.bounds)]
     return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
 
 
@@ -258,14 +262,25 @@ def _delete_rows(tags: Sequence[bytes], span: Range, connection: sa.Connection) 
     return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
 
 
-def orphaned() -> list[sa.ColumnElement[bool]]:
-    """Return the SQL conditions for rows of the index whose session or user does not exist."""
+def orphaned(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
+    """Return the SQL conditions for rows of the index whose session or user does not exist.
+
+    If *app_tag* is given, only sessions and users of this app count.  A collection never counts.
+    """
     one: sa.ColumnElement[int] = sa.literal_column("1")
     minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     row = indexed.c.row_id
-    session = sa.select(one).where(sessions.c.id == row).correlate(indexed).exists()
-    user = sa.select(one).where(users.c.id == minus_one - row).correlate(indexed).exists()
+    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
+    of_session = sa.select(one).where(sessions.c.id == row, is_session)
+    of_user = sa.select(one).where(users.c.id == minus_one - row)
+    if app_tag is not None:
+        app = sa.select(apps.c.id).where(apps.c.tag == app_tag)
+        of_user = of_user.where(users.c.app_row.in_(app))
+        of_session = of_session.where(
+            users.c.id == sessions.c.user_row, users.c.app_row.in_(app)
+        )
+    session, user = (query.correlate(indexed).exists() for query in (of_session, of_user))
     is_mark = row == sa.literal_column(str(INDEX_MARK))
     return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
 

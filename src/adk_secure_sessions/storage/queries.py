@@ -324,10 +324,12 @@ def _page_query(
         app_row: ColumnElement[int] = users.c.app_row
         source: FromClause = sessions.join(users, users.c.id == sessions.c.user_row)
         if found_by:
-            c = indexed.c
-            row = sessions.c.id if found_by == "session" else index_row_of_user(users.c.id)
-            source = source.join(indexed, c.row_id == row)
-            rows = rows.where(c.value_tag == _value_tag)
+            has_value = indexed.c.value_tag == _value_tag
+            if found_by == "session":
+                rows = rows.where(own.in_(select(indexed.c.row_id).where(has_value)))
+            else:
+                row = index_row_of_user(indexed.c.row_id)  # its own inverse
+                rows = rows.where(user.in_(select(row).where(has_value)))
             # The addition prevents the database from using the index of `app_row`.  It would read
             # all users of the app, because it cannot know how few sessions have this value.
             app_row = app_row + _ZERO
