@@ -81,6 +81,10 @@ FIELD_SIZES = {size: SIZES[size] for size in ("1KB", "100KB")}
 MIGRATED_SESSIONS, MIGRATED_EVENTS = 500, 20
 MIGRATION_GOAL = 2.0  # time relative to a plain copy of the same rows
 
+# Sessions by a value of their state: all sessions, and how many one search finds.
+SEARCHED_SESSIONS, SEARCH_HITS = 100_000, 10
+SEARCH_GOAL = 0.005  # seconds
+
 # Telemetry: which providers are set, and the method of each operation.  Pairs of CPU times, each of
 # several operations.
 TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES = "none", "metrics", "metrics and spans"

@@ -61,6 +61,7 @@ def test_page_has_sections_for_artifacts_memory_and_the_wrapper(results: Results
         "## Search in ADK's memory",
         "## Wrapper of another",
         "## Telemetry",
+        "## Search by a value of the state",
     )
     cold = ("Importing ADK's session service takes", "| new service |")
     for text in (*headings, *cold, "name of the server", "repeated read", "| a rare word |"):

@@ -27,6 +27,8 @@ ARGUMENTS: dict[str, list[str]] = {
     "blobs verify": ["--store", "."],
     "blobs purge": ["--store", "."],
     "migrate": ["--from", "sqlite:///adk.db"],
+    "index fill": ["--app", "clinic", "n"],
+    "index drop": ["--app", "clinic", "n"],
 }
 NAMES = [name for name in commands() if name not in ("keygen", "adk doctor")]  # without a database
 
