@@ -292,7 +292,7 @@ async def test_thousands_of_marks_stop_no_service(
         assert (await verify(db)).bad >= 999
 
 
-async def test_older_list_of_features_is_noticed_and_the_index_is_maintained(
+async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_kept(
     victim: Victim,
 ) -> None:
     victim.run("UPDATE secure_meta SET value = value WHERE name = 'features'")

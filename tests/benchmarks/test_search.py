@@ -31,9 +31,10 @@ _CONCURRENCY = 50
 async def test_search(results: Results, deployment: Deployment) -> None:
     url = deployment.databases.create()
     async with EncryptedSessionService(url, AesGcmBackend(KEY), indexed_state_keys=KEYS) as service:
-        await _seed(service)
+        await service.prepare_tables()
         async with Database(url, AesGcmBackend(KEY)) as db:
             await fill_index(db, APP, KEYS)
+        await _seed(service)
         await update_statistics(url)
         # Each search is for another value, so that no session is cached.
         numbers = itertools.cycle(range(0, plan.SEARCHED_SESSIONS, 997))
