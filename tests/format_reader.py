@@ -590,9 +590,11 @@ def canonical(value: object) -> str:
 
 
 def _escaped(character: str) -> str:
-    short = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    if character in short:
-        return short[character]
+    controls = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+    if character in '"\\':
+        return f"\\{character}"
+    if character in controls:
+        return f"\\{controls[character]}"
     if " " <= character <= "~":
         return character
     units = character.encode("utf-16-be", "surrogatepass")

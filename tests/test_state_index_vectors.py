@@ -41,8 +41,8 @@ def test_reader_written_from_the_page_alone_finds_the_same(database: Path) -> No
                 with pytest.raises(format_reader.Refused):
                     reader.search(*arguments)
             else:
-                found = [[each["user_id"], each["session_id"]] for each in reader.search(*arguments)]
-                assert found == one["found"]
+                found = reader.search(*arguments)
+                assert [[each["user_id"], each["session_id"]] for each in found] == one["found"]
 
 
 async def test_verify_names_the_forged_rows_and_fill_corrects_them(database: Path) -> None:

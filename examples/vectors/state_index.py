@@ -1,4 +1,4 @@
-"""tests/vectors/state_index.*: a database with a search index, and what a search must find in it."""
+"""tests/vectors/state_index.*: a database with a search index, and what a search must find."""
 
 import asyncio
 import sqlite3
@@ -8,7 +8,16 @@ from pathlib import Path
 
 from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, fill_index
-from examples.vectors.database import ADA, ADK_VERSION, BOB, CLINIC, backends, dumped, fixed, root_keys
+from examples.vectors.database import (
+    ADA,
+    ADK_VERSION,
+    BOB,
+    CLINIC,
+    backends,
+    dumped,
+    fixed,
+    root_keys,
+)
 from examples.vectors.fixed import Json
 
 ABOUT = (

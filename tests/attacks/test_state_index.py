@@ -66,15 +66,18 @@ class Victim:
                 (CLINIC, "bob", "without", {}),
                 (BANK, "eve", "bank", {"ticket": VALUE}),
             ):
-                ids = {"app_name": app, "user_id": user, "session_id": name}
-                await service.create_session(**ids, state=state)
+                await service.create_session(
+                    app_name=app, user_id=user, session_id=name, state=state
+                )
                 self.rows[name] = self.value("SELECT max(id) FROM secure_sessions")
                 self.rows[user] = self.value("SELECT max(id) FROM secure_users")
             await service.collections.append(CLINIC, "ada", '["list"]', encode_item({}))
             self.rows["list"] = self.value("SELECT max(id) FROM secure_sessions")
         async with self.maintained() as db:
             index = (await db.keys()).keyring.index
-            self.tags["features"] = self.value("SELECT value FROM secure_meta WHERE name='features'")
+            self.tags["features"] = self.value(
+                "SELECT value FROM secure_meta WHERE name='features'"
+            )
             await fill_index(db, BANK, ["ticket"])
             self.tags["declared"] = index.state_key_declared(index.state_key(CLINIC, "ticket"))
             await fill_index(db, CLINIC, ["ticket", "user:mrn"])
@@ -134,8 +137,7 @@ ATTACKS = {
     "a text as row": f"{INSERT}('x', :ticket, :first)",
     "a text as value": "UPDATE secure_state_index SET value_tag = 'x' WHERE row_id = :one",
     "a number as key": f"{INSERT}(:without, 7, :first)",
-    "all": "UPDATE secure_state_index SET value_tag = :first WHERE row_id NOT IN "
-    f"({MARK}, :one)",
+    "all": f"UPDATE secure_state_index SET value_tag = :first WHERE row_id NOT IN ({MARK}, :one)",
 }
 # A row of a key that this app does not index has no effect.
 HARMLESS = {"a number as key"}

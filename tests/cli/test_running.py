@@ -400,7 +400,8 @@ def unfinished_at(seconds_left: float) -> Status:
     progress = RotationProgress("data", 1, True, 1, 10, seconds_left)
     keys = (DataKeyCount(1, 1, 1),)
     master = MasterKey(1, "data", "key:0", 1, 1.0, None)
-    return Status("1", False, (master,), keys, (RecordCount("t", 1, 10, 1),), (progress,), None)
+    records = (RecordCount("t", 1, 10, 1),)
+    return Status("1", False, (master,), keys, records, (progress,), None, None)
 
 
 MIGRATIONS = [

@@ -1,8 +1,8 @@
 """`find_sessions`, which ADK does not have: sessions by a value of their state.
 
 How it works.  `opened()` opens a service that indexes `KEYS`; `found` are the ids of the sessions
-that a search returns.  `assert_kept` runs `verify`, which computes the rows of the search index from
-the states and compares them with the stored rows.
+that a search returns.  `assert_kept` runs `verify`, which computes the rows of the search index
+from the states and compares them with the stored rows.
 """
 
 import asyncio
@@ -172,7 +172,7 @@ async def test_pages_find_each_session_once(opened: Opened, db: Database) -> Non
         expected = [session.id for session in listed.sessions if session.id in names]
         assert pages == [expected[:2], expected[2:]]
     for wrong in ({"limit": 0}, {"limit": 1, "order": "?"}, {"limit": 1, "after": "?"}):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="must be"):
             await service.find_sessions_page(APP, "ticket", True, **wrong)
 
 
@@ -204,8 +204,9 @@ async def test_key_that_cannot_be_indexed_is_rejected(
         await found(await opened(), key, 1)
     with pytest.raises(ConfigurationError):
         await fill_index(db, APP, [key])
-    for keys in ("ticket", []):
-        with pytest.raises(ConfigurationError):
+    none: list[str] = []
+    for keys in ("ticket", none):
+        with pytest.raises(ConfigurationError, match="a list of one or more keys"):
             await fill_index(db, APP, keys)
     with pytest.raises(ConfigurationError, match="not one text"):
         EncryptedSessionService("sqlite://", AesGcmBackend(KEY), indexed_state_keys="ticket")

@@ -182,9 +182,7 @@ def _check(app_name: object, keys: object) -> None:
 class _Filler:
     """Corrects the rows of the search index of one app, and counts what it has done."""
 
-    def __init__(
-        self, db: Database, app_name: str, tags: Collection[bytes], meter: Meter
-    ) -> None:
+    def __init__(self, db: Database, app_name: str, tags: Collection[bytes], meter: Meter) -> None:
         self.meter = meter
         self.problems = Problems()
         self.sessions = self.users = self.written = self.bad = 0
@@ -277,9 +275,7 @@ def orphaned(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
     if app_tag is not None:
         app = sa.select(apps.c.id).where(apps.c.tag == app_tag)
         of_user = of_user.where(users.c.app_row.in_(app))
-        of_session = of_session.where(
-            users.c.id == sessions.c.user_row, users.c.app_row.in_(app)
-        )
+        of_session = of_session.where(users.c.id == sessions.c.user_row, users.c.app_row.in_(app))
     session, user = (query.correlate(indexed).exists() for query in (of_session, of_user))
     is_mark = row == sa.literal_column(str(INDEX_MARK))
     return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]

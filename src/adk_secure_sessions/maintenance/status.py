@@ -23,8 +23,8 @@ from adk_secure_sessions.maintenance.engine import (
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.storage import (
-    MIGRATION,
     INDEX_MARK,
+    MIGRATION,
     MIGRATION_MARK,
     IndexState,
     Survey,

@@ -239,7 +239,7 @@ class _Verifier:
         if not self._indexed:
             return
         found = await self._db.unit.run(CheckIndexed(who, self._indexed, of_user=of_user))
-        if found is None or not found[1].count:
+        if found is None or not found[1].total:
             return
         row_id, differences = found
         numbers = {
@@ -249,7 +249,7 @@ class _Verifier:
         }
         listed = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
         detail = f"rows of the search index: {listed}; `index fill` corrects them"
-        for _ in range(differences.count):
+        for _ in range(differences.total):
             self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
 
     async def check_apps(self) -> None:

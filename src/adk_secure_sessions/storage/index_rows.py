@@ -65,11 +65,11 @@ class CorrectIndexed(Write[int]):
         forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
         found = yield from read_found(attempt, forms)
         compared = _differences(attempt, found, self._keys, of_user=self._of_user)
-        if compared is None or not compared[1].count:
+        if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
         yield from apply_changes(differences.changes(row_id))
-        return differences.count
+        return differences.total
 
 
 def _differences(

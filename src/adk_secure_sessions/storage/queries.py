@@ -192,7 +192,8 @@ def _indexed(*conditions: ColumnElement[bool]) -> Select[Any]:
 def index_row_of_user(user_row: Any) -> ColumnElement[int]:
     """Return the SQL expression for `row_id` in the rows of `secure_state_index` of a user."""
     minus_one: ColumnElement[int] = literal_column("-1", BigInteger)
-    return minus_one - user_row
+    row_id: ColumnElement[int] = minus_one - user_row
+    return row_id
 
 
 def _app_id() -> Any:
@@ -509,7 +510,7 @@ UPDATE_MIGRATED = (
     .values(**{name: bindparam(name) for name in ("row_id", "number", "source", "seal")})
 )
 INSERT_INDEXED = insert(indexed)
-_is_indexed = select(literal_column("1")).where(
+_is_indexed: Select[Any] = select(literal_column("1")).where(
     indexed.c.row_id == bindparam("row_id", type_=BigInteger),
     indexed.c.key_tag == _key_tag,
 )

@@ -356,7 +356,9 @@ class Lookup:
         If a state is malformed, return True, so that the caller finds the error.
         """
         session = view.session
-        states = [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
+        states = (
+            [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
+        )
         try:
             for state in map(loads, states):
                 if self._name in state:

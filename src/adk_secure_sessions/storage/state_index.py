@@ -114,9 +114,7 @@ def withdraw(key_tags: Iterable[bytes], connection: sa.Connection) -> None:
     """Delete the marks of these keys."""
     for tag in key_tags:
         connection.execute(
-            sa.delete(indexed).where(
-                indexed.c.row_id == INDEX_MARK, indexed.c.key_tag == tag
-            )
+            sa.delete(indexed).where(indexed.c.row_id == INDEX_MARK, indexed.c.key_tag == tag)
         )
 
 
@@ -228,7 +226,7 @@ class Differences(NamedTuple):
         )
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """The number of rows that differ."""
         return len(self.missing) + len(self.wrong) + len(self.surplus)
 
@@ -243,13 +241,8 @@ class Differences(NamedTuple):
                 for tag, value in self.missing.items()
             ),
             *(
-                Change(
-                    sql.UPDATE_INDEXED, {"at_id": row_id, "at_key": tag, "value_tag": value}
-                )
+                Change(sql.UPDATE_INDEXED, {"at_id": row_id, "at_key": tag, "value_tag": value})
                 for tag, value in self.wrong.items()
             ),
-            *(
-                Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag})
-                for tag in self.surplus
-            ),
+            *(Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}) for tag in self.surplus),
         ]
