@@ -344,10 +344,10 @@ class Lookup:
     """
 
     def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
-        self.of_users = key.startswith(USER_PREFIX)
-        self.key_tag = keyring.index.state_key(app_name, key)
+        self.of_users: bool = key.startswith(USER_PREFIX)
+        self.key_tag: bytes = keyring.index.state_key(app_name, key)
         self._canonical = state_index.canonical(value)
-        self.value_tag = keyring.index.state_value(app_name, key, self._canonical)
+        self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
     def matches(self, view: View) -> bool:
