@@ -45,8 +45,6 @@ ON_SERVERS = [
     "test_each_write_keeps_the_index",
     "test_sessions_are_found_by_a_value_of_their_state",
     "test_index_is_filled_while_services_write",
-    "test_imported_sessions_and_states_are_found",
-    "test_deleted_expired_and_erased_sessions_leave_no_row",
 ]
 kind = each_kind(
     "encrypted-file",
