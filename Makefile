@@ -97,7 +97,9 @@ test-matrix-%:
 
 # The environment variable BENCH_SECONDS (default 2.5) is the duration of each comparison with ADK.
 # To run a part and leave the page and results unchanged: make bench ARGS='-k "postgresql and get"'.
-# The deployments are sqlite, postgresql and remote.
+# The deployments are sqlite, postgresql and remote.  To replace some figures of the page:
+# make bench ARGS='-k conversation --update benchmarks/results.json', then
+# python -m tests.benchmarks.report.
 bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/results.json and its page
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -v --log-cli-level=INFO \
 	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)

@@ -13,7 +13,14 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from adk_secure_sessions.storage.opening import Part
-from adk_secure_sessions.storage.schema import feature_metadata, indexed, metadata, migrated
+from adk_secure_sessions.storage.schema import (
+    bases,
+    events,
+    feature_metadata,
+    indexed,
+    metadata,
+    migrated,
+)
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}
@@ -39,6 +46,15 @@ HEAD = """\
 -- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
 
 """
+HEAD_OF_PARTITIONING = """\
+-- Divides the tables of events and snapshots of an existing database, for PostgreSQL.
+-- Stop all services and run this script with the account that owns the tables:
+-- psql -v ON_ERROR_STOP=1 -f postgresql-partitioning.sql
+-- Then grant SELECT, INSERT, UPDATE and DELETE on both tables to the service's account again.
+
+"""
+PARTITIONED = (bases.name, events.name)
+PARTITIONS = 16
 NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB", "sqlite": "SQLite"}
 
 
@@ -59,14 +75,67 @@ def script(database: str, part: str) -> str:
     return HEAD.format(what=what, database=NAMES[database]) + "\n".join(statements)
 
 
+def partitioned() -> str:
+    """Return the script for PostgreSQL in which events and snapshots are in `PARTITIONS` tables."""
+    text = script("postgresql", "")
+    for table in PARTITIONED:
+        start = text.index(f"CREATE TABLE {table} (")
+        end = text.index(";\n", start)
+        text = f"{text[:end]} PARTITION BY HASH (session_row){text[end:]}"
+        text += "".join(
+            f"\nCREATE TABLE {table}_{number:02} PARTITION OF {table}\n"
+            f"  FOR VALUES WITH (MODULUS {PARTITIONS}, REMAINDER {number});\n"
+            for number in range(PARTITIONS)
+        )
+    return text
+
+
+def partitioning() -> str:
+    """Return the script that moves the rows of an existing database into such tables."""
+    created = [part for part in partitioned().split(";\n\n") if _creates(part)]
+    moved = [f"INSERT INTO {table} SELECT * FROM whole_{table}" for table in PARTITIONED]
+    return (
+        HEAD_OF_PARTITIONING
+        + ";\n\n".join(
+            [
+                "BEGIN",
+                *(f"ALTER TABLE {table} RENAME TO whole_{table}" for table in PARTITIONED),
+                *(part.rstrip(";\n") for part in created),
+                *moved,
+                *(f"DROP TABLE whole_{table}" for table in PARTITIONED),
+                "COMMIT",
+                *(f"VACUUM ANALYZE {table}" for table in PARTITIONED),
+                "",
+            ]
+        ).rstrip("\n")
+        + "\n"
+    )
+
+
+def _creates(statement: str) -> bool:
+    """Return whether *statement* creates or changes a partitioned table or a partition."""
+    return any(f" TABLE {table}" in statement for table in PARTITIONED)
+
+
+def statements(name: str) -> list[str]:
+    """Return the statements of a script in docs/sql."""
+    text = (DIRECTORY / f"{name}.sql").read_text(encoding="utf-8")
+    return [part.strip() for part in text.split(";\n") if part.strip()]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Regenerate docs/sql/.")
     parser.add_argument("--check", action="store_true", help="change nothing, report differences")
     check: bool = parser.parse_args(arguments).check
     different = 0
-    for database, part in itertools.product(URLS, PARTS):
-        path = DIRECTORY / f"{database}{part}.sql"
-        text = script(database, part)
+    scripts = {
+        f"{database}{part}": script(database, part)
+        for database, part in itertools.product(URLS, PARTS)
+    }
+    scripts["postgresql-partitioned"] = partitioned()
+    scripts["postgresql-partitioning"] = partitioning()
+    for name, text in scripts.items():
+        path = DIRECTORY / f"{name}.sql"
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
         different += 1

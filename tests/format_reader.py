@@ -5,10 +5,13 @@ must reject a value, this reader raises `Refused`.
 """
 
 import hmac
+import importlib
 import json
 import re
 import sqlite3
 import struct
+import sys
+import zlib
 from base64 import b64decode, b64encode, urlsafe_b64encode
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -20,9 +23,18 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+zstd: Any = None
+try:
+    zstd = importlib.import_module(
+        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    )
+except ImportError:
+    pass
+
 Part = str | bytes | int
 Row = dict[str, Any]
 
+MAX_CONTENT = 268_500_992  # bytes, after decompression
 KEY_LENGTH = 32  # of master keys, and of data keys for AES-256-GCM and Fernet
 NO_LINK = bytes(16)
 KNOWN_FEATURES = {"-", "collections", "state-index", "wrapper"}
@@ -36,7 +48,7 @@ class Refused(Exception):
 
 
 class UnknownFlags(Refused):
-    """A record whose flags byte is not 00: the page tells readers to name this case."""
+    """A record with flags that the reader does not know: the page tells readers to name it."""
 
 
 class Owner(NamedTuple):
@@ -121,16 +133,40 @@ def open_blob(blob: bytes, key: bytes, size: int) -> bytes:
     return plaintext
 
 
-def open_record(record: bytes, where: bytes, backend: int, key: bytes) -> bytes:
-    """Return the plaintext without its flags byte."""
+def open_record(
+    record: bytes, where: bytes, backend: int, key: bytes, *, has_flags: bool = True
+) -> bytes:
+    """Return the content.  *has_flags*: whether it may be compressed or padded."""
     plaintext, associated_data = record[13:], record[:13] + where
     if backend != 3:
         opener = open_aes if backend == 1 else open_fernet
         plaintext = opener(key, plaintext, associated_data)
     require(plaintext)
-    if plaintext[0] != 0:
+    flags, rest = plaintext[0], plaintext[1:]
+    if flags not in ((0, 1, 2, 4, 5, 6) if has_flags else (0,)):
         raise UnknownFlags
-    return plaintext[1:]
+    if flags & 4:
+        require(len(rest) >= 4)
+        (length,) = struct.unpack(">I", rest[:4])
+        require(length <= len(rest) - 4 and set(rest[4 + length :]) <= {0})
+        rest = rest[4 : 4 + length]
+    if flags & 1:
+        return _decompressed(zlib.decompressobj(), rest, zlib.error)
+    if flags & 2:
+        if zstd is None:
+            raise UnknownFlags
+        window = {zstd.DecompressionParameter.window_log_max: 23}
+        return _decompressed(zstd.ZstdDecompressor(options=window), rest, zstd.ZstdError)
+    return rest
+
+
+def _decompressed(stream: Any, data: bytes, error: type[Exception]) -> bytes:
+    try:
+        content: bytes = stream.decompress(data, MAX_CONTENT + 1)
+    except error:
+        raise Refused from None
+    require(stream.eof and not stream.unused_data and len(content) <= MAX_CONTENT)
+    return content
 
 
 class Fields:
@@ -459,17 +495,21 @@ class Database:
         where = context(
             "data-key", self._id, owner, key_id, row["generation"], backend, row["created_at"]
         )
-        return _checked(open_record(row["wrapped"], where, 1, self._masters[master]))
+        wrapping_key = self._masters[master]
+        return _checked(open_record(row["wrapped"], where, 1, wrapping_key, has_flags=False))
 
     # --- records ---
 
     def _open(self, record: bytes, owner: bytes, *where: Part) -> Fields:
         return Fields(self._plaintext(record, owner, *where))
 
-    def _plaintext(self, record: bytes, owner: bytes, *where: Part) -> bytes:
+    def _plaintext(
+        self, record: bytes, owner: bytes, *where: Part, has_flags: bool = True
+    ) -> bytes:
         backend, key_id = unpack(record)
         require(backend in (1, 2))
-        return open_record(record, context(*where), backend, self._data_key(key_id, owner, backend))
+        key = self._data_key(key_id, owner, backend)
+        return open_record(record, context(*where), backend, key, has_flags=has_flags)
 
     def _check_witness(
         self, app: str, owner: bytes, row_tag: bytes, number: int, link: bytes
@@ -478,7 +518,7 @@ class Database:
         if witness is None:
             raise Refused
         where = ("witness", app, row_tag, witness["number"])
-        require(self._plaintext(witness["seal"], owner, *where) == link)
+        require(self._plaintext(witness["seal"], owner, *where, has_flags=False) == link)
         require(witness["number"] == number)
 
     def _states(self, app_name: str, app: Row, user_id: str, user: Row) -> Row:

@@ -42,7 +42,7 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     verify,
 )
-from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
+from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService, export_lines
 from tests.cli.support import run
 
 NEEDLE = "penicillin"
@@ -264,6 +264,37 @@ async def test_rejected_record_is_recorded_with_its_row_and_reason(
     async with Database(url, AesGcmBackend(KEY)) as db:
         await verify(db)
     assert [one["row"] for one in log.records("record.rejected")] == [rejected["row"]] * 2
+
+
+async def test_rows_that_are_missing_or_orphaned_are_recorded_once_each(
+    log: Log, url: str, tmp_path: Path
+) -> None:
+    async with service_of(url) as service:
+        session = await service.create_session(**IDS)
+        await service.append_event(session, event())
+    with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
+        connection.execute("DELETE FROM secure_sessions")
+        connection.execute("UPDATE secure_users SET state = substr(state, 1, 40)")
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        found = await verify(db)
+    expected = sorted((problem.table, problem.row) for problem in found.problems)
+    assert len(expected) >= 3
+    assert sorted((one["table"], one["row"]) for one in log.records("record.rejected")) == expected
+
+
+@pytest.mark.parametrize("app_name", [None, IDS["app_name"]])
+async def test_export_of_one_user_is_recorded_with_the_user(
+    log: Log, url: str, app_name: str | None
+) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        await service.create_session(**(IDS | {"user_id": "somebody else"}))
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        await export_lines(db, lambda line: None, app_name=app_name, user_id=IDS["user_id"])
+        _, user = await lookup(db, IDS["app_name"], IDS["user_id"])
+    (record,) = [one for one in log.records("command") if one["command"] == "export_lines"]
+    assert record["users"] == [user.tag]
+    assert record.get("app") == app_name
 
 
 async def test_content_that_is_rejected_while_it_is_read_is_recorded(

@@ -120,6 +120,7 @@ def test_command_line_does_not_wait_for_google_adk() -> None:
 
 OPTIONAL = {
     "aiobotocore",
+    "backports",
     "boto3",
     "botocore",
     "google_crc32c",

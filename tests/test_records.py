@@ -134,7 +134,7 @@ def with_flags(plaintext: bytes) -> bytes:
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
-@pytest.mark.parametrize("flags", [0x01, 0x80, 0xFF])
+@pytest.mark.parametrize("flags", [0x03, 0x07, 0x08, 0x80, 0xFF])
 def test_unknown_flags_are_rejected_by_name(flags: int) -> None:
     with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
         open_record(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from google.adk.events import Event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
-from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
 from examples import make_sql
 from tests.servers import Server
 
@@ -18,11 +19,6 @@ ASYNC = {"postgresql": "postgresql+asyncpg", "mysql": "mysql+asyncmy", "sqlite":
 
 def test_sql_files_match_the_tables() -> None:
     assert make_sql.main(["--check"]) == 0
-
-
-def statements(database: str) -> list[str]:
-    text = (make_sql.DIRECTORY / f"{database}.sql").read_text(encoding="utf-8")
-    return [part.strip() for part in text.split(";\n") if part.strip()]
 
 
 async def use(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None:
@@ -62,7 +58,7 @@ async def test_service_works_on_tables_made_by_the_file_for_sqlite(tmp_path: Pat
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         assert not sa.inspect(connection).get_table_names()
-        for statement in statements("sqlite"):
+        for statement in make_sql.statements("sqlite"):
             connection.exec_driver_sql(statement)
     engine.dispose()
     await use(url)
@@ -75,7 +71,7 @@ async def test_service_works_on_tables_made_by_the_file_for_sqlite(tmp_path: Pat
 def run_file(url: sa.URL, file: str) -> None:
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        for statement in statements(file):
+        for statement in make_sql.statements(file):
             connection.exec_driver_sql(statement)
     engine.dispose()
 
@@ -122,7 +118,7 @@ async def test_service_on_postgresql_needs_no_right_to_create(postgresql: Server
         await assert_tables_are_missing(url)
         with postgresql.admin.begin() as connection:
             connection.exec_driver_sql(f"SET search_path TO {schema}")
-            for statement in statements("postgresql"):
+            for statement in make_sql.statements("postgresql"):
                 connection.exec_driver_sql(statement)
             connection.exec_driver_sql(f"ALTER SCHEMA {schema} OWNER TO CURRENT_USER")
             connection.exec_driver_sql(f"GRANT USAGE ON SCHEMA {schema} TO {schema}")
@@ -135,13 +131,60 @@ async def test_service_on_postgresql_needs_no_right_to_create(postgresql: Server
             await import_one(url)
         with postgresql.admin.begin() as connection:
             connection.exec_driver_sql(f"SET search_path TO {schema}")
-            for statement in statements("postgresql-migration"):
+            for statement in make_sql.statements("postgresql-migration"):
                 connection.exec_driver_sql(statement)
             connection.exec_driver_sql(
                 f"GRANT SELECT, INSERT, UPDATE, DELETE ON secure_migrated TO {schema}"
             )
             connection.exec_driver_sql("RESET search_path")
         await import_one(url)
+
+
+def run_script(url: sa.URL, name: str) -> None:
+    """Run a script of docs/sql with autocommit, as psql does."""
+    engine = sa.create_engine(
+        url.set(drivername="postgresql+psycopg"),
+        poolclass=sa.NullPool,
+        isolation_level="AUTOCOMMIT",
+    )
+    with engine.connect() as connection:
+        for statement in make_sql.statements(name):
+            connection.exec_driver_sql(statement)
+        compressed = connection.exec_driver_sql(
+            "SELECT relname FROM pg_attribute JOIN pg_class ON oid = attrelid"
+            " WHERE attname IN ('state', 'event') AND relname LIKE 'secure%%'"
+            " AND attstorage <> 'e'"
+        )
+        assert not compressed.all()
+
+
+@pytest.mark.parametrize("new", [True, False])
+async def test_service_and_commands_work_on_partitioned_tables(
+    postgresql: Server, new: bool
+) -> None:
+    with postgresql.database() as url:
+        url = url.set(drivername=ASYNC["postgresql"])
+        if new:
+            run_script(url, "postgresql-partitioned")
+        async with EncryptedSessionService(
+            url, AesGcmBackend(KEY), create_tables=not new
+        ) as service:
+            sessions = [
+                await service.create_session(app_name="a", user_id="u", state={"k": "v" * 10_000})
+                for _ in range(20)
+            ]
+            for session in sessions:
+                await service.append_event(session, Event(author="user"))
+        if not new:
+            run_script(url, "postgresql-partitioning")
+        async with Database(url, AesGcmBackend(KEY)) as db:
+            rotated = await rotate_data(db)
+            assert rotated.reencrypted >= 60  # rows of sessions, snapshots and events
+            found = await verify(db)
+            assert (found.sessions, found.events, found.bad) == (20, 20, 0)
+            assert (await erase_user(db, "a", "u")).events == 20
+        async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+            await service.create_session(app_name="a", user_id="u")
 
 
 async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> None:
@@ -151,7 +194,7 @@ async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> N
         await assert_tables_are_missing(url)
         with mariadb.admin.begin() as connection:
             connection.exec_driver_sql(f"USE {name}")
-            for statement in statements("mysql"):
+            for statement in make_sql.statements("mysql"):
                 connection.exec_driver_sql(statement)
             connection.exec_driver_sql(f"CREATE USER {name}@localhost IDENTIFIED BY 'secret'")
             connection.exec_driver_sql(
@@ -165,7 +208,7 @@ async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> N
                 await import_one(limited)
             with mariadb.admin.begin() as connection:
                 connection.exec_driver_sql(f"USE {name}")
-                for statement in statements("mysql-migration"):
+                for statement in make_sql.statements("mysql-migration"):
                     connection.exec_driver_sql(statement)
                 connection.exec_driver_sql("USE information_schema")
             await import_one(limited)

@@ -22,6 +22,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 # Besides `make TARGET`.
 COMMANDS = {
     ".ci/install-servers",
+    "diff --recursive built dist",
     'gh release create "$GITHUB_REF_NAME" --verify-tag --notes-file release-notes.md'
     " dist/* dist.cdx.json",
 }
@@ -133,6 +134,16 @@ def test_release_is_checked_before_anything_else_and_published_last() -> None:
     assert [name for name, needed in needs.items() if not needed] == ["check"]
     assert "make release-check" in [step.get("run") for step in release["check"]["steps"]]
     assert needs["publish"] == {"attest"}
-    assert needs["attest"] == {"build", "test", "soak"}
+    assert needs["attest"] == {"build", "try", "test", "soak"}
     assert release["publish"]["environment"] == "release"
     assert release["publish"]["permissions"] == {"id-token": "write"}
+
+
+def test_published_files_are_built_where_only_pinned_packages_run() -> None:
+    release = jobs(ROOT / ".github" / "workflows" / "release.yml")
+    runs = [step["run"] for step in release["build"]["steps"] if "run" in step]
+    assert runs == ["make dist"]
+    needed = re.search(r"^dist: (\S+) ##", MAKEFILE, re.MULTILINE)
+    assert needed
+    assert needed[1] == ".venv-release/.installed"
+    assert "pip install --quiet --require-hashes" in MAKEFILE

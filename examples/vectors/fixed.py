@@ -1,6 +1,8 @@
 """Fixed random bytes, times and ciphers, so that the vectors are the same each time."""
 
 import hashlib
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +62,30 @@ class FixedFernet(FernetCipher):
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         with fernet_draws(self._iv, self._seconds):
             return super().encrypt(plaintext, associated_data)
+
+
+def zlib_stream(content: bytes, header: bytes = b"\x78\x01") -> bytes:
+    """Return *content*, of at most 65,535 bytes, as a zlib stream.
+
+    The stream stores the content as it is, so the result is the same with each release of zlib.
+    """
+    length = len(content)
+    block = b"\x01" + struct.pack("<HH", length, length ^ 0xFFFF) + content
+    return header + block + zlib.adler32(content).to_bytes(4, "big")
+
+
+def zstd_frame(content: bytes, header: bytes = b"\x00\x58") -> bytes:
+    """Return *content* as a Zstandard frame that stores it as it is.
+
+    *header* is the frame header: a descriptor, and by default a window of 2 MiB.
+    """
+    block = (len(content) << 3 | 1).to_bytes(3, "little") + content
+    return b"\x28\xb5\x2f\xfd" + header + block
+
+
+def padded(body: bytes, zeros: int) -> bytes:
+    """Return what follows the flags byte of a padded plaintext."""
+    return struct.pack(">I", len(body)) + body + bytes(zeros)
 
 
 def flipped(data: bytes, position: int) -> bytes:

@@ -13,7 +13,16 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow
 from examples.vectors.contexts import ADA, BOB, DATABASE_ID
-from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, Json, counting, flipped, made
+from examples.vectors.fixed import (
+    MICROSECONDS,
+    FixedAesGcm,
+    Json,
+    counting,
+    flipped,
+    made,
+    padded,
+    zlib_stream,
+)
 
 ABOUT = (
     "Keys and tags. examples/make_vectors.py generates them as docs/format.md says. Bytes are in "
@@ -277,6 +286,8 @@ def _data_keys() -> Iterator[Json]:
     key = made("AES-256-GCM data key", 32)
     wholes = {
         "flags 01": (b"\x01" + key, "DecryptionError", "unknown flags"),
+        "a compressed key": (b"\x01" + zlib_stream(key), "DecryptionError", "unknown flags"),
+        "a padded key": (b"\x04" + padded(key, 3), "DecryptionError", "unknown flags"),
         "no flags": (key, "DecryptionError", "unknown flags"),
         "an empty plaintext": (b"", "TamperedError", "malformed"),
         "flags and no key": (b"\x00", "TamperedError", "malformed"),

@@ -26,7 +26,15 @@ from examples.vectors.database import (
     FERNET_KEY,
     VISIT,
 )
-from examples.vectors.fixed import TIME, FixedAesGcm, FixedFernet, Json, made
+from examples.vectors.fixed import (
+    TIME,
+    FixedAesGcm,
+    FixedFernet,
+    Json,
+    made,
+    padded,
+    zlib_stream,
+)
 
 ABOUT = (
     "Databases that a reader must reject. examples/make_vectors.py generates them. For each case, "
@@ -289,17 +297,54 @@ def _witnesses(forger: Forger) -> Iterator[Json]:
         yield _case(f"list: {name}", note, "list", _VISIT, statement, _TAMPERED)
 
 
+def _packed(forger: Forger) -> Iterator[Json]:
+    """Yield records that are compressed or padded, and some that must not be."""
+
+    def zlib(plaintext: bytes) -> bytes:
+        return b"\x01" + zlib_stream(plaintext[1:])
+
+    def padme(plaintext: bytes) -> bytes:
+        return b"\x04" + padded(plaintext[1:], 9)
+
+    def both(plaintext: bytes) -> bytes:
+        return b"\x05" + padded(zlib_stream(plaintext[1:]), 9)
+
+    index = forger.keyring.index
+    edits = {"compressed": zlib, "padded": padme, "compressed and padded": both}
+    for name, edit in edits.items():
+        rows = {
+            "app": (forger.app(edit), _VISIT),
+            "user": (forger.user(edit), _VISIT),
+            "session": (forger.session(_VISIT, edit), _VISIT),
+            "snapshot": (forger.snapshot(_ARCHIVE, edit), _ARCHIVE),
+            "event": (forger.event(_VISIT, 1, edit), _VISIT),
+        }
+        for row, (statement, of) in rows.items():
+            note = "a reader accepts it, whatever its own configuration is"
+            yield _case(f"{row} that is {name}", note, "get", of, statement, "ok")
+        key = forger.data_keys[_key_of(forger, _VISIT)]
+        wrapped = forger.data_key(key, edit).hex()
+        without = {
+            "version witness of a user": forger.witness(index.user(CLINIC, ADA), edit),
+            "version witness of a session": forger.witness(index.session(*_VISIT), edit),
+            "data key": f"UPDATE secure_data_keys SET wrapped = X'{wrapped}' WHERE id = {key.id}",
+        }
+        for row, statement in without.items():
+            yield _case(f"{row} that is {name}", "its flags can only be 00", "get", _VISIT,
+                        statement, "DecryptionError", reason="unknown flags")  # fmt: skip
+
+
 def _plaintexts(forger: Forger) -> Iterator[Json]:
     """Yield flags of later releases, and layouts that only a faulty writer stores."""
     index = forger.keyring.index
     later = "a record of a later release"
     app, user = index.app(CLINIC), index.user(CLINIC, ADA)
     flagged = {
-        "app": (forger.app(_flags(1)), _VISIT),
-        "user": (forger.user(_flags(1)), _VISIT),
-        "session": (forger.session(_VISIT, _flags(1)), _VISIT),
+        "app": (forger.app(_flags(8)), _VISIT),
+        "user": (forger.user(_flags(8)), _VISIT),
+        "session": (forger.session(_VISIT, _flags(8)), _VISIT),
         "snapshot": (forger.snapshot(_ARCHIVE, _flags(0x80)), _ARCHIVE),
-        "event": (forger.event(_VISIT, 1, _flags(1)), _VISIT),
+        "event": (forger.event(_VISIT, 1, _flags(8)), _VISIT),
         "version witness of an app": (forger.witness(app, _flags(1)), _VISIT),
         "version witness of a user": (forger.witness(user, _flags(1)), _VISIT),
         "version witness of a session":
@@ -313,6 +358,7 @@ def _plaintexts(forger: Forger) -> Iterator[Json]:
     wrapped = forger.data_key(key, _flags(1))
     statement = f"UPDATE secure_data_keys SET wrapped = X'{wrapped.hex()}' WHERE id = {key.id}"
     yield _case(name, later, "get", _VISIT, statement, "DecryptionError", reason="unknown flags")
+    yield from _packed(forger)
     faulty = "authentic: only a faulty writer stores it"
     malformed = {
         "app that ends inside its link": (forger.app(_whole(bytes(15))), _VISIT),

@@ -24,6 +24,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
+from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.formats.times import microseconds
@@ -129,6 +130,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         indexed_state_keys: Keys of the state by which `find_sessions` finds sessions, such as
             `["ticket", "user:mrn"]`.  The database then contains keyed hashes of their values,
             which show which sessions have the same value (docs/search.md).
+        compression: Compress new values of 1 KB or more before they are encrypted.  The lengths of
+            stored values then tell about their content (docs/limits.md, "Compression").  `zstd`
+            needs Python 3.14 or the package `backports-zstd`.  Every service reads compressed
+            values, whatever this argument is.
+        padding: Pad new values to a Padmé length, so that stored lengths tell less.  Every service
+            reads padded values.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
@@ -154,6 +161,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         expires_after: timedelta | None = None,
         audit_accesses: Literal["blind", "readable"] | None = None,
         indexed_state_keys: Sequence[str] = (),
+        compression: Literal["zlib", "zstd"] | None = None,
+        padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
     ) -> None:
         # If services.yaml names this class, google-adk creates it with the argument `uri`.
@@ -165,6 +174,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
+        packed = packing(compression, padding)
         executors = executors_for(
             db_url, db_engine, key_db_url, key_db_engine, engine_kwargs, read_timeout
         )
@@ -175,6 +185,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             cached_rows=session_cache_size,
             cached_keys=data_key_cache_size,
             cache_seconds=cache_seconds,
+            packing=packed,
         )
         self._store = Store(unit, create_tables=create_tables, indexed_keys=indexed_state_keys)
         self._collections = Collections(unit)

@@ -144,7 +144,7 @@ class LaterCipher:
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         if associated_data[HEADER:].startswith(self._part):
-            plaintext = b"\x01" + plaintext[1:]
+            plaintext = b"\x08" + plaintext[1:]
         sealed: bytes = self._cipher.encrypt(plaintext, associated_data)  # type: ignore[attr-defined]
         return sealed
 

@@ -19,6 +19,7 @@ _RESULTS = pytest.StashKey[Results]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("benchmarks")
     group.addoption("--results", type=Path, help="write the results to this JSON file")
+    group.addoption("--update", type=Path, help="replace the measured figures in this JSON file")
     group.addoption("--compare", type=Path, help="list the changes since this file of results")
 
 
@@ -43,6 +44,8 @@ def pytest_terminal_summary(
         return
     if path := config.getoption("results", None):
         measured.save(path)
+    if path := config.getoption("update", None):
+        Results.load(path).updated(measured).save(path)
     if path := config.getoption("compare", None):
         terminalreporter.section(f"changes since {path}")
         for line in changes(Results.load(path), measured):

@@ -1,6 +1,5 @@
 """Create the databases to measure on, open the services on them, and measure their size."""
 
-import os
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -21,7 +20,7 @@ from tests.benchmarks.floor_sqlite import SqliteFloor
 OURS, FERNET, NO_OP = "aesgcm", "fernet", "no-op"
 ADK, ADK_SQLITE, FLOOR = "adk", "adk-sqlite", "floor"
 
-_KEY = os.urandom(32)
+_KEY = bytes(range(32))  # the same in each process
 # PostgreSQL's default durability, which the servers of other tests turn off.  Background work is
 # off; `update_statistics` replaces what autovacuum does for the planner.
 _POSTGRESQL_OPTIONS = (
@@ -85,6 +84,11 @@ class Databases:
         if kind == "postgresql":
             self._server = stack.enter_context(servers.postgresql(*_POSTGRESQL_OPTIONS))
 
+    @property
+    def directory_of_server(self) -> Path | None:
+        """The directory of the server; None if there is none."""
+        return self._server.directory if self._server else None
+
     def create(self) -> sa.URL:
         """Create an empty database and return its URL."""
         self._made += 1
@@ -98,13 +102,13 @@ class Databases:
 async def update_statistics(url: sa.URL) -> None:
     """Run ANALYZE on PostgreSQL, after many rows were added."""
     if url.get_backend_name() == "postgresql":
-        async with _autocommit_connection(url) as connection:
+        async with autocommit_connection(url) as connection:
             await connection.exec_driver_sql("ANALYZE")
 
 
 async def stored_bytes(url: sa.URL) -> int:
     """Return the size of the database in bytes, with indexes, after a vacuum."""
-    async with _autocommit_connection(url) as connection:
+    async with autocommit_connection(url) as connection:
         if connection.dialect.name == "sqlite":
             await connection.exec_driver_sql("VACUUM")
             await connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -121,7 +125,7 @@ async def stored_bytes(url: sa.URL) -> int:
 
 
 @asynccontextmanager
-async def _autocommit_connection(url: sa.URL) -> AsyncIterator[AsyncConnection]:
+async def autocommit_connection(url: sa.URL) -> AsyncIterator[AsyncConnection]:
     engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
     try:
         async with engine.connect() as connection:

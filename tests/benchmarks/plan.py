@@ -1,5 +1,7 @@
 """The sizes and counts of all benchmarks; the page shows the same values."""
 
+import os
+
 # Round trips: size of the state as JSON, in bytes.
 PAYLOADS = {"{}": 2, "1KB": 1_000, "10KB": 10_000, "100KB": 100_000}
 ITERATIONS, BATCH, WARM_UPS = 30, 10, 5
@@ -19,7 +21,7 @@ RECORDS = ("0B", "50B", "350B", "1KB", "10KB")
 RECORD_SIZES = {"0B": 0, **SIZES}
 
 # Conversations: rounds by number of concurrent conversations; turns, each of four events.
-CONVERSATION_ROUNDS, TURNS = {1: 12, 10: 5, 50: 3}, 10
+CONVERSATION_ROUNDS, TURNS = {1: 12, 10: 9, 50: 6}, 10
 CONVERSATION_OPERATIONS = ("create", "append", "get")
 
 # Bulk reads and concurrency.
@@ -85,9 +87,29 @@ MIGRATION_GOAL = 2.0  # time relative to a plain copy of the same rows
 SEARCHED_SESSIONS, SEARCH_HITS = 100_000, 10
 SEARCH_GOAL = 0.005  # seconds
 
+# Compression and padding: the arguments of each side.
+PACKING: dict[str, dict[str, str]] = {
+    "neither": {},
+    "zlib": {"compression": "zlib"},
+    "Zstandard": {"compression": "zstd"},
+    "padding": {"padding": "padme"},
+    "zlib and padding": {"compression": "zlib", "padding": "padme"},
+}
+PACKED_SIZES = ("conversation", "session, 100KB")
+PACKED_TIMES = ("append, 4KB", "get, 40 long events", "create, 100KB")
+PACKED_CONVERSATIONS, PACKED_SESSIONS = 40, 40
+
 # Telemetry: which providers are set, and the method of each operation.  Pairs of CPU times, each of
 # several operations.
 TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES = "none", "metrics", "metrics and spans"
 TELEMETRY = (TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES)
 TELEMETRY_OPERATIONS = {"append": "append_event", "get, 20 events": "get_session"}
 TELEMETRY_PAIRS, TELEMETRY_REPEATS = 200, 10
+
+# Scaling: processes that append at once; rows of events in PostgreSQL, by layout of the tables.
+PROCESSES, SCALING_TASKS = (1, 2, 4), 25
+FEW_EVENTS = 10_000
+MANY_EVENTS = int(os.environ.get("BENCH_EVENTS", "2_000_000"))
+LAYOUTS = {"one table": "postgresql", "partitioned": "postgresql-partitioned"}  # files in docs/sql
+SCALING_OPERATIONS = ("append", "get, 100 events")
+SCALING_GOAL = 1.10

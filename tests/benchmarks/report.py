@@ -1,4 +1,4 @@
-"""Generate docs/benchmarks.md and its charts from a file of results.
+"""Generate docs/benchmarks.md, its charts and docs/scaling.md from a file of results.
 
 python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 """
@@ -23,19 +23,20 @@ PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
 # The space between a number and its unit, and those around the slashes of percentiles.
 _UNBROKEN = re.compile(r"(?<=\d) (?=(?:[KM]?B|[mµn]?s|%|MB/s)\b|%)|(?<=/) | (?=/)")
 TEMPLATE = Path(__file__).with_name("page.md")
+SCALING_PAGE, SCALING_TEMPLATE = _ROOT / "docs" / "scaling.md", TEMPLATE.with_name("scaling.md")
 _SIDES = (OURS, FERNET, NO_OP, ADK)
 
 
-def render(results: Results) -> str:
-    """Return the text of the page."""
+def render(results: Results, template: Path = TEMPLATE) -> str:
+    """Return the text of a page."""
     environment = Environment(
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=True,
         autoescape=False,
     )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
+    text = template.read_text(encoding="utf-8")
+    return environment.from_string(text).render(
         figures=Report(results),
         plan=plan,
         budgets=budgets,
@@ -45,8 +46,9 @@ def render(results: Results) -> str:
 
 
 def write(results: Results) -> None:
-    """Write the page and its charts into docs/."""
+    """Write the pages and the charts into docs/."""
     PAGE.write_text(render(results), encoding="utf-8")
+    SCALING_PAGE.write_text(render(results, SCALING_TEMPLATE), encoding="utf-8")
     CHARTS.mkdir(exist_ok=True)
     for name, svg in charts(results).items():
         (CHARTS / f"{name}.svg").write_text(svg, encoding="utf-8")
@@ -320,6 +322,51 @@ class Report:
             cells.append([providers, *row, *[""] * (5 - len(row))])
         columns = ["CPU time", "relative to no telemetry", "goal", "relative to bare calls", "goal"]
         return _markdown([f"{operation}, provider for", *columns], cells)
+
+    def scaling(self, database: str, label: str) -> str:
+        """Return the table of appends by several processes at once."""
+        cells = []
+        columns = ["appends", "CPU of the service", "CPU of the server"]
+        keys = [
+            key
+            for key in ("rate", *columns[1:])
+            if self.has(f"{database}/scaling/1 processes/{key}")
+        ]
+        for count in plan.PROCESSES:
+            name = f"{database}/scaling/{count} processes"
+            cells.append([str(count), *(self.text(f"{name}/{key}") for key in keys)])
+        return _markdown([f"{label}: processes", *columns[: len(keys)]], cells)
+
+    def per_core(self, name: str) -> str:
+        """Return how often a core can do, in one second, what takes this CPU time: `2,900`."""
+        return f"{round(1 / self._figures[name].value, -2):,.0f}"
+
+    def count(self, name: str) -> int:
+        """Return a number that was counted."""
+        return round(self._figures[name].value)
+
+    def many_events(self) -> str:
+        """Return the table of operations in a database with many events, by layout."""
+        cells = []
+        many = self.count("scaling/events")
+        for operation in plan.SCALING_OPERATIONS:
+            for layout in plan.LAYOUTS:
+                name = f"scaling/{operation}/{layout}"
+                times = [self.text(f"{name}, {rows:,} events") for rows in (plan.FEW_EVENTS, many)]
+                ratio = self.interval(f"{name}, many relative to few")
+                cells.append([operation, layout, *times, ratio])
+        sizes = [f"{rows:,} events" for rows in (plan.FEW_EVENTS, many)]
+        return _markdown(["operation", "layout", *sizes, "many relative to few"], cells)
+
+    def packing(self, database: str, rows: Sequence[str]) -> str:
+        """Return the table of sizes or times with each kind of compression and padding."""
+        sides = [("JSON", "JSON"), ("ADK", ADK), *((side, side) for side in plan.PACKING)]
+        columns = [
+            (heading, f"{database}/packing/{{}}/{side}")
+            for heading, side in sides
+            if self.has(f"{database}/packing/{rows[0]}/{side}")
+        ]
+        return self.table(DATABASE_LABELS[database], columns, rows)
 
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""

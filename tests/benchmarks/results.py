@@ -169,6 +169,13 @@ class Results:
         figures = {name: Figure(**fields) for name, fields in content["figures"].items()}
         return cls(content["machine"], content["versions"], figures)
 
+    def updated(self, newer: Self) -> Self:
+        """Return these results with the figures of *newer*, which must be of the same machine."""
+        if self.machine != newer.machine:
+            raise ValueError("the figures were measured on another machine: run all benchmarks")
+        versions = self.versions | newer.versions
+        return type(self)(self.machine, versions, self.figures | newer.figures)
+
 
 _MIN_CHANGE = 0.05  # smaller changes are not listed
 

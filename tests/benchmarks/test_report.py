@@ -63,6 +63,7 @@ def test_page_has_sections_for_artifacts_memory_and_the_wrapper(results: Results
         "## Telemetry",
         "## Search by a value of the state",
     )
+    assert "### Compression and padding" in page
     cold = ("Importing ADK's session service takes", "| new service |")
     for text in (*headings, *cold, "name of the server", "repeated read", "| a rare word |"):
         assert text in page

@@ -104,6 +104,15 @@ def test_results_are_read_back_as_written(tmp_path: Path) -> None:
     assert again.figures == results.figures
 
 
+def test_part_of_a_run_replaces_its_figures_only() -> None:
+    old, new = run_of(kept=seconds(1, 0), again=seconds(2, 0)), run_of(again=seconds(3, 0))
+    updated = old.updated(new)
+    assert {name: one.value for name, one in updated.figures.items()} == {"kept": 1, "again": 3}
+    elsewhere = Results({"processor": "another"}, {}, new.figures)
+    with pytest.raises(ValueError, match="another machine"):
+        old.updated(elsewhere)
+
+
 def test_duplicate_name_is_rejected() -> None:
     results = Results()
     results.count("a", 1)

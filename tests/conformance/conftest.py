@@ -35,6 +35,7 @@ kind = each_kind(
         "encrypted-engine",
         "encrypted-key-database",
         "encrypted-fallback",
+        "encrypted-packed",
         *POOLED_KINDS,
     ],
 )

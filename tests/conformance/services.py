@@ -100,6 +100,14 @@ async def encrypted_memory(url: URL) -> AsyncIterator[BaseSessionService]:
 
 
 @asynccontextmanager
+async def encrypted_packed(url: URL) -> AsyncIterator[BaseSessionService]:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(KEY), compression="zlib", padding="padme"
+    ) as service:
+        yield service
+
+
+@asynccontextmanager
 async def encrypted_engine(url: URL) -> AsyncIterator[BaseSessionService]:
     engine = create_async_engine(url)
     try:
@@ -125,6 +133,7 @@ KINDS: dict[str, Kind] = {
     "encrypted-engine": Kind(encrypted_engine),
     "encrypted-key-database": Kind(encrypted_with_key_database, is_threaded=True),
     "encrypted-fallback": Kind(encrypted_with_fallback),
+    "encrypted-packed": Kind(encrypted_packed, is_threaded=True),
     "encrypted-postgresql": Kind(encrypted, "postgresql+asyncpg", "postgresql"),
     "encrypted-postgresql-engine": Kind(
         encrypted_engine, "postgresql+asyncpg", "postgresql", is_bound=True

@@ -77,8 +77,8 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
     parsed = adk.parse(
         "encrypted+postgresql://u:p%40w@db:5432/chat?sslmode=require&key=env:A&also_key=file:/x%26y"
         "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
-        "&allow_http=true&audit_accesses=blind&indexed_state_key=ticket"
-        "&indexed_state_key=user:mrn"
+        "&allow_http=true&audit_accesses=blind&compression=zlib&padding=padme"
+        "&indexed_state_key=ticket&indexed_state_key=user:mrn"
     )
     assert tuple(parsed) == (
         "postgresql://u:p%40w@db:5432/chat?sslmode=require",
@@ -89,6 +89,8 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         True,
         "blind",
         ("ticket", "user:mrn"),
+        "zlib",
+        "padme",
     )
     assert "p%40w" not in repr(parsed)
 

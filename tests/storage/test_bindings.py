@@ -56,6 +56,10 @@ class CountingKeys(StagedKeys):
         self.opened += 1
         return super().open(owner, context, stored)
 
+    def open_witness(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
+        self.opened += 1
+        return super().open_witness(owner, context, stored)
+
 
 def open_all(attempt: Attempt, rows: list[RawRow]) -> list[bytes]:
     """Open everything that a read of one session opens; the events' plaintexts."""

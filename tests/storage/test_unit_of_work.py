@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from threading import Event, Thread
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -594,7 +594,7 @@ async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> No
     assert len(keyrings.seen) == 2
 
 
-async def filled_unit(executors: Executors, keyrings: OpenKeyring, **options: float) -> UnitOfWork:
+async def filled_unit(executors: Executors, keyrings: OpenKeyring, **options: Any) -> UnitOfWork:
     """A unit of work that has read a session: its keys, its rows and its ids are cached."""
     unit = UnitOfWork(executors, backends(), keyrings, cached_rows=10, cached_keys=10, **options)
     assert await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))

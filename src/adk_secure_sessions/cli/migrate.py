@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo
 import click
 
 from adk_secure_sessions.backends.named import NAMES
-from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys
+from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys, with_packing
 from adk_secure_sessions.cli.output import counted, show
 from adk_secure_sessions.cli.program import (
     AGAIN,
@@ -132,6 +132,7 @@ def _zone(context: click.Context, parameter: click.Parameter, value: str | None)
     help="Copy at most this many events per second.",
 )
 @with_dry_run
+@with_packing
 @with_keys(required=True)
 @on_target
 def migrate(

@@ -12,10 +12,12 @@ from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.program import one_line_errors
+from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS
 
 Command = Callable[..., Any]
 
 _BACKENDS = click.Choice(NAMES)
+_PACKING = ("compression", "padding")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 with_speed: Callable[[Command], Command] = click.option(
@@ -86,8 +88,9 @@ def _with_database(option: str, text: str) -> Callable[[Command], Command]:
             from adk_secure_sessions.maintenance import Database
 
             options.setdefault("backends", ())
+            packing = {name: options.pop(name, None) for name in _PACKING}
             with one_line_errors():
-                database = Database(db, *options.pop("backends"), key_db_url=key_db)
+                database = Database(db, *options.pop("backends"), key_db_url=key_db, **packing)
                 log = None if audit_log is None else audit.open_file(audit_log)
             with audit.appending_to(log):
                 return command(db=database, **options)
@@ -95,6 +98,25 @@ def _with_database(option: str, text: str) -> Callable[[Command], Command]:
         return run
 
     return decorate
+
+
+def with_packing(command: Command) -> Command:
+    """Add the options --compression and --padding.
+
+    Write this decorator above `on_database` or `on_target`, which creates the `Database` object
+    with the values.
+    """
+    compression = click.option(
+        "--compression",
+        type=click.Choice(list(COMPRESSIONS)),
+        help="Compress the values of 1 KB or more that are written, as the services do.",
+    )
+    padding = click.option(
+        "--padding",
+        type=click.Choice(PADDINGS),
+        help="Pad the values that are written, as the services do.",
+    )
+    return compression(padding(command))
 
 
 def with_keys(*, required: bool) -> Callable[[Command], Command]:

@@ -5,7 +5,9 @@ record, its row, and the ids of its owner.  The associated data of a record is i
 by the bytes that `context` returns.  If a record is moved to another row, it cannot be decrypted
 there.
 
-The last part of this module is about plaintexts: the fields before the JSON of a state or an event
+The plaintext of a record is a byte of flags and the content (see `flags`).
+
+The last part of this module is about contents: the fields before the JSON of a state or an event
 (docs/format.md, "What each record holds").  A *link* is 16 random bytes.  Rows that belong together
 share links: each event has its own link and that of the event before it, and the session has those
 of its last event and of its snapshot.  A row of another copy of the database, such as a restored
@@ -13,6 +15,7 @@ backup, is authentic but has other links.
 """
 
 import secrets
+from collections.abc import Callable
 from struct import Struct, error
 from typing import NamedTuple, Protocol
 
@@ -23,13 +26,14 @@ from adk_secure_sessions.errors import (
     SecureSessionError,
     TamperedError,
 )
+from adk_secure_sessions.formats.flags import FLAGS as FLAGS
+from adk_secure_sessions.formats.flags import expand, require_none
 
 MAGIC = b"AKS"
 VERSION = 2
 _PREFIX = MAGIC + bytes([VERSION])
 _HEADER = Struct(">4sBq")  # magic and version, backend id, key id
 HEADER_LENGTH = _HEADER.size
-FLAGS = b"\x00"  # the first byte of every plaintext; reserved for later releases
 NOOP_BACKEND_ID = 3  # the backend id of `NoOpBackend`, whose records contain plaintext
 _LENGTH = Struct(">I")
 # The second half of a context, by the number of integers: their length in bytes, then the integers.
@@ -137,8 +141,18 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     return b"".join(made)
 
 
-def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes) -> bytes:
-    """Encrypt *plaintext* and return the record, bound to *context*.
+def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
+    """Encrypt *content*, neither compressed nor padded; return the record, bound to *context*.
+
+    Raises the error of `seal_whole`.
+    """
+    return seal_whole(cipher, backend_id, key_id, context, FLAGS + content)
+
+
+def seal_whole(
+    cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes
+) -> bytes:
+    """Encrypt *plaintext*, which begins with its flags; return the record, bound to *context*.
 
     Raises:
         SecureSessionError: the cipher failed.  The message names the class of the cipher's
@@ -147,7 +161,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext
     start = pack(backend_id, key_id)
     failure = "it returned something that is not bytes"
     try:
-        sealed = cipher.encrypt(FLAGS + plaintext, start + context)
+        sealed = cipher.encrypt(plaintext, start + context)
         if isinstance(sealed, bytes):
             return start + sealed
     except Exception as error:  # its text may contain the plaintext: do not quote it
@@ -192,7 +206,7 @@ def header(stored: object) -> tuple[int, int] | None:
 
 
 def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return its plaintext without the flags.
+    """Decrypt a record whose header `unpack` accepted; return its content.
 
     Raises the errors of `open_with_flags`.
     """
@@ -200,38 +214,70 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 
 
 def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return its plaintext, including `FLAGS`.
+    """Decrypt a record whose header `unpack` accepted; return `FLAGS` and its content.
+
+    A compressed or padded content is returned as it was before.
 
     Use this function for events, of which a read may have thousands.  The caller takes slices of
-    each plaintext, so removing the flags here would only add a copy.
+    each result, so removing the flags here would only add a copy.
 
     Raises:
         DecryptionError: The cipher raised DecryptionError, or the record has flags of a later
             release.
         TamperedError: The cipher raised another exception, whose text is not repeated; or the
-            plaintext is empty or not bytes.
+            plaintext is empty, does not fit its flags, or is not bytes.
     """
+    packed = None
     try:
         plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
         if isinstance(plaintext, bytes):
             if plaintext.startswith(FLAGS):
                 return plaintext
-            raise _unknown_flags(plaintext)
+            packed = plaintext
     except DecryptionError:
         raise
     except Exception:  # a third party's cipher may put secrets into its exceptions
         pass  # raise after this block: otherwise `__context__` would hold the cipher's exception
+    if packed is not None:
+        return expand(packed)
     raise TamperedError("the backend could not decrypt it")
 
 
-def _unknown_flags(plaintext: bytes) -> DecryptionError:
-    if not plaintext:
-        return TamperedError("its plaintext is empty", reason=Reason.MALFORMED)
-    return DecryptionError(
-        f"its flags are {plaintext[0]:#04x}, which this release of adk-secure-sessions does not "
-        "know: install the release that wrote it",
-        reason=Reason.UNKNOWN_FLAGS,
-    )
+def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
+    """Decrypt a record whose header `unpack` accepted; return its plaintext with its own flags.
+
+    To encrypt a record again without a change, pass the result to `seal_whole`.
+
+    Raises the errors of `open_with_flags`, also for flags that do not fit the plaintext.
+    """
+    return _checked(stored, context, cipher, expand)
+
+
+def open_without_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
+    """Decrypt a wrapped data key or a version witness, which has no flags; return its content.
+
+    Raises the errors of `open_with_flags`, also for flags that other records may have.
+    """
+    return _checked(stored, context, cipher, require_none)[1:]
+
+
+def _checked(
+    stored: bytes, context: bytes, cipher: Cipher, check: Callable[[bytes], object]
+) -> bytes:
+    """Decrypt a record, and return the plaintext that *check* has accepted."""
+    plaintext = None
+    try:
+        decrypted = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
+        if isinstance(decrypted, bytes):
+            plaintext = decrypted
+    except DecryptionError:
+        raise
+    except Exception:  # see `open_with_flags`
+        pass
+    if plaintext is None:
+        raise TamperedError("the backend could not decrypt it")
+    check(plaintext)
+    return plaintext
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

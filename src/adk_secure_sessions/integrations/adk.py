@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl, unquote
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Compression, Padding
 from adk_secure_sessions.service import EncryptedSessionService
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
-_ONCE = ("key", "backend", "key_db", "blobs", "allow_http", "audit_accesses")
+_ONCE = (
+    "key", "backend", "key_db", "blobs", "allow_http", "audit_accesses", "compression", "padding",
+)  # fmt: skip
 _REPEATED = ("also_key", "also_backend", "indexed_state_key")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
@@ -68,8 +71,10 @@ class ServiceUri(NamedTuple):
             URI has no option `blobs`.
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
-            URI has no such option.
+            has no such option.
         indexed_state_keys: The argument `indexed_state_keys` of `EncryptedSessionService`.
+        compression: The argument `compression` of `EncryptedSessionService`; None as above.
+        padding: The argument `padding` of `EncryptedSessionService`; None as above.
     """
 
     db_url: str
@@ -80,6 +85,8 @@ class ServiceUri(NamedTuple):
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
     indexed_state_keys: tuple[str, ...] = ()
+    compression: Compression | None = None
+    padding: Padding | None = None
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -139,6 +146,12 @@ def parse(uri: str) -> ServiceUri:
                 "the option 'audit_accesses' of the URI can only be blind or readable"
             )
         audit = "blind" if ours["audit_accesses"] == ["blind"] else "readable"
+    compression = next((name for name in COMPRESSIONS if ours["compression"] == [name]), None)
+    if ours["compression"] and compression is None:
+        raise ConfigurationError("the option 'compression' of the URI can only be zlib or zstd")
+    padding = next((name for name in PADDINGS if ours["padding"] == [name]), None)
+    if ours["padding"] and padding is None:
+        raise ConfigurationError("the option 'padding' of the URI can only be padme")
     return ServiceUri(
         f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
         names,
@@ -148,6 +161,8 @@ def parse(uri: str) -> ServiceUri:
         bool(ours["allow_http"]),
         audit,
         tuple(ours["indexed_state_key"]),
+        compression,
+        padding,
     )
 
 
@@ -267,6 +282,8 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 key_db_url=uri.key_db,
                 audit_accesses=uri.audit_accesses,
                 indexed_state_keys=uri.indexed_state_keys,
+                compression=uri.compression,
+                padding=uri.padding,
             )
             _close_on_sigterm()
             _services[which] = service

@@ -45,6 +45,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import events, records, states
+from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.formats.states import (
     APP_PREFIX,
     USER_PREFIX,
@@ -117,6 +118,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         cache_seconds: How long data keys are cached for reading, in seconds.  If another process
             erases a user, this process can still read the user's records for this time.
         audit_accesses: See `EncryptedSessionService`.
+        compression: See `EncryptedSessionService`.
+        padding: See `EncryptedSessionService`.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
@@ -136,6 +139,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         data_key_cache_size: int = 10_000,
         cache_seconds: float = 300.0,
         audit_accesses: Literal["blind", "readable"] | None = None,
+        compression: Literal["zlib", "zstd"] | None = None,
+        padding: Literal["padme"] | None = None,
     ) -> None:
         if not isinstance(inner, BaseSessionService):
             raise ConfigurationError(
@@ -149,6 +154,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 "the other service stores need a database"
             )
         backends = register(backend, additional_backends)
+        packed = packing(compression, padding)
         executors = executors_for(key_db_url, key_db_engine, None, None, {}, 60.0)
         self._inner = inner
         self._unit = UnitOfWork(
@@ -158,6 +164,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             cached_rows=data_key_cache_size,
             cached_keys=data_key_cache_size,
             cache_seconds=cache_seconds,
+            packing=packed,
         )
         self._skip = skip_unreadable_sessions
         self._access_ids = ids_for_audit(self._unit, audit_accesses)

@@ -17,7 +17,7 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterMark, new_key_id
 from adk_secure_sessions.lru import Lru
@@ -177,9 +178,11 @@ class StagedKeys:
             have been deleted since it was cached.
         created: The ids of data keys that earlier attempts of this operation have stored in a key
             database.  The owners' rows do not name these data keys yet.
+        packing: How `seal` compresses and pads; None if it does neither.
 
     Attributes:
         created: The argument *created*.
+        packing: The argument *packing*.
         new_rows: The rows of the data keys that `new` has created.
         operation: Counts encryption and decryption; None if nothing is measured.
     """
@@ -191,8 +194,10 @@ class StagedKeys:
         keyring_is_complete: bool = True,
         uses_cache: bool = True,
         created: Collection[int] = (),
+        packing: Packing | None = None,
     ) -> None:
         self.created: Collection[int] = created
+        self.packing: Packing | None = packing
         self._keys = keys
         self._uses_cache = uses_cache
         self._keyring_is_complete = keyring_is_complete
@@ -390,33 +395,72 @@ class StagedKeys:
         keys = (known.by_id.get(records.unpack(one)[1]) for one in stored)
         return all(key is not None and key.generation <= newest for key in keys)
 
-    def seal(self, owner: bytes, context: bytes, plaintext: bytes) -> bytes:
-        """Encrypt *plaintext* with the owner's current data key, and return the record.
+    def seal(self, owner: bytes, context: bytes, content: bytes) -> bytes:
+        """Encrypt *content* with the owner's current data key, and return the record.
 
-        `adopt` must have found the current data key.
+        `adopt` must have found the current data key.  The content is first compressed and padded as
+        `packing` says.
         """
+        packing = self.packing
+        began = perf_counter()
+        plaintext = records.FLAGS + content if packing is None else packing.pack(content)
+        return self._seal(owner, context, plaintext, len(content), began)
+
+    def seal_witness(self, owner: bytes, context: bytes, link: bytes) -> bytes:
+        """Encrypt *link*, the content of a version witness, which is never compressed or padded."""
+        return self._seal(owner, context, records.FLAGS + link, len(link), perf_counter())
+
+    def seal_whole(self, owner: bytes, context: bytes, plaintext: bytes) -> bytes:
+        """Encrypt *plaintext*, which `open_whole` has returned, without a change."""
+        return self._seal(owner, context, plaintext, len(plaintext) - 1, perf_counter())
+
+    def _seal(
+        self, owner: bytes, context: bytes, plaintext: bytes, size: int, began: float
+    ) -> bytes:
         key = self.current(owner)
         assert key is not None
-        began = perf_counter()
-        record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
+        record = records.seal_whole(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             name = self.backend_name(key.backend_id)
-            self.operation.add_cost(name, "encrypt", len(plaintext), began)
+            self.operation.add_cost(name, "encrypt", size, began)
         return record
 
     def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Decrypt *stored*, a record of *owner*, and return the plaintext.
+        """Decrypt *stored*, a record of *owner*, and return the content.
 
         Raises:
             DecryptionError: The data key cannot be used (see the method `cipher`), or the record
                 cannot be decrypted (see `records.open_record`).
         """
+        return self._open(owner, context, stored, records.open_record)
+
+    def open_witness(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
+        """Decrypt *stored*, a version witness of *owner*, and return the link in it.
+
+        Raises the errors of `open`, also for a compressed or padded content.
+        """
+        return self._open(owner, context, stored, records.open_without_flags)
+
+    def open_whole(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
+        """Decrypt *stored*, a record of *owner*, and return the plaintext with its flags.
+
+        Raises the errors of `open`.
+        """
+        return self._open(owner, context, stored, records.open_whole)
+
+    def _open(
+        self,
+        owner: bytes,
+        context: bytes,
+        stored: bytes,
+        open_record: Callable[[bytes, bytes, Cipher], bytes],
+    ) -> bytes:
         cipher = self.cipher(owner, stored)
         began = perf_counter()
-        plaintext = records.open_record(stored, context, cipher)
+        opened = open_record(stored, context, cipher)
         if self.operation is not None:
-            self.count_decrypted(stored, len(plaintext), began)
-        return plaintext
+            self.count_decrypted(stored, len(opened), began)
+        return opened
 
     def count_decrypted(self, stored: bytes, size: int, began: float) -> None:
         """Count the decryption of records with the header of *stored*, if anything is measured.
@@ -541,7 +585,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))
-    return records.open_record(row.wrapped, context, keyring.master(master_id))
+    return records.open_without_flags(row.wrapped, context, keyring.master(master_id))
 
 
 def _not_listed(backend_id: int) -> DecryptionError:

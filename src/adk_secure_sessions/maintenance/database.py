@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -12,6 +12,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
@@ -68,6 +69,9 @@ class Database(KeyMaterial, ClosedByWith):
         db_engine: Your own engine, instead of `db_url`.  `close` does not close it.
         key_db_url: The URL of the key database, if there is one.
         key_db_engine: Your own engine for the key database, instead of `key_db_url`.
+        compression: How `migrate` compresses what it writes; see `EncryptedSessionService`.  A
+            rotation does not need this argument: it keeps values as they are.
+        padding: How `migrate` pads what it writes; see `EncryptedSessionService`.
         engine_kwargs: Options of the engine that is created for `db_url`.
 
     Raises:
@@ -84,11 +88,14 @@ class Database(KeyMaterial, ClosedByWith):
         db_engine: "AsyncEngine | None" = None,
         key_db_url: str | sa.URL | None = None,
         key_db_engine: "AsyncEngine | None" = None,
+        compression: Literal["zlib", "zstd"] | None = None,
+        padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
     ) -> None:
         if backend is None and additional_backends:
             raise ConfigurationError("additional_backends require a backend")
         backends = None if backend is None else register(backend, additional_backends)
+        packed = packing(compression, padding)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._files = [None if url is None else _sqlite_file(url) for url in (db_url, key_db_url)]
         self.unit: UnitOfWork = UnitOfWork(
@@ -98,6 +105,7 @@ class Database(KeyMaterial, ClosedByWith):
             cached_rows=_CACHED,
             cached_keys=_CACHED,
             keyring_pause=0,
+            packing=packed,
         )
         self._store = Store(self.unit)
         self.has_keys: bool = backend is not None

@@ -4,7 +4,7 @@ import struct
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import record_rejected
-from adk_secure_sessions.errors import DecryptionError, Reason
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.storage import (
     apps,
     data_keys,
@@ -57,18 +57,28 @@ class Problems:
         self._named.add((table, str(row)))
 
     def add(
-        self, table: str, row: object, reason: Reason, detail: str, *, once: bool = False
+        self,
+        table: str,
+        row: object,
+        reason: Reason,
+        detail: str,
+        *,
+        once: bool = False,
+        error: DecryptionError | None = None,
     ) -> None:
-        """Count a problem of a row, and keep it in `kept` unless `kept` is full.
+        """Count a problem of a row, record it, and keep it in `kept` unless `kept` is full.
 
         If *once* is True, do nothing if an earlier call with *once* reported the same row, or if
-        the row was passed to `suppress`.
+        the row was passed to `suppress`.  The audit record names the class of *error*; by default,
+        `TamperedError`.
         """
         if once:
             if (table, str(row)) in self._named:
                 return
             self._named.add((table, str(row)))
         self.count += 1
+        rejected = error or TamperedError(detail, reason=reason)
+        record_rejected(rejected.located(table, row))
         if len(self.kept) < _MAX_LISTED:
             self.kept.append(Problem(table, str(row), reason, detail))
 
@@ -84,7 +94,7 @@ class Problems:
             reason, detail = error.reason, error.detail
             if error.table is not None and error.row is not None:
                 table, row = error.table, error.row
-            record_rejected(error.located(table, row))
         is_shared = table in _SHARED
-        self.add(table, row, reason, detail, once=is_shared)
+        rejected = error if isinstance(error, DecryptionError) else None
+        self.add(table, row, reason, detail, once=is_shared, error=rejected)
         return is_shared

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import SecureSessionError
 from adk_secure_sessions.formats.records import (
+    FLAGS,
     HEADER_LENGTH,
     decode_text,
     header,
@@ -311,7 +312,10 @@ def _identity(owner: OwnerIds, session_id: str) -> Identity:
 
 
 class _Decrypted(NamedTuple):
-    """A decrypted record that must be encrypted with the current data key."""
+    """A decrypted record that must be encrypted with the current data key.
+
+    *plaintext* begins with its flags, so a compressed or padded record stays as it is.
+    """
 
     record: Record
     context: bytes
@@ -354,21 +358,21 @@ class Reencryptor:
                 with naming(table, record.name):
                     if _key_id(record.stored) != target:
                         context = record.context()
-                        plaintext = keys.open(owner, context, record.stored)
+                        plaintext = _plaintext(keys, owner, record, context)
                         old.append(_Decrypted(record, context, plaintext))
             except UNREADABLE as error:
                 self.problems.add_error(error, table, record.name)
         if self._dry_run or not old:
             self.count += len(old)
             return
-        new = [keys.seal(owner, one.context, one.plaintext) for one in old]
+        new = [keys.seal_whole(owner, one.context, one.plaintext) for one in old]
         changes = [(one.record, sealed) for one, sealed in zip(old, new, strict=True)]
         await self._db.change(partial(_replace, changes))
         stored = await self._read_back([one.record for one in old])
         for one, sealed in zip(old, new, strict=True):
             table = one.record.column.table.name
             if stored.get((table, one.record.key)) == sealed:
-                if keys.open(owner, one.context, sealed) != one.plaintext:
+                if keys.open_whole(owner, one.context, sealed) != one.plaintext:
                     raise SecureSessionError(
                         f"{table} row {one.record.name} does not read back as it was written"
                     )
@@ -382,6 +386,17 @@ class Reencryptor:
             for *key, stored in await _select(self._db, column, keys, columns):
                 found[column.table.name, tuple(key)] = stored
         return found
+
+
+def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:
+    """Decrypt *record* and check its flags as a reader does; return its plaintext with the flags.
+
+    Raises:
+        DecryptionError: A reader would reject the record.
+    """
+    if record.column is WITNESSES:
+        return FLAGS + keys.open_witness(owner, context, record.stored)
+    return keys.open_whole(owner, context, record.stored)
 
 
 def _key_id(stored: object) -> int | None:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple
 
+from adk_secure_sessions.audit import add_facts
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
@@ -103,6 +104,7 @@ class ExportReader:
         self._source = source
         self._skip_bad = skip_bad
         self._app_names: set[str] = set()
+        self._users: dict[str, str] = {}  # the tag of the user in each app; for the audit record
 
     @classmethod
     async def of(
@@ -120,6 +122,8 @@ class ExportReader:
         """
         source = EncryptedSource(db)
         size = await source.size(Scope(app_name))
+        if app_name is not None:
+            add_facts(app=app_name)
         meter = Meter(progress, passes * size.sessions, None)
         return cls(db, source, app_name, user_id, skip_bad, meter)
 
@@ -138,6 +142,9 @@ class ExportReader:
             wanted = [
                 one for one in batch if self.user_id in (None, one.user_id) or _has_unknown_ids(one)
             ]
+            for one in wanted:
+                if one.user_id == self.user_id:
+                    await self._record_user(one.app_name)
             contents: dict[SourceSession, SessionContent] = {}
             unreadable: dict[SourceSession, UnreadableSession] = {}
             for one, found in (await self._source.read(wanted)).items():
@@ -170,6 +177,7 @@ class ExportReader:
                         await self.reject(("user",), state.reason)
                 elif self.user_id in (None, user_id):
                     self._app_names.add(app_name)
+                    await self._record_user(app_name)
                     yield app_name, user_id, state
 
     async def app_states(self, *, reports: bool = True) -> AsyncIterator[tuple[str, JsonObject]]:
@@ -191,6 +199,13 @@ class ExportReader:
                         await self.reject(("app",), state.reason)
                 elif self.user_id is None or app_name in self._app_names:
                     yield app_name, state
+
+    async def _record_user(self, app_name: str) -> None:
+        """If only one user id is exported, add the user's tag in this app to the audit record."""
+        if self.user_id is not None and app_name not in self._users:
+            tag = (await self.db.unit.identify(app_name, self.user_id)).user_tag
+            self._users[app_name] = tag.hex()
+            add_facts(users=list(self._users.values()))
 
     async def reject(self, who: tuple[str, ...], detail: str) -> None:
         """Count and list a session or state that cannot be exported.

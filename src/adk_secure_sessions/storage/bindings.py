@@ -16,6 +16,7 @@ from sqlalchemy import CompoundSelect
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.flags import Packing, packing_of
 from adk_secure_sessions.formats.records import (
     EVENT_LINK,
     EVENT_PREVIOUS,
@@ -682,6 +683,16 @@ def seal_user(attempt: Attempt, user: Owner) -> bytes:
     return attempt.keys.seal(user.tag, context, with_id(user.user_id, _owner_fields(user)))
 
 
+def packing_of_owner(attempt: Attempt, owner: Owner, stored: bytes) -> Packing | None:
+    """Return how *stored*, the record in the row of *owner*, is compressed and padded."""
+    app_name = attempt.who.app_name
+    if owner.user_id or owner.app_row:
+        context = user_context(app_name, owner.tag, owner.id, owner.app_row, owner.version)
+    else:
+        context = app_context(app_name, owner.tag, owner.id, owner.version)
+    return packing_of(attempt.keys.open_whole(owner.tag, context, stored))
+
+
 def _owner_fields(owner: Owner) -> bytes:
     return records.join_owner(OwnerFields(owner.link, owner.key_ids, owner.state))
 
@@ -692,7 +703,8 @@ def seal_witness(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: 
     A data key of *owner* encrypts the record.  The plaintext is *link*, and the context contains
     *number*.
     """
-    return attempt.keys.seal(owner, witness_context(attempt.who.app_name, tag, number), link)
+    context = witness_context(attempt.who.app_name, tag, number)
+    return attempt.keys.seal_witness(owner, context, link)
 
 
 def seal_session(attempt: Attempt, session: StoredSession) -> bytes:
@@ -808,7 +820,7 @@ def _check_witness(
         )
     try:
         context = witness_context(attempt.who.app_name, tag, witness.number)
-        proven = attempt.keys.open(owner, context, witness.seal)
+        proven = attempt.keys.open_witness(owner, context, witness.seal)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:

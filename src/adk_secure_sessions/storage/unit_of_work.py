@@ -35,6 +35,7 @@ from adk_secure_sessions.db.protocol import (
     UniqueViolation,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, UnknownKeyError
+from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
@@ -201,6 +202,7 @@ class UnitOfWork:
             that time they are read again, because another process may have erased a user.
         keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
             until its pending rows (rows whose key service failed) are unwrapped again.
+        packing: How new records are compressed and padded; None if they are not.
     """
 
     def __init__(
@@ -213,8 +215,10 @@ class UnitOfWork:
         cached_keys: int,
         cache_seconds: float = 300.0,
         keyring_pause: float = _KEYRING_PAUSE,
+        packing: Packing | None = None,
     ) -> None:
         self._cache_seconds = cache_seconds
+        self._packing = packing
         self.executors = executors
         self._backends = backends
         self._open_keyring = open_keyring
@@ -329,6 +333,7 @@ class UnitOfWork:
                 keyring_is_complete=keyring_is_current,
                 uses_cache=not reads_keys,
                 created=created,
+                packing=self._packing,
             )
             source = KeySource.CACHE
             if reads_keys:
@@ -413,12 +418,14 @@ class UnitOfWork:
         """
         keys = await self.keys()
         found = await read_data_keys(self.read_keys, owners)
-        staged = StagedKeys(keys, keyring_is_complete=False, uses_cache=False)
+        staged = StagedKeys(
+            keys, keyring_is_complete=False, uses_cache=False, packing=self._packing
+        )
         try:
             staged.load(found.data_keys, found.masters)
         except StaleKeyring:
             await self._renew_keyring(keys, keys.keyring)
-            staged = StagedKeys(keys, uses_cache=False)
+            staged = StagedKeys(keys, uses_cache=False, packing=self._packing)
             staged.load(found.data_keys, found.masters)
         return staged
 

@@ -711,6 +711,8 @@ class RenewKey(Write[bool]):
         if found.user and self._of_user:
             owner = bindings.open_user_row(uncached, found, found.user)
         assert owner is not None
+        # A rotation does not have the options of the services, so it packs the row as it was.
+        attempt.keys.packing = bindings.packing_of_owner(attempt, owner, row.state)
         if owners.renew_key(owner, row.state, self._since):
             yield from apply_changes(owners.changes)
         return True

@@ -1,0 +1,201 @@
+-- The tables of adk-secure-sessions, for PostgreSQL.
+-- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
+-- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+
+CREATE TABLE secure_meta (
+  name VARCHAR(64) NOT NULL,
+  value VARCHAR(255) NOT NULL,
+  PRIMARY KEY (name)
+);
+
+CREATE TABLE secure_keyring (
+  id BIGINT NOT NULL,
+  purpose VARCHAR(16) NOT NULL,
+  root_key_id VARCHAR(255) NOT NULL,
+  created_at BIGINT NOT NULL,
+  wrapped BYTEA NOT NULL,
+  PRIMARY KEY (id)
+);
+
+ALTER TABLE secure_keyring ALTER COLUMN wrapped SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_data_keys (
+  id BIGINT NOT NULL,
+  owner BYTEA NOT NULL,
+  generation BIGINT NOT NULL,
+  backend_id BIGINT NOT NULL,
+  created_at BIGINT NOT NULL,
+  wrapped BYTEA NOT NULL,
+  PRIMARY KEY (id),
+  CONSTRAINT secure_data_keys_owner UNIQUE (owner, generation)
+);
+
+ALTER TABLE secure_data_keys ALTER COLUMN wrapped SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_apps (
+  id BIGINT NOT NULL,
+  tag BYTEA NOT NULL,
+  app_name BYTEA NOT NULL,
+  version BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+);
+
+ALTER TABLE secure_apps ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_users (
+  id BIGINT NOT NULL,
+  app_row BIGINT NOT NULL,
+  tag BYTEA NOT NULL,
+  version BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+);
+
+CREATE INDEX ix_secure_users_app_row ON secure_users (app_row, id);
+
+ALTER TABLE secure_users ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_witnesses (
+  tag BYTEA NOT NULL,
+  number BIGINT NOT NULL,
+  seal BYTEA NOT NULL,
+  PRIMARY KEY (tag)
+);
+
+ALTER TABLE secure_witnesses ALTER COLUMN seal SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_sessions (
+  id BIGINT NOT NULL,
+  user_row BIGINT NOT NULL,
+  tag BYTEA NOT NULL,
+  revision BIGINT NOT NULL,
+  base_revision BIGINT NOT NULL,
+  created_at BIGINT NOT NULL,
+  updated_at BIGINT NOT NULL,
+  expires_at BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (id),
+  UNIQUE (tag)
+);
+
+CREATE INDEX ix_secure_sessions_user_row ON secure_sessions (user_row, id);
+
+ALTER TABLE secure_sessions ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_bases (
+  session_row BIGINT NOT NULL,
+  revision BIGINT NOT NULL,
+  state BYTEA NOT NULL,
+  PRIMARY KEY (session_row)
+) PARTITION BY HASH (session_row);
+
+ALTER TABLE secure_bases ALTER COLUMN state SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_events (
+  session_row BIGINT NOT NULL,
+  seq BIGINT NOT NULL,
+  time BIGINT NOT NULL,
+  event BYTEA NOT NULL,
+  PRIMARY KEY (session_row, seq)
+) PARTITION BY HASH (session_row);
+
+ALTER TABLE secure_events ALTER COLUMN event SET STORAGE EXTERNAL;
+
+CREATE TABLE secure_bases_00 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 0);
+
+CREATE TABLE secure_bases_01 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 1);
+
+CREATE TABLE secure_bases_02 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 2);
+
+CREATE TABLE secure_bases_03 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 3);
+
+CREATE TABLE secure_bases_04 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 4);
+
+CREATE TABLE secure_bases_05 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 5);
+
+CREATE TABLE secure_bases_06 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 6);
+
+CREATE TABLE secure_bases_07 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 7);
+
+CREATE TABLE secure_bases_08 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 8);
+
+CREATE TABLE secure_bases_09 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 9);
+
+CREATE TABLE secure_bases_10 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 10);
+
+CREATE TABLE secure_bases_11 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 11);
+
+CREATE TABLE secure_bases_12 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 12);
+
+CREATE TABLE secure_bases_13 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 13);
+
+CREATE TABLE secure_bases_14 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 14);
+
+CREATE TABLE secure_bases_15 PARTITION OF secure_bases
+  FOR VALUES WITH (MODULUS 16, REMAINDER 15);
+
+CREATE TABLE secure_events_00 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 0);
+
+CREATE TABLE secure_events_01 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 1);
+
+CREATE TABLE secure_events_02 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 2);
+
+CREATE TABLE secure_events_03 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 3);
+
+CREATE TABLE secure_events_04 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 4);
+
+CREATE TABLE secure_events_05 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 5);
+
+CREATE TABLE secure_events_06 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 6);
+
+CREATE TABLE secure_events_07 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 7);
+
+CREATE TABLE secure_events_08 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 8);
+
+CREATE TABLE secure_events_09 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 9);
+
+CREATE TABLE secure_events_10 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 10);
+
+CREATE TABLE secure_events_11 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 11);
+
+CREATE TABLE secure_events_12 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 12);
+
+CREATE TABLE secure_events_13 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 13);
+
+CREATE TABLE secure_events_14 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 14);
+
+CREATE TABLE secure_events_15 PARTITION OF secure_events
+  FOR VALUES WITH (MODULUS 16, REMAINDER 15);

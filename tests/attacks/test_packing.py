@@ -1,0 +1,275 @@
+"""Compressed and padded records: what their lengths tell, bombs, and what does not fit its flags.
+
+How it works.  `EditingBackend(edit)` is AES-256-GCM, and encrypts `edit(plaintext)` instead of each
+plaintext that contains `MARK`: a program that has the keys, and is faulty or malicious.  A service
+with it writes one such record; services with the proper backend meet the record.
+"""
+
+import sqlite3
+import warnings
+import zlib
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.adk.events import Event, EventActions
+from google.adk.sessions import Session
+
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DecryptionError,
+    EncryptedSessionService,
+    NoOpBackend,
+    Reason,
+    TamperedError,
+)
+from adk_secure_sessions.formats import flags
+from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.maintenance import Database, verify
+from adk_secure_sessions.maintenance.rotate_data import rotate_data
+from tests.attacks.needles import found_in, needle
+
+KEY = bytes(range(32))
+MARK = "secret 7Qx"
+START = 1_700_000_000.0  # the JSON of a time that is not fixed has one of several lengths
+WHO: dict[str, Any] = {"app_name": "app", "user_id": "user", "session_id": "edited"}
+OTHER: dict[str, Any] = {**WHO, "user_id": "other"}
+TABLES = {
+    "app": "secure_apps",
+    "user": "secure_users",
+    "session": "secure_sessions",
+    "snapshot": "secure_bases",
+    "event": "secure_events",
+}
+Edit = Callable[[bytes], bytes]
+
+
+class EditingCipher:
+    def __init__(self, cipher: Cipher, edit: Edit) -> None:
+        self._cipher = cipher
+        self._edit = edit
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        edited = self._edit(plaintext) if MARK.encode() in plaintext else plaintext
+        return self._cipher.encrypt(edited, associated_data)
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        return self._cipher.decrypt(sealed, associated_data)
+
+
+class EditingBackend(AesGcmBackend):
+    def __init__(self, edit: Edit) -> None:
+        super().__init__(KEY)
+        self._edit = edit
+
+    def cipher(self, key: bytes) -> Any:
+        return EditingCipher(super().cipher(key), self._edit)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite+aiosqlite:///{tmp_path / 'sessions.db'}"
+
+
+def event(text: str, **delta: Any) -> Event:
+    actions = EventActions(state_delta=delta)
+    return Event(author=text, invocation_id="i", timestamp=START, actions=actions)
+
+
+async def write(url: str, where: str, edit: Edit) -> None:
+    """Write two sessions of two users, and one edited record."""
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+        await service.create_session(**OTHER)
+    async with EncryptedSessionService(url, EditingBackend(edit)) as service:
+        keys = {"app": "app:k", "user": "user:k", "session": "k", "snapshot": "k"}
+        text = MARK * 1000 if where == "snapshot" else MARK
+        state = {keys[where]: text} if where in keys else {}
+        session = await service.create_session(**WHO, state=state)
+        await service.append_event(session, event(MARK if where == "event" else "fine"))
+
+
+def bomb(plaintext: bytes) -> bytes:
+    """Return a plaintext whose content is JSON with many spaces; the JSON itself is right."""
+    stream = zlib.compressobj(9)
+    made = stream.compress(plaintext[1:]) + stream.compress(b" " * (8 * 2**20)) + stream.flush()
+    return b"\x01" + made
+
+
+def _flagged(value: int) -> Edit:
+    return lambda plaintext: bytes([value]) + plaintext[1:]
+
+
+def _cut(plaintext: bytes) -> bytes:
+    return b"\x01" + zlib.compress(plaintext[1:])[:-1]
+
+
+def _overlong(plaintext: bytes) -> bytes:
+    return b"\x04" + (2**32 - 1).to_bytes(4, "big") + plaintext[1:]
+
+
+def _dirty(plaintext: bytes) -> bytes:
+    return b"\x04" + (len(plaintext) - 1).to_bytes(4, "big") + plaintext[1:] + b"\x00x"
+
+
+MALFORMED = {
+    "not compressed": _flagged(1),
+    "not padded": _flagged(4),
+    "cut": _cut,
+    "overlong": _overlong,
+    "dirty padding": _dirty,
+}
+
+
+def assert_names(error: DecryptionError, where: str, reason: Reason = Reason.MALFORMED) -> None:
+    assert error.reason is reason
+    assert error.table == TABLES[where]
+    assert error.__context__ is None or isinstance(error.__context__, DecryptionError)
+    assert "7Qx" not in str(error)
+
+
+@pytest.mark.parametrize("where", TABLES)
+@pytest.mark.parametrize("edit", MALFORMED.values(), ids=MALFORMED)
+async def test_malformed_record_is_rejected_named_and_left_as_it_is(
+    url: str, where: str, edit: Edit
+) -> None:
+    await write(url, where, edit)
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+        with pytest.raises(TamperedError) as info:
+            await service.get_session(**WHO)
+        assert_names(info.value, where)
+        assert where == "app" or await service.get_session(**OTHER)
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        (problem,) = (await verify(db)).problems
+        assert (problem.table, problem.reason) == (TABLES[where], Reason.MALFORMED)
+        before = _records(url, where)
+        done = await rotate_data(db)
+        assert TABLES[where] in {one.table for one in done.problems}
+        assert before <= _records(url, where), "what is malformed is never overwritten"
+
+
+def _records(url: str, where: str) -> set[bytes]:
+    column = "event" if where == "event" else "state"
+    with closing(sqlite3.connect(url.partition(":///")[2])) as connection:
+        rows = connection.execute(
+            f"SELECT {column} FROM {TABLES[where]} WHERE length({column}) > 0"
+        ).fetchall()
+    # Of two users or sessions, the first is the other one's.
+    return {rows[-1][0]}
+
+
+@pytest.mark.parametrize("where", TABLES)
+async def test_bomb_is_rejected_and_other_sessions_are_read(
+    url: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The limit of the format is 256 MiB and more: tests/test_flags.py meets it under `make soak`.
+    monkeypatch.setattr(flags.expand, "__defaults__", (2**20,))
+    await write(url, where, bomb)
+    sizes = {len(record) for record in _records(url, where)}
+    assert max(sizes) < 20_000
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+        with pytest.raises(TamperedError, match="after decompression") as info:
+            await service.get_session(**WHO)
+        assert_names(info.value, where)
+        assert where == "app" or await service.get_session(**OTHER)
+
+
+@pytest.mark.parametrize("value", [3, 7, 8, 0x80])
+async def test_flags_of_later_releases_are_rejected_by_name(url: str, value: int) -> None:
+    await write(url, "event", _flagged(value))
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+        with pytest.raises(DecryptionError, match=f"flags are {value:#04x}") as info:
+            await service.get_session(**WHO)
+        assert_names(info.value, "event", Reason.UNKNOWN_FLAGS)
+
+
+async def test_flags_that_an_attacker_changes_in_plaintext_records_never_give_another_content(
+    url: str,
+) -> None:
+    """`NoOpBackend` authenticates nothing: its records can be changed, but not be mistaken."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backend = NoOpBackend()
+    async with EncryptedSessionService(url, backend) as service:
+        session = await service.create_session(**WHO)
+        await service.append_event(session, event("said"))
+        with closing(sqlite3.connect(url.partition(":///")[2])) as connection:
+            ((record,),) = connection.execute("SELECT event FROM secure_events").fetchall()
+            for value in range(256):
+                changed = record[:13] + bytes([value]) + record[14:]
+                with connection:
+                    connection.execute("UPDATE secure_events SET event = ?", (changed,))
+                if value == 0:
+                    assert await service.get_session(**WHO)
+                    continue
+                with pytest.raises(DecryptionError) as info:
+                    await service.get_session(**WHO)
+                is_known = value in (1, 2, 4, 5, 6)
+                reason = Reason.MALFORMED if is_known else Reason.UNKNOWN_FLAGS
+                assert info.value.reason is reason, value
+
+
+# --- lengths -------------------------------------------------------------------------------------
+
+
+async def length_of(url: str, text: str, **options: Any) -> int:
+    """The length of the record of an event with a secret and *text*."""
+    secret = {"token": "tok-48151623-aurora-lighthouse-4242", "filler": "0123456789abcdef" * 70}
+    async with EncryptedSessionService(url, AesGcmBackend(KEY), **options) as service:
+        session = await service.create_session(app_name="app", user_id="user")
+        await service.append_event(session, event("user", said=text, **secret))
+    with closing(sqlite3.connect(url.partition(":///")[2])) as connection:
+        rows = connection.execute(
+            "SELECT length(event) FROM secure_events ORDER BY session_row DESC"
+        )
+        length: int = next(rows)[0]
+    return length
+
+
+RIGHT, WRONG = "tok-48151623-aurora-lighthouse-4242", "tok-62341518-meadow-spaceships-1717"
+
+
+async def test_with_compression_a_right_guess_makes_a_record_shorter(tmp_path: Path) -> None:
+    """So the pages say that this is not prevented."""
+    lengths = [
+        await length_of(f"sqlite+aiosqlite:///{tmp_path}/{n}.db", guess, compression="zlib")
+        for n, guess in enumerate([RIGHT, WRONG])
+    ]
+    assert lengths[0] < lengths[1] - 10
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": "padme"}], ids=["plain", "padded"])
+async def test_without_compression_a_right_guess_has_the_length_of_a_wrong_one(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    lengths = {
+        await length_of(f"sqlite+aiosqlite:///{tmp_path}/{n}.db", guess, **options)
+        for n, guess in enumerate([RIGHT, WRONG])
+    }
+    assert len(lengths) == 1
+
+
+async def test_padded_values_of_similar_length_have_the_same_length(tmp_path: Path) -> None:
+    async def lengths(**options: Any) -> set[int]:
+        url = f"sqlite+aiosqlite:///{tmp_path}/{len(options)}.db"
+        return {await length_of(url, "x" * (8000 + n), **options) for n in range(0, 200, 20)}
+
+    assert len(await lengths()) == 10
+    assert len(await lengths(padding="padme")) <= 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"compression": "zlib"}, {"compression": "zlib", "padding": "padme"}]
+)
+async def test_compressed_values_are_not_found_in_the_file(
+    url: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    secrets = [needle("session value"), needle("text"), needle("user id")]
+    async with EncryptedSessionService(url, AesGcmBackend(KEY), **options) as service:
+        session: Session = await service.create_session(
+            app_name="app", user_id=secrets[2], state={"k": f"{secrets[0]} " * 900}
+        )
+        await service.append_event(session, event(secrets[1], note="n" * 2000))
+    for path in tmp_path.iterdir():
+        assert not found_in(path.read_bytes()), path

@@ -1,0 +1,167 @@
+"""Compression and padding: sizes in the database and times, beside ADK's plaintext.
+
+Without Zstandard (Python 3.14 or the extra `zstd`), its figures are left out.
+"""
+
+import itertools
+import os
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import pytest
+import sqlalchemy as sa
+from google.adk.events import Event
+from google.adk.sessions import BaseSessionService, Session
+from google.genai import types
+
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from tests import format_reader
+from tests.benchmarks import plan
+from tests.benchmarks.comparison import SECONDS
+from tests.benchmarks.databases import ADK, opened, stored_bytes
+from tests.benchmarks.deployments import LOCAL, Deployment
+from tests.benchmarks.harness import interleave
+from tests.benchmarks.results import Figure, Results
+from tests.benchmarks.workload import APP, json_size, payload, turn
+
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.parametrize("deployment", LOCAL, indirect=True),
+]
+
+_KEY = os.urandom(32)
+# Words as frequent as in a language: the first is in each sentence, the last in one of a hundred.
+_WORDS = [f"{a}{b}{c}" for a in ("re", "mi", "sol", "la", "con") for b in ("ta", "ner", "vo", "lis",
+          "du") for c in ("", "n", "ment", "ra", "st", "ble", "tion", "ly")]  # fmt: skip
+_WEIGHTS = [1 / (2 + n) for n in range(len(_WORDS))]
+SIDES = [side for side in plan.PACKING if side != "Zstandard" or format_reader.zstd is not None]
+
+
+def text(chance: random.Random, words: int) -> str:
+    return " ".join(chance.choices(_WORDS, _WEIGHTS, k=words)).capitalize() + "."
+
+
+def found_rows(chance: random.Random, count: int) -> dict[str, object]:
+    """Return what a tool answers: rows of a table, with ids that look random."""
+    return {
+        "rows": [
+            {
+                "id": f"{chance.getrandbits(64):016x}",
+                "title": text(chance, 6),
+                "score": round(chance.random(), 4),
+                "created_at": f"2026-0{chance.randint(1, 9)}-{chance.randint(10, 28)}T08:30:00Z",
+                "summary": text(chance, 20),
+            }
+            for _ in range(count)
+        ]
+    }
+
+
+def long_turn(chance: random.Random, number: int) -> list[Event]:
+    """Return the events of `workload.turn`, with a tool result of 4 KB and an answer of 1.5 KB."""
+    events = turn(number)
+    parts = [(event.content or types.Content()).parts or [] for event in events]
+    response = parts[2][0].function_response
+    assert response is not None
+    response.response = found_rows(chance, 15)
+    parts[3][0].text = text(chance, 220)
+    return events
+
+
+async def converse(service: BaseSessionService, user: str, chance: random.Random) -> Session:
+    session = await service.create_session(app_name=APP, user_id=user, state={"step": ""})
+    for number in range(plan.TURNS):
+        for event in long_turn(chance, number):
+            await service.append_event(session, event)
+    return session
+
+
+@asynccontextmanager
+async def service_of(side: str, url: sa.URL) -> AsyncIterator[BaseSessionService]:
+    if side == ADK:
+        async with opened(side, url) as adk:
+            yield adk
+        return
+    options = plan.PACKING[side]
+    async with EncryptedSessionService(url, AesGcmBackend(_KEY), **options) as service:  # type: ignore[arg-type]
+        yield service
+
+
+async def test_sizes(deployment: Deployment, results: Results) -> None:
+    name = f"{deployment.name}/packing"
+    events = [one for n in range(plan.TURNS) for one in long_turn(random.Random(n), n)]
+    json = sum(len(event.model_dump_json(exclude_none=True)) for event in events)
+    results.count(f"{name}/conversation/JSON", json, "B")
+    results.count(f"{name}/session, 100KB/JSON", json_size(payload("100KB")), "B")
+    for side in [*SIDES, ADK]:
+        url = deployment.databases.create()
+        chance = random.Random(1)  # the same texts on each side
+        async with service_of(side, url) as service:
+            await service.create_session(app_name=APP, user_id="user")
+        sizes = [await stored_bytes(url)]
+        async with service_of(side, url) as service:
+            for _ in range(plan.PACKED_CONVERSATIONS):
+                await converse(service, "user", chance)
+        sizes.append(await stored_bytes(url))
+        async with service_of(side, url) as service:
+            for _ in range(plan.PACKED_SESSIONS):
+                await service.create_session(app_name=APP, user_id="user", state=payload("100KB"))
+        sizes.append(await stored_bytes(url))
+        each = [(after - before) for before, after in itertools.pairwise(sizes)]
+        conversation = round(each[0] / plan.PACKED_CONVERSATIONS)
+        results.count(f"{name}/conversation/{side}", conversation, "B")
+        session = round(each[1] / plan.PACKED_SESSIONS)
+        results.count(f"{name}/session, 100KB/{side}", session, "B")
+
+
+async def test_times(deployment: Deployment, results: Results) -> None:
+    async with AsyncExitStack() as stack:
+        services = {
+            side: await stack.enter_async_context(service_of(side, deployment.databases.create()))
+            for side in [*SIDES, ADK]
+        }
+        sessions = {
+            side: await converse(service, "user", random.Random(1))
+            for side, service in services.items()
+        }
+        whole = payload("100KB")
+
+        async def create(service: BaseSessionService) -> None:
+            user = f"user-{uuid.uuid4()}"
+            await service.create_session(app_name=APP, user_id=user, state=whole)
+
+        def append(side: str) -> Callable[[], Awaitable[object]]:
+            chance, service = random.Random(2), services[side]
+            answers = [long_turn(chance, n)[2] for n in range(20)]
+            numbers = itertools.count()
+
+            async def run() -> None:
+                event = answers[next(numbers) % len(answers)].model_copy(deep=True)
+                event.id = Event.new_id()
+                await service.append_event(appended[side], event)
+
+            return run
+
+        appended = {
+            side: await service.create_session(app_name=APP, user_id="appends")
+            for side, service in services.items()
+        }
+        operations: dict[str, dict[str, Callable[[], Awaitable[object]]]] = {
+            "create, 100KB": {side: partial(create, one) for side, one in services.items()},
+            "append, 4KB": {side: append(side) for side in services},
+            "get, 40 long events": {
+                side: partial(
+                    one.get_session, app_name=APP, user_id="user", session_id=sessions[side].id
+                )
+                for side, one in services.items()
+            },
+        }
+        for operation, sides in operations.items():
+            timings = await interleave(sides, SECONDS)
+            for side, seconds in timings.items():
+                name = f"{deployment.name}/packing/{operation}/{side}"
+                results.add(name, Figure.of(seconds, "s"))

@@ -1,0 +1,278 @@
+"""The flags byte: contents are compressed and padded, and come back, or are rejected."""
+
+import re
+import secrets
+import sys
+import tracemalloc
+import zlib
+from math import floor, log2
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adk_secure_sessions import ConfigurationError, DecryptionError, Reason, TamperedError
+from adk_secure_sessions.formats import flags, json_text
+from adk_secure_sessions.formats.flags import (
+    COMPRESSED_FROM,
+    COMPRESSIONS,
+    FLAGS,
+    MAX_CONTENT,
+    PADDED,
+    PADDINGS,
+    ZLIB,
+    ZSTD,
+    expand,
+    packing,
+    packing_of,
+    padme,
+)
+from examples.vectors.fixed import padded, zstd_frame
+from tests import format_reader
+
+has_zstd = format_reader.zstd is not None
+needs_zstd = pytest.mark.skipif(not has_zstd, reason="needs Python 3.14 or the extra zstd")
+NAMES = ["zlib", pytest.param("zstd", marks=needs_zstd)]
+MIB = 2**20
+INSTALL = re.escape("pip install 'backports-zstd>=1.0'")
+REPETITIVE = b'{"notes":"take one pill, ' * 200
+
+
+def packed(content: bytes, compression: str | None = None, padding: str | None = None) -> bytes:
+    made = packing(compression, padding)
+    assert made is not None
+    return made.pack(content)
+
+
+# --- contents come back --------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.binary(max_size=3000) | st.integers(0, 5000).map(lambda n: (REPETITIVE * 2)[:n]),
+    st.sampled_from([None, *(name for name in COMPRESSIONS if name != "zstd" or has_zstd)]),
+    st.sampled_from([None, *PADDINGS]),
+)
+def test_content_is_packed_and_comes_back(
+    content: bytes, compression: str | None, padding: str | None
+) -> None:
+    made = packing(compression, padding)
+    if made is None:
+        return
+    plaintext = made.pack(content)
+    assert expand(plaintext) == FLAGS + content
+    assert (plaintext[0] & PADDED != 0) == (padding is not None)
+    if padding:
+        assert padme(len(plaintext)) == len(plaintext)
+    again = packing_of(plaintext)
+    assert again is None or again.pack(content) == plaintext
+    assert (again is None) == (plaintext[0] == 0)
+
+
+@pytest.mark.parametrize("padding", [None, "padme"])
+@pytest.mark.parametrize("name", NAMES)
+def test_content_of_1024_bytes_is_compressed_and_a_shorter_one_is_not(
+    name: str, padding: str | None
+) -> None:
+    flag = COMPRESSIONS[name]  # type: ignore[index]
+    assert packed(REPETITIVE[:COMPRESSED_FROM], name, padding)[0] & flag
+    assert not packed(REPETITIVE[: COMPRESSED_FROM - 1], name, padding)[0] & flag
+    assert COMPRESSED_FROM == 1024
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_content_that_does_not_become_smaller_is_stored_as_it_is(name: str) -> None:
+    content = secrets.token_bytes(5000)
+    assert packed(content, name) == FLAGS + content
+    assert packed(content, name, "padme")[:5] == bytes([PADDED]) + (5000).to_bytes(4, "big")
+
+
+def test_content_that_a_reader_would_reject_is_not_compressed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flags, "MAX_CONTENT", 2000)
+    assert packed(bytes(2000), "zlib")[0] == ZLIB
+    assert packed(bytes(2001), "zlib") == FLAGS + bytes(2001)
+
+
+def test_largest_json_with_the_largest_fields_before_it_may_be_compressed() -> None:
+    # A length, a name of a collection, links, 255 key ids.
+    fields = 4 + 16384 + 3 * 16 + 1 + 255 * 8
+    assert MAX_CONTENT - json_text.MAX_BYTES >= fields
+
+
+# --- Padmé ---------------------------------------------------------------------------------------
+
+
+def by_the_paper(length: int) -> int:
+    """Padmé in floating point, as the paper writes it; for lengths below 2**40."""
+    exponent = floor(log2(length))
+    bits = floor(log2(exponent)) + 1
+    last = exponent - bits
+    mask = 2**last - 1
+    return (length + mask) // 2**last * 2**last if last > 0 else length
+
+
+@given(st.integers(2, 2**40))
+def test_padme_is_that_of_the_paper(length: int) -> None:
+    assert padme(length) == by_the_paper(length)
+    assert length <= padme(length) <= 1.12 * length
+    assert padme(padme(length)) == padme(length)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        *((5, 5), (9, 10), (97, 104), (104, 104), (105, 112), (1024, 1024), (1025, 1088)),
+        *((1088, 1088), (65_536, 65_536), (65_537, 67_584), (67_584, 67_584), (67_585, 69_632)),
+    ],
+)
+def test_padme_gives_the_lengths_that_pages_name(length: int, expected: int) -> None:
+    assert padme(length) == expected
+
+
+def test_padding_leaves_few_different_lengths() -> None:
+    lengths = {len(packed(bytes(n), None, "padme")) for n in range(1000, 5000)}
+    assert len(lengths) < 80
+    assert lengths == {padme(n + 5) for n in range(1000, 5000)}
+
+
+# --- what is rejected ----------------------------------------------------------------------------
+
+
+def test_each_unknown_byte_is_rejected_by_name() -> None:
+    for value in set(range(256)) - {0, 1, 2, 4, 5, 6}:
+        with pytest.raises(DecryptionError, match=f"flags are {value:#04x}") as info:
+            expand(bytes([value]) + b"a secret")
+        assert info.value.reason is Reason.UNKNOWN_FLAGS
+        assert not isinstance(info.value, TamperedError)
+
+
+def outcome(plaintext: bytes) -> Reason | None:
+    """Return why *plaintext* is rejected; None if it has a content."""
+    error, found = None, b""
+    try:
+        found = expand(plaintext)
+    except DecryptionError as rejection:
+        error = rejection
+    if error is None:
+        assert found.startswith(FLAGS)
+        return None
+    assert error.__context__ is None
+    return error.reason
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 2, 4, 5, 6] if has_zstd else [1, 4, 5]), st.binary(max_size=200))
+def test_any_bytes_after_the_flags_are_a_content_or_are_rejected(value: int, rest: bytes) -> None:
+    assert outcome(bytes([value]) + rest) in (None, Reason.MALFORMED)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_damaged_plaintext_is_rejected_or_has_another_content(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([None, "zlib", *(["zstd"] if has_zstd else [])]))
+    padding = data.draw(st.sampled_from(["padme", None])) if name else "padme"
+    plaintext = bytearray(packed(REPETITIVE, name, padding))
+    position = data.draw(st.integers(0, len(plaintext) - 1))
+    plaintext[position] ^= data.draw(st.integers(1, 255))
+    assert outcome(bytes(plaintext)) in (None, Reason.MALFORMED, Reason.UNKNOWN_FLAGS)
+
+
+@pytest.mark.parametrize("value", [1, 2, 4, 0x80])
+def test_wrapped_keys_and_witnesses_have_no_flags(value: int) -> None:
+    with pytest.raises(DecryptionError, match="has no flags") as info:
+        flags.require_none(bytes([value]) + b"a secret")
+    assert info.value.reason is Reason.UNKNOWN_FLAGS
+    with pytest.raises(TamperedError, match="empty"):
+        flags.require_none(b"")
+
+
+# --- bombs ---------------------------------------------------------------------------------------
+
+
+def zlib_bomb(size: int) -> bytes:
+    """*size* zeros, compressed in pieces, so that the test itself needs little memory."""
+    stream, piece = zlib.compressobj(9), bytes(MIB)
+    made = [stream.compress(piece) for _ in range(size // MIB)]
+    return b"\x01" + b"".join(made) + stream.flush()
+
+
+def zstd_bomb(size: int) -> bytes:
+    """A frame of 4 bytes for each 128 KiB: blocks that repeat a byte."""
+    count = size // (128 * 1024)
+    blocks = [
+        ((128 * 1024) << 3 | 2 | (number == count - 1)).to_bytes(3, "little") + b" "
+        for number in range(count)
+    ]
+    return b"\x02" + zstd_frame(b"")[:6] + b"".join(blocks)
+
+
+BOMBS = [zlib_bomb, pytest.param(zstd_bomb, marks=needs_zstd)]
+
+
+def peak_of(plaintext: bytes, limit: int) -> int:
+    """Decompress a bomb, which must be rejected, and return the most memory that this took."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(TamperedError, match=f"more than {limit} bytes after decomp") as info:
+            expand(plaintext, limit)
+        assert info.value.reason is Reason.MALFORMED
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bomb_is_rejected_with_bounded_memory(bomb: Any) -> None:
+    limit = 2 * MIB
+    peaks = [peak_of(bomb(size), limit) for size in (8 * MIB, 64 * MIB)]
+    assert max(peaks) < 2.5 * limit
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_content_of_exactly_the_limit_is_accepted_and_one_byte_more_is_not(bomb: Any) -> None:
+    plaintext = bomb(2 * MIB)
+    assert len(expand(plaintext, 2 * MIB)) == 2 * MIB + 1
+    with pytest.raises(TamperedError, match="after decompression"):
+        expand(plaintext, 2 * MIB - 1)
+    wrapped = bytes([plaintext[0] | PADDED]) + padded(plaintext[1:], 3)
+    assert expand(wrapped, 2 * MIB) == expand(plaintext, 2 * MIB)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bomb_beyond_the_limit_of_the_format_is_rejected(bomb: Any) -> None:
+    assert peak_of(bomb(1024 * MIB), MAX_CONTENT) < 2.1 * MAX_CONTENT
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["gzip", "ZLIB", True, 6, ["zlib"], b"zlib", ""])
+def test_unknown_compression_is_rejected(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match='compression must be "zlib", "zstd" or None'):
+        packing(value, None)
+
+
+@pytest.mark.parametrize("value", ["pad", True, 16, ["padme"], ""])
+def test_unknown_padding_is_rejected(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match='padding must be "padme" or None'):
+        packing(None, value)
+
+
+def test_nothing_is_packed_by_default() -> None:
+    assert packing(None, None) is None
+
+
+def test_without_zstandard_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, flags._ZSTD_MODULE, None)
+    with pytest.raises(ConfigurationError, match=INSTALL):
+        packing("zstd", None)
+    for value in (ZSTD, ZSTD | PADDED):
+        plaintext = bytes([value]) + (padded(b"", 0) if value & PADDED else b"")
+        with pytest.raises(DecryptionError, match=INSTALL) as info:
+            expand(plaintext)
+        assert info.value.reason is Reason.UNKNOWN_FLAGS
+        assert not isinstance(info.value, TamperedError)
