@@ -18,6 +18,7 @@ from adk_secure_sessions.storage.schema import (
     bases,
     events,
     feature_metadata,
+    indexed,
     metadata,
     migrated,
 )
@@ -38,6 +39,10 @@ PARTS = {
     "-audit": (
         (audit_records,),
         "The table that `audit_table` adds to the data tables of adk-secure-sessions",
+    ),
+    "-state-index": (
+        (indexed,),
+        "The table that the search index adds to the data tables of adk-secure-sessions",
     ),
 }
 HEAD = """\

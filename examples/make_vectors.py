@@ -27,6 +27,7 @@ from examples.vectors.keys import key_vectors
 from examples.vectors.page import with_example
 from examples.vectors.records import record_vectors
 from examples.vectors.rejections import rejection_vectors
+from examples.vectors.state_index import state_index_vectors
 
 ROOT = Path(__file__).resolve().parent.parent
 VECTORS = ROOT / "tests" / "vectors"
@@ -39,6 +40,7 @@ def made_files() -> dict[Path, str]:
     sql, contents = database_vectors()
     with_collections, collections, rejected_collections = collection_vectors()
     with_memory, integrations, rejected_integrations = integration_vectors()
+    with_index, searches = state_index_vectors()
     return {
         VECTORS / "records.json": _dumped(record_vectors()),
         VECTORS / "keys.json": _dumped(key_vectors()),
@@ -53,6 +55,8 @@ def made_files() -> dict[Path, str]:
         VECTORS / "integrations.sql": with_memory,
         VECTORS / "integrations.json": _dumped(integrations),
         VECTORS / "integration_rejections.json": _dumped(rejected_integrations),
+        VECTORS / "state_index.sql": with_index,
+        VECTORS / "state_index.json": _dumped(searches),
         PAGE: with_example(PAGE.read_text(encoding="utf-8")),
     }
 

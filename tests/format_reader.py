@@ -13,6 +13,7 @@ import struct
 import sys
 import zlib
 from base64 import b64decode, b64encode, urlsafe_b64encode
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -36,7 +37,8 @@ Row = dict[str, Any]
 MAX_CONTENT = 268_500_992  # bytes, after decompression
 KEY_LENGTH = 32  # of master keys, and of data keys for AES-256-GCM and Fernet
 NO_LINK = bytes(16)
-KNOWN_FEATURES = {"-", "collections", "wrapper"}
+KNOWN_FEATURES = {"-", "collections", "state-index", "wrapper"}
+INDEX_MARK = 2**63 - 1  # row_id of the mark of an indexed name
 NO_SNAPSHOT, COLLECTION = -1, -2  # values of base_revision
 KEY_TABLES = ("secure_keyring", "secure_data_keys")
 
@@ -399,6 +401,47 @@ class Database:
             one for one, row in zip(opened, rows, strict=True) if _is_collection(row) == collections
         ]
 
+    def search(self, app_name: str, name: str, value: object) -> list[Row]:
+        """The sessions without events whose state has an indexed *name* with this *value*."""
+        key_tag = tag(self._index, "state index key", app_name, name)
+        mark = tag(self._index, "state index complete", key_tag)
+        rows = self._rows("secure_state_index", "key_tag", key_tag)
+        marks = [row["value_tag"] for row in rows if row["row_id"] == INDEX_MARK]
+        require(len(marks) == 1 and hmac.compare_digest(marks[0], mark))
+        wanted = canonical(value)
+        value_tag = tag(self._index, "state index value", app_name, name, wanted)
+        named = {row["row_id"] for row in rows if row["value_tag"] == value_tag}
+        found = []
+        for row_id, session, state in self._states_of(app_name, of_users=name.startswith("user:")):
+            if row_id in named and name in state and canonical(state[name]) == wanted:
+                found.append(session)
+        return found
+
+    def indexed_rows(self, app_name: str, name: str) -> set[tuple[int, bytes, bytes]]:
+        """The rows that a complete index of *name* has, computed from the states."""
+        key_tag = tag(self._index, "state index key", app_name, name)
+        return {
+            (row_id, key_tag, tag(self._index, "state index value", app_name, name, text))
+            for row_id, _, state in self._states_of(app_name, of_users=name.startswith("user:"))
+            if name in state
+            for text in [canonical(state[name])]
+        }
+
+    def _states_of(self, app_name: str, *, of_users: bool) -> list[tuple[int, Row, Row]]:
+        """The `row_id`, each session and its own state; or of its user, with prefixed names."""
+        found = []
+        app = self._find("secure_apps", "app", app_name)
+        for row in self._rows("secure_users", "app_row", app["id"] if app else -1):
+            user = self._open_user(app_name, row)
+            state = {f"user:{name}": value for name, value in user.state.items()}
+            for one in self._rows("secure_sessions", "user_row", row["id"]):
+                session = self._open_session(app_name, user.user_id, row, one, 0)
+                if _is_collection(one):
+                    continue
+                of_session = (one["id"], session, session["state"])
+                found.append((-1 - row["id"], session, state) if of_users else of_session)
+        return found
+
     def current_key(self, backend: int, app_name: str, user_id: str | None = None) -> int | None:
         """The id of the data key with which a writer encrypts records of an app or a user.
 
@@ -588,6 +631,55 @@ class Database:
         require(links[:-1] == previous[1:])
         require(links[-1] == head)
         return history
+
+
+def canonical(value: object) -> str:
+    """The canonical JSON of a value of a state."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return _canonical_double(value)
+    if isinstance(value, str):
+        return f'"{"".join(map(_escaped, value))}"'
+    if isinstance(value, list):
+        return f"[{','.join(map(canonical, value))}]"
+    assert isinstance(value, dict)
+    entries = (f"{canonical(name)}:{canonical(value[name])}" for name in sorted(value))
+    return f"{{{','.join(entries)}}}"
+
+
+def _escaped(character: str) -> str:
+    controls = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+    if character in '"\\':
+        return f"\\{character}"
+    if character in controls:
+        return f"\\{controls[character]}"
+    if " " <= character <= "~":
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+
+def _canonical_double(value: float) -> str:
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "Infinity" if value > 0 else "-Infinity"
+    shortest = Decimal(repr(value))  # the shortest text that is read as the same double
+    sign = "-" if shortest.is_signed() else ""
+    if not shortest:
+        return f"{sign}0.0"
+    digits = "".join(map(str, shortest.as_tuple().digits)).rstrip("0")
+    exponent = shortest.adjusted()
+    if not -4 <= exponent <= 15:
+        point = f".{digits[1:]}" if digits[1:] else ""
+        return f"{sign}{digits[0]}{point}e{'-' if exponent < 0 else '+'}{abs(exponent):02}"
+    if exponent < 0:
+        return f"{sign}0.{'0' * (-exponent - 1)}{digits}"
+    whole = digits[: exponent + 1].ljust(exponent + 1, "0")
+    return f"{sign}{whole}.{digits[exponent + 1 :] or '0'}"
 
 
 def _is_collection(row: Row) -> bool:

@@ -169,7 +169,7 @@ class Server(ABC):
         listed = "SELECT table_name FROM information_schema.tables WHERE table_schema = "
         for (table,) in connection.exec_driver_sql(f"{listed}'{name}'").all():
             # A new database lacks the tables of features, and behaves differently with them.
-            of_feature = table in ("secure_migrated", "secure_audit")
+            of_feature = table in ("secure_migrated", "secure_audit", "secure_state_index")
             word = "DROP TABLE" if of_feature else "DELETE FROM"
             connection.exec_driver_sql(f"{word} {name}.{table}")
 

@@ -35,6 +35,13 @@ async def import_one(url: sa.URL) -> None:
         await (await db.store()).import_state("a", "imported", b"{}")
 
 
+async def index_one(url: sa.URL) -> None:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(KEY), create_tables=False, indexed_state_keys=["k"]
+    ) as service:
+        await service.create_session(app_name="a", user_id="u", state={"k": 1})
+
+
 async def assert_tables_are_missing(
     url: str | sa.URL, key_db_url: str | sa.URL | None = None
 ) -> None:
@@ -55,6 +62,10 @@ async def test_service_works_on_tables_made_by_the_file_for_sqlite(tmp_path: Pat
             connection.exec_driver_sql(statement)
     engine.dispose()
     await use(url)
+    with pytest.raises(ConfigurationError, match=r"docs/sql/sqlite-state-index\.sql"):
+        await index_one(sa.make_url(url))
+    run_file(sa.make_url(url), "sqlite-state-index")
+    await index_one(sa.make_url(url))
 
 
 def run_file(url: sa.URL, file: str) -> None:

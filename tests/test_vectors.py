@@ -23,6 +23,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import (
@@ -34,6 +35,7 @@ from adk_secure_sessions.keys.data_keys import (
     StagedKeys,
 )
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
+from adk_secure_sessions.storage.state_index import canonical
 from tests import format_reader
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -55,6 +57,7 @@ LISTS = {
     "data_keys": KEYS["data_keys"],
     "tags": KEYS["tags"],
     "migration": KEYS["migration"],
+    "state_index": KEYS["state_index"],
 }
 
 
@@ -357,6 +360,21 @@ def test_mac_of_an_import_is_the_one_in_the_vector(case: Json) -> None:
     else:
         mac = index.migration_complete(database_id)
     assert mac.hex() == case["mac"]
+
+
+@pytest.mark.parametrize("case", KEYS["state_index"], ids=name_of)
+def test_tags_of_an_indexed_value_are_those_in_the_vector(case: Json) -> None:
+    master = bytes.fromhex(KEYS["index_master"])
+    index, names = BlindIndex(master), (case["app_name"], case["key"])
+    value = loads(b'{"value":' + case["json"].encode() + b"}")["value"]
+    text = canonical(value)
+    assert text.decode() == format_reader.canonical(value) == case["canonical"]
+    key_tag, value_tag = index.state_key(*names), index.state_value(*names, text)
+    assert (key_tag.hex(), value_tag.hex()) == (case["key_tag"], case["value_tag"])
+    assert index.state_key_declared(key_tag).hex() == case["declared"]
+    assert index.state_key_complete(key_tag).hex() == case["complete"]
+    read = format_reader.tag(master, "state index value", *names, case["canonical"])
+    assert read.hex() == case["value_tag"]
 
 
 def test_no_two_tags_are_alike() -> None:

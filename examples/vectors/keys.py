@@ -36,7 +36,8 @@ ABOUT = (
     "memory). 'tags': 'hmac' is the HMAC-SHA-256 of 'context_hex' with the key 'index_master', and "
     "'tag' is its first 16 bytes. 'migration': the MACs of docs/format.md, 'Migration', with "
     "the same key; 'texts' and 'integers' are the parts of the context, texts and bytes first. A "
-    "part that is bytes has the form {'hex': ...}."
+    "part that is bytes has the form {'hex': ...}. 'state_index': the tags and marks of "
+    "docs/format.md, 'State index', with the same key; 'json' is the value, not in canonical form."
 )
 ROOT_KEYS = {
     "counting bytes": counting(0, 32),
@@ -364,6 +365,47 @@ def _migration() -> Iterator[Json]:
         }
 
 
+def _state_index() -> Iterator[Json]:
+    """Return the tags of indexed values, and the marks of their names."""
+    cases = (
+        ("an integer", "ticket", "7", "7"),
+        ("a large integer", "ticket", str(2**70), str(2**70)),
+        ("a double without a fraction", "ticket", "7.00", "7.0"),
+        ("a double with an exponent", "ticket", "1E5", "100000.0"),
+        ("a small double", "ticket", "0.00001", "1e-05"),
+        ("a large double", "ticket", "15000000000000000.0", "1.5e+16"),
+        ("the largest exponent that is not written", "ticket", "1e15", "1000000000000000.0"),
+        ("minus zero", "ticket", "-0.0", "-0.0"),
+        ("not a number", "ticket", "NaN", "NaN"),
+        ("true", "ticket", "true", "true"),
+        ("null", "ticket", "null", "null"),
+        ("a text", "user:mrn", '"A-7"', '"A-7"'),
+        ("escapes", "user:mrn", '"\\u00e4\\/\\u0009\\ud83d\\udc4d\\u007f\\""',
+         '"\\u00e4/\\t\\ud83d\\udc4d\\u007f\\""'),
+        ("an object", "caf\u00e9 \U0001f375", '{"b": [1, {}], "a": null, "\\u00e4": 0.1}',
+         '{"a":null,"b":[1,{}],"\\u00e4":0.1}'),
+    )  # fmt: skip
+    for name, key, text, canonical in cases:
+        digest = _mac("state index key", "clinic", key)
+        yield {
+            "name": name,
+            "app_name": "clinic",
+            "key": key,
+            "json": text,
+            "canonical": canonical,
+            "key_tag": digest.hex(),
+            "value_tag": _mac("state index value", "clinic", key, canonical).hex(),
+            "declared": _mac("state index declared", digest).hex(),
+            "complete": _mac("state index complete", digest).hex(),
+        }
+
+
+def _mac(*parts: str | bytes) -> bytes:
+    mac = HMAC(INDEX_MASTER, SHA256())
+    mac.update(records.context(parts))
+    return mac.finalize()[:16]
+
+
 def key_vectors() -> Json:
     """Return the content of keys.json."""
     roots = [
@@ -384,4 +426,5 @@ def key_vectors() -> Json:
         "index_master": INDEX_MASTER.hex(),
         "tags": list(_tags()),
         "migration": list(_migration()),
+        "state_index": list(_state_index()),
     }

@@ -63,6 +63,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
 MAX_PAGE = 1000  # sessions
 
+_ALL = 2**40  # no app has as many sessions
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
 _REVISION = re.compile(rf"{_ROW_ID}\.([0-9]{{1,18}})")
 _NO_SESSION = Expected(-1, -1)
@@ -143,6 +144,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         audit_table: Also store these records in the database, in the table `secure_audit`.  The
             record of a change is stored in the transaction of the change.  If a record cannot be
             stored, the call raises `DatabaseError`.  Needs `audit_accesses`.
+        indexed_state_keys: Keys of the state by which `find_sessions` finds sessions, such as
+            `["ticket", "user:mrn"]`.  The database then contains keyed hashes of their values,
+            which show which sessions have the same value (docs/search.md).
         compression: Compress new values of 1 KB or more before they are encrypted.  The lengths of
             stored values then tell about their content (docs/limits.md, "Compression").  `zstd`
             needs Python 3.14 or the package `backports-zstd`.  Every service reads compressed
@@ -179,6 +183,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         expires_after: timedelta | None = None,
         audit_accesses: Literal["blind", "readable"] | None = None,
         audit_table: bool = False,
+        indexed_state_keys: Sequence[str] = (),
         compression: Literal["zlib", "zstd"] | None = None,
         padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
@@ -214,7 +219,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             cache_seconds=cache_seconds,
             packing=packed,
         )
-        self._store = Store(unit, create_tables=create_tables)
+        self._store = Store(unit, create_tables=create_tables, indexed_keys=indexed_state_keys)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._lifetime = _lifetime(expires_after)
@@ -451,10 +456,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 values above.
         """
         check_ids(app_name, user_id or "", "")
-        if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
-            raise ValueError(f"limit must be an integer from 1 to {MAX_PAGE}")
-        if order not in ("oldest", "newest"):
-            raise ValueError('order must be "oldest" or "newest"')
+        _check_page(limit, order)
         page = await self._store.list_page(
             app_name,
             user_id,
@@ -465,8 +467,91 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             skip=self._skip,
         )
         listed = self._sessions(app_name, page.views, include_state=include_state)
-        position = page.next and f"{page.next.user_row:x}.{page.next.row:x}"
-        return SessionPage(listed, position)
+        return SessionPage(listed, _position_text(page.next))
+
+    @accessed("sessions.find")
+    async def find_sessions(
+        self, *, app_name: str, key: str, value: object
+    ) -> ListSessionsResponse:
+        """Find the sessions whose state has *value* under *key*, without decrypting others.
+
+        The sessions of all users of the app are searched.  Before the first search, run
+        `adk-secure-sessions index fill`.  ADK has no such method.
+
+        Args:
+            app_name: The app's name.
+            key: One of the keys in `indexed_state_keys`.  If the key begins with `user:`, the
+                result contains all sessions of the users whose state has the value.
+            value: The value.  It must have the same type in JSON as the stored value: 1, 1.0 and
+                True are three different values.
+
+        Returns:
+            The sessions with their state but without events, least recently updated first.
+
+        Raises:
+            ConfigurationError: The search index of *key* is not complete, or *key* cannot be
+                indexed: it begins with `app:` or `temp:`.
+            DecryptionError: A session that the search index names cannot be decrypted, and
+                `skip_unreadable_sessions` is False.
+            ValueError: *app_name* is not a string or is too long, or *value* exceeds a limit of
+                states.
+        """
+        check_ids(app_name, "", "")
+        page = await self._store.find(
+            app_name,
+            key,
+            _as_stored(value),
+            None,
+            limit=_ALL,
+            newest=False,
+            skip=self._skip,
+        )
+        views = sorted(
+            page.views,
+            key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id),
+        )
+        return ListSessionsResponse(sessions=self._sessions(app_name, views))
+
+    @accessed("sessions.find")
+    async def find_sessions_page(
+        self,
+        app_name: str,
+        key: str,
+        value: object,
+        *,
+        limit: int,
+        after: str | None = None,
+        order: Literal["oldest", "newest"] = "oldest",
+    ) -> SessionPage:
+        """Find at most *limit* of the sessions that `find_sessions` finds.
+
+        The order and the pages are those of `list_sessions_page` for all users of an app.
+
+        Args:
+            app_name: The app's name.
+            key: See `find_sessions`.
+            value: See `find_sessions`.
+            limit: The number of sessions, 1 to 1000.
+            after: `next` of the page before, with the same *key*, *value* and *order*; None for
+                the first page.
+            order: Whether the oldest or the newest session is first.
+
+        Raises:
+            ConfigurationError, DecryptionError: See `find_sessions`.
+            ValueError: An argument is none of the values above, or exceeds a limit.
+        """
+        check_ids(app_name, "", "")
+        _check_page(limit, order)
+        page = await self._store.find(
+            app_name,
+            key,
+            _as_stored(value),
+            _parse_position(after),
+            limit=limit,
+            newest=order == "newest",
+            skip=self._skip,
+        )
+        return SessionPage(self._sessions(app_name, page.views), _position_text(page.next))
 
     def _sessions(
         self, app_name: str, views: list[View], *, include_state: bool = True
@@ -745,6 +830,23 @@ def _parse_revision(text: object) -> Expected:
     if match is None:
         raise ValueError("at_least must be a text that revision() returned")
     return Expected(int(match[1], 16), int(match[2]))
+
+
+def _check_page(limit: object, order: object) -> None:
+    """Raise ValueError if these arguments of a paged listing are not possible."""
+    if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
+        raise ValueError(f"limit must be an integer from 1 to {MAX_PAGE}")
+    if order not in ("oldest", "newest"):
+        raise ValueError('order must be "oldest" or "newest"')
+
+
+def _as_stored(value: object) -> object:
+    """Return *value* as a session's state would contain it after it was stored."""
+    return loads(encode({"value": value}))["value"]
+
+
+def _position_text(position: Position | None) -> str | None:
+    return position and f"{position.user_row:x}.{position.row:x}"
 
 
 def _parse_position(after: str | None) -> Position | None:

@@ -67,8 +67,8 @@ _OTHER = "_OTHER"
 # only these names of tables are recorded.
 TABLES = frozenset({
     "secure_apps", "secure_audit", "secure_bases", "secure_data_keys", "secure_events",
-    "secure_keyring", "secure_meta", "secure_migrated", "secure_sessions", "secure_users",
-    "secure_witnesses", "inner events", "inner states",
+    "secure_keyring", "secure_meta", "secure_migrated", "secure_sessions", "secure_state_index",
+    "secure_users", "secure_witnesses", "inner events", "inner states",
 })  # fmt: skip
 
 OPERATION = "db.operation.name"

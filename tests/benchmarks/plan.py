@@ -85,6 +85,10 @@ FIELD_SIZES = {size: SIZES[size] for size in ("1KB", "100KB")}
 MIGRATED_SESSIONS, MIGRATED_EVENTS = 500, 20
 MIGRATION_GOAL = 2.0  # time relative to a plain copy of the same rows
 
+# Sessions by a value of their state: all sessions, and how many one search finds.
+SEARCHED_SESSIONS, SEARCH_HITS = 100_000, 10
+SEARCH_GOAL = 0.005  # seconds
+
 # Compression and padding: the arguments of each side.
 PACKING: dict[str, dict[str, str]] = {
     "neither": {},

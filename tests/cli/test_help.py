@@ -92,7 +92,8 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
     shutil.copytree(ROOT / "examples" / "adk_agent", "agents")
     order = ["keygen", "init", "check", "status", "verify", "lookup", "inspect", "purge"]
-    order += ["blobs verify", "blobs purge", "audit verify", "audit export", "audit purge"]
+    order += ["index fill", "index drop", "blobs verify", "blobs purge"]
+    order += ["audit verify", "audit export", "audit purge"]
     order += [
         "rotate master",
         "rotate data",

@@ -30,6 +30,8 @@ ARGUMENTS: dict[str, list[str]] = {
     "migrate": ["--from", "sqlite:///adk.db"],
     "audit export": ["--output", "trail.jsonl"],
     "audit purge": ["--older-than", "90d"],
+    "index fill": ["--app", "clinic", "n"],
+    "index drop": ["--app", "clinic", "n"],
 }
 NAMES = [name for name in commands() if name not in ("keygen", "adk doctor")]  # without a database
 

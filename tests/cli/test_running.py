@@ -22,15 +22,19 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import program, rotate
-from adk_secure_sessions.cli.text import status_lines
+from adk_secure_sessions.cli.text import index_fill_lines, status_lines
 from adk_secure_sessions.cli.wording import WORDING, for_command_line
 from adk_secure_sessions.db.connect import wrapping_executors
 from adk_secure_sessions.db.protocol import Executor
+from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
     DataKeyCount,
+    IndexFill,
+    IndexStatus,
     MasterKey,
     MigrationStatus,
+    Problem,
     RecordCount,
     RotationProgress,
     Status,
@@ -400,7 +404,8 @@ def unfinished_at(seconds_left: float) -> Status:
     progress = RotationProgress("data", 1, True, 1, 10, seconds_left)
     keys = (DataKeyCount(1, 1, 1),)
     master = MasterKey(1, "data", "key:0", 1, 1.0, None)
-    return Status("1", False, (master,), keys, (RecordCount("t", 1, 10, 1),), (progress,), None)
+    records = (RecordCount("t", 1, 10, 1),)
+    return Status("1", False, (master,), keys, records, (progress,), None, None)
 
 
 MIGRATIONS = [
@@ -419,6 +424,33 @@ def test_status_says_how_far_a_migration_is(migration: MigrationStatus, text: st
         if line.startswith("migration: ")
     ]
     assert text in line
+
+
+INDEXES = [
+    (IndexStatus(2000, 3, 3, 0), "2,000 rows of 3 keys; complete"),
+    (IndexStatus(1, 1, 0, 0), "1 row of 1 key; 1 not complete: `index fill` ends it"),
+    (IndexStatus(1, 2, None, None), "not verified: that needs --key"),
+    (IndexStatus(1, 2, 2, 1), "1 mark tampered with: run `index fill`"),
+]
+
+
+@pytest.mark.parametrize(("index", "text"), INDEXES)
+def test_status_says_how_far_a_search_index_is(index: IndexStatus, text: str) -> None:
+    (line,) = [
+        line
+        for line in status_lines(unfinished_at(1)._replace(state_index=index))
+        if line.startswith("search index: ")
+    ]
+    assert text in line
+
+
+def test_unfinished_index_says_what_to_do() -> None:
+    problem = Problem("secure_sessions", "7", Reason.MISMATCH, "its tag was modified")
+    lines = list(index_fill_lines(IndexFill(2, 1, 3, 0, 1, (problem,), False)))
+    assert lines[0] == "secure_sessions row 7: its tag was modified"
+    assert "compared with the search index: 2 sessions and 1 user" in lines
+    assert "cannot be decrypted, and not in the search index: 1 row" in lines
+    assert lines[-1].endswith("or run this with --skip-unreadable")
 
 
 # --- words ---------------------------------------------------------------------------------------

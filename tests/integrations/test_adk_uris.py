@@ -79,6 +79,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
         "&allow_http=true&audit_accesses=blind&compression=zlib&padding=padme"
         "&history_cache_size=1000&read_db=postgresql://replica/chat&audit_table=true"
+        "&indexed_state_key=ticket&indexed_state_key=user:mrn"
     )
     assert tuple(parsed) == (
         "postgresql://u:p%40w@db:5432/chat?sslmode=require",
@@ -88,6 +89,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "s3://bucket/prefix",
         True,
         "blind",
+        ("ticket", "user:mrn"),
         "zlib",
         "padme",
         1000,

@@ -13,6 +13,7 @@ from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     export,
     migrate,
     rotate,
+    search_index,
 )
 from adk_secure_sessions.cli.program import main
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         Check,
         DataRotation,
         Erasure,
+        IndexFill,
+        IndexStatus,
         KeptKey,
         KeyMove,
         MasterRotation,
@@ -94,6 +96,8 @@ def status_lines(found: Status) -> Iterator[str]:
         yield f"{_INDENT}{_unfinished(rotation)}"
     if found.migration is not None:
         yield f"migration: {_migration(found.migration)}"
+    if found.state_index is not None:
+        yield f"search index: {_state_index(found.state_index)}"
 
 
 def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
@@ -186,6 +190,22 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
         yield f"freed space may hold the wrapped data key: {done.obstacle}"
     if done.was_migrated:
         yield "the source of the migration may still contain the user: delete the user there, too"
+
+
+def index_fill_lines(done: IndexFill) -> Iterator[str]:
+    yield from problem_lines(done.problems, len(done.problems))
+    users = f" and {counted(done.users, 'user')}" if done.users else ""
+    yield f"compared with the search index: {counted(done.sessions, 'session')}{users}"
+    yield f"written: {counted(done.written, 'row')}; deleted: {counted(done.removed, 'row')}"
+    if done.bad:
+        yield f"cannot be decrypted, and not in the search index: {counted(done.bad, 'row')}"
+    if done.complete:
+        yield "find_sessions can find sessions by these keys"
+    else:
+        yield (
+            "next: run `verify`, restore or delete the rows that it names, and run this again; or "
+            "run this with --skip-unreadable"
+        )
 
 
 def separation_lines(done: Separated) -> Iterator[str]:
@@ -286,6 +306,17 @@ def _migration(found: MigrationStatus) -> str:
         return f"{counts}; the mark that it is complete was tampered with: run `migrate` again"
     unchecked = "" if found.genuine else "; not verified: that needs --key"
     return f"{counts}; complete{unchecked}"
+
+
+def _state_index(found: IndexStatus) -> str:
+    counts = f"{counted(found.rows, 'row')} of {counted(found.keys, 'key')}"
+    if found.complete is None:
+        return f"{counts}; not verified: that needs --key"
+    if found.tampered:
+        wrong = counted(found.tampered, "mark")
+        return f"{counts}; {wrong} tampered with: run `index fill` for each app and key"
+    left = found.keys - found.complete
+    return f"{counts}; {left} not complete: `index fill` ends it" if left else f"{counts}; complete"
 
 
 def _done(rotation: RotationProgress) -> str:

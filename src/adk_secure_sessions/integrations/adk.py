@@ -64,7 +64,7 @@ _ONCE = (
     "key", "backend", "key_db", "read_db", "blobs", "allow_http", "audit_accesses", "audit_table",
     "compression", "padding", "history_cache_size",
 )  # fmt: skip
-_REPEATED = ("also_key", "also_backend")
+_REPEATED = ("also_key", "also_backend", "indexed_state_key")
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
 
@@ -82,6 +82,7 @@ class ServiceUri(NamedTuple):
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
         audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
             has no such option.
+        indexed_state_keys: The argument `indexed_state_keys` of `EncryptedSessionService`.
         compression: The argument `compression` of `EncryptedSessionService`; None as above.
         padding: The argument `padding` of `EncryptedSessionService`; None as above.
         history_cache_size: The argument `history_cache_size` of `EncryptedSessionService`.
@@ -96,6 +97,7 @@ class ServiceUri(NamedTuple):
     blobs: str | None
     allow_http: bool = False
     audit_accesses: Literal["blind", "readable"] | None = None
+    indexed_state_keys: tuple[str, ...] = ()
     compression: Compression | None = None
     padding: Padding | None = None
     history_cache_size: int = 0
@@ -181,6 +183,7 @@ def parse(uri: str) -> ServiceUri:
         next(iter(ours["blobs"]), None),
         bool(ours["allow_http"]),
         audit,
+        tuple(ours["indexed_state_key"]),
         compression,
         padding,
         int(size),
@@ -306,6 +309,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 read_db_url=uri.read_db,
                 audit_accesses=uri.audit_accesses,
                 audit_table=uri.audit_table,
+                indexed_state_keys=uri.indexed_state_keys,
                 compression=uri.compression,
                 padding=uri.padding,
                 history_cache_size=uri.history_cache_size,

@@ -100,6 +100,25 @@ class BlindIndex(KeyMaterial):
         mac.update(context(("audit key", database_id, chain)) + b"\x01")
         return Aes256Gcm(mac.finalize())
 
+    def state_key(self, app_name: str, key: str) -> bytes:
+        """Return the tag of a key of the state whose values `secure_state_index` contains.
+
+        *key* is a key of the session's state, or `user:` and a key of the user's state.
+        """
+        return self._tag("state index key", app_name, key)
+
+    def state_value(self, app_name: str, key: str, value: bytes) -> bytes:
+        """Return the tag of *value*, the canonical JSON of the value of *key*."""
+        return self._tag("state index value", app_name, key, value)
+
+    def state_key_declared(self, key_tag: bytes) -> bytes:
+        """Return the 16-byte MAC of the mark that writers maintain the rows of a key."""
+        return self._tag("state index declared", key_tag)
+
+    def state_key_complete(self, key_tag: bytes) -> bytes:
+        """Return the 16-byte MAC of the mark that `secure_state_index` has all rows of a key."""
+        return self._tag("state index complete", key_tag)
+
     def _tag(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:
         mac = self._mac.copy()
         mac.update(context(parts, *numbers))

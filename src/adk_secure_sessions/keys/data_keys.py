@@ -216,6 +216,11 @@ class StagedKeys:
         self.lacks_master = False
         self.operation: telemetry.Operation | None = telemetry.current_operation()
 
+    @property
+    def keyring(self) -> Keyring:
+        """The keyring that this process uses now."""
+        return self._keys.keyring
+
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
 

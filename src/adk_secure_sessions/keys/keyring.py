@@ -167,6 +167,8 @@ class Keyring(KeyMaterial):
         is_being_renewed: Whether a task is reading the keyring again.  Other tasks use this
             keyring meanwhile.
         row_count: The number of stored rows, including rows that were rejected or not read.
+        indexed_keys: The tags of the state keys whose values this process stores in
+            `secure_state_index`.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class Keyring(KeyMaterial):
         self.separation: Separation | None = None
         self.features: frozenset[str] = frozenset()
         self.has_audit_table: bool = False
+        self.indexed_keys: set[bytes] = set()
         self._usable = usable
         self.former: Mapping[int, Aes256Gcm] = former or {}
         self.retry_at: float = math.inf

@@ -22,8 +22,15 @@ from adk_secure_sessions.maintenance.rotate_data import DataRotation, rotate_dat
 from adk_secure_sessions.maintenance.rotate_master import MasterRotation, rotate_master
 from adk_secure_sessions.maintenance.rotate_root import RootRotation, rotate_root
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation
+from adk_secure_sessions.maintenance.search_index import (
+    IndexDrop,
+    IndexFill,
+    drop_index,
+    fill_index,
+)
 from adk_secure_sessions.maintenance.separate import Separated, separate
 from adk_secure_sessions.maintenance.status import (
+    IndexStatus,
     MasterKey,
     MigrationStatus,
     RotationProgress,
@@ -44,6 +51,9 @@ __all__ = [
     "DataRotation",
     "Database",
     "Erasure",
+    "IndexDrop",
+    "IndexFill",
+    "IndexStatus",
     "Initialisation",
     "KeptKey",
     "KeyMove",
@@ -65,8 +75,10 @@ __all__ = [
     "Vacuum",
     "Verification",
     "check",
+    "drop_index",
     "erase_user",
     "export_audit",
+    "fill_index",
     "init",
     "inspect",
     "lookup",

@@ -19,8 +19,10 @@ from adk_secure_sessions.storage import (
     empty_caches,
     events,
     identify,
+    indexed,
     keyring,
     migrated,
+    row_of_user,
     sessions,
     users,
     witnesses,
@@ -185,6 +187,7 @@ class _Deletion:
         self._connection = connection
         self._tag = erasing.tag
         self._dry_run = erasing.dry_run
+        self._has_index = sa.inspect(connection).has_table(indexed.name)
         self._names = erasing.limits.names
 
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
@@ -250,10 +253,14 @@ class _Deletion:
             row = {"tag": self._tag, "number": 0, "seal": b""}
             self._connection.execute(sa.insert(witnesses).values(row))
             self._connection.execute(sa.delete(witnesses).where(witnesses.c.tag == self._tag))
+        if self._has_index and self._users:
+            self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
         for start in range(0, len(found), self._names):
             ids, tags = zip(*found[start : start + self._names], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(bases, bases.c.session_row.in_(ids))
+            if self._has_index:
+                self._delete(indexed, indexed.c.row_id.in_(ids))
             self._delete(events, events.c.session_row.in_(ids))
             self._delete(sessions, sessions.c.id.in_(ids))
 

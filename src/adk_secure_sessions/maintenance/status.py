@@ -21,13 +21,17 @@ from adk_secure_sessions.maintenance.engine import (
     count_rows,
 )
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
+from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.storage import (
+    INDEX_MARK,
     MIGRATION,
     MIGRATION_MARK,
+    IndexState,
     Survey,
     apps,
     bases,
     data_keys,
+    indexed,
     migrated,
     sessions,
     stored_features,
@@ -104,6 +108,23 @@ class MigrationStatus(NamedTuple):
     genuine: bool | None
 
 
+class IndexStatus(NamedTuple):
+    """The search index of state keys.  The names of the keys are not stored.
+
+    Attributes:
+        rows: The number of rows: one for each indexed key of each session or user that has the key.
+        keys: How many keys are indexed, counted for each app.
+        complete: For how many of them `index fill` has ended, so that `find_sessions` works; None
+            if no root keys were given, or if they do not unwrap the keyring.
+        tampered: How many marks of keys are not authentic; None in the same cases.
+    """
+
+    rows: int
+    keys: int
+    complete: int | None
+    tampered: int | None
+
+
 class Status(NamedTuple):
     """The result of `status`.
 
@@ -119,6 +140,7 @@ class Status(NamedTuple):
         unfinished: The rotations that are running, were killed, or could not replace every key.
         migration: The progress of a migration; None if nothing was copied into the database, and
             no service with `PlaintextFallbackService` has used it.
+        state_index: The search index of state keys; None if the database has none.
     """
 
     format_version: str
@@ -128,6 +150,7 @@ class Status(NamedTuple):
     records: tuple[RecordCount, ...]
     unfinished: tuple[RotationProgress, ...]
     migration: MigrationStatus | None
+    state_index: IndexStatus | None
 
 
 @unstored_command
@@ -165,6 +188,7 @@ async def status(
         records,
         tuple(_progress(one, masters, keys, records) for one in rotations),
         await _migration(db, survey),
+        await _state_index(db, survey),
     )
 
 
@@ -180,6 +204,11 @@ _COPIED = (
     sa.select(sa.func.count())
     .select_from(migrated)
     .where(migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
+)
+_INDEXED = (
+    sa.select(sa.func.count())
+    .select_from(indexed)
+    .where(indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
 )
 _TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _NO_ROW)
 
@@ -197,6 +226,19 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
         except WrongKeyError:
             genuine = False
     return MigrationStatus(int(copied), int(tombstones), is_complete, genuine)
+
+
+async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
+    if indexed.name not in survey.feature_tables:
+        return None
+    ((rows,),) = await db.read(_INDEXED, {})
+    index = await _index(db)
+    marks = await read_marks(db, index)
+    if index is None:
+        return IndexStatus(int(rows), len(marks), None, None)
+    complete = sum(mark.state is IndexState.COMPLETE for mark in marks)
+    tampered = sum(mark.state is None for mark in marks)
+    return IndexStatus(int(rows), len(marks) - tampered, complete, tampered)
 
 
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:

@@ -26,6 +26,7 @@ from adk_secure_sessions.maintenance.engine import (
     batches,
     count_events,
     count_rows,
+    ranges,
     select_data_keys,
     within,
 )
@@ -38,13 +39,18 @@ from adk_secure_sessions.maintenance.identities import (
     user_tags,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.search_index import orphans, read_marks
 from adk_secure_sessions.storage import (
     COLLECTIONS,
     FEATURES,
     MIGRATION,
     MIGRATION_MARK,
+    STATE_INDEX,
     CheckApp,
+    CheckIndexed,
     CheckLocatedSession,
+    Identity,
+    IndexState,
     MigratedRow,
     Seals,
     StoredSession,
@@ -53,6 +59,7 @@ from adk_secure_sessions.storage import (
     chunks,
     data_keys,
     events,
+    indexed,
     is_one_of,
     meta,
     migrated,
@@ -69,6 +76,9 @@ from adk_secure_sessions.storage import (
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
 # 10 minutes or, because clocks differ, has a time of creation in the next 10 minutes.
 _GRACE = 600_000_000
+_WRONG_MARK = (
+    "the mark of a key of the search index was tampered with: run `index fill` for each app and key"
+)
 
 
 class Verification(NamedTuple):
@@ -86,8 +96,8 @@ class Verification(NamedTuple):
         unchecked: How many users, sessions and collections could not be checked.  None of them can
             be checked if the name of their app was modified.  A session or a collection cannot be
             checked, either, if the row or a data key of its user is bad.
-        bad: How many rows were tampered with or are orphaned (the session, user or app row that
-            they belong to does not exist).
+        bad: How many rows were tampered with, are orphaned (the session, user or app row that they
+            belong to does not exist), or are missing in or differ from the search index.
         problems: The first 1000 bad rows.
     """
 
@@ -123,17 +133,22 @@ async def verify(
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
     """
     index = (await db.keys()).keyring.index
-    has_imports = migrated.name in (await db.survey()).feature_tables
-    counted = [apps, users, sessions, witnesses, data_keys, *([migrated] if has_imports else [])]
+    of_features = (await db.survey()).feature_tables
+    counted = [apps, users, sessions, witnesses, data_keys]
+    counted += [table for table in (migrated, indexed) if table.name in of_features]
     total = await count_rows(db, *counted)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
     run = _Verifier(db, index, meter)
+    if indexed.name in of_features:
+        await run.check_marks()
     await run.check_apps()
     await run.check_users()
     await run.check_sessions()
-    if has_imports:
+    if migrated.name in of_features:
         await run.check_imports()
     await run.check_features()
+    if indexed.name in of_features:
+        await _find_orphans_of_index(db, run.problems, meter)
     await _find_orphaned_witnesses(db, run.problems, meter)
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
@@ -188,6 +203,9 @@ class _Verifier:
         self._meter = meter
         self._misnamed_apps: set[int] = set()
         self._apps = self._users = self._unchecked = self._imports = 0
+        # The tags of the keys whose rows of the search index are complete, and whether it has rows.
+        self._indexed: set[bytes] = set()
+        self._has_marks = False
         self._sessions, self._collections = _Histories(), _Histories()
 
     def result(self) -> Verification:
@@ -202,6 +220,38 @@ class _Verifier:
             self.problems.count,
             tuple(self.problems.kept),
         )
+
+    async def check_marks(self) -> None:
+        """Report marks of the search index that are not authentic."""
+        for mark in await read_marks(self._db, self._index):
+            self._has_marks = True
+            if mark.state is None:
+                name = mark.key_tag.hex() if isinstance(mark.key_tag, bytes) else "?"
+                self.problems.add(indexed.name, name, Reason.MISMATCH, _WRONG_MARK)
+            elif mark.state is IndexState.COMPLETE:
+                assert isinstance(mark.key_tag, bytes)
+                self._indexed.add(mark.key_tag)
+
+    async def _check_indexed(self, who: Identity, *, of_user: bool) -> None:
+        """Report rows of the search index that are missing, wrong, or too many.
+
+        Rows of keys whose index is not complete are not checked.
+        """
+        if not self._indexed:
+            return
+        found = await self._db.unit.run(CheckIndexed(who, self._indexed, of_user=of_user))
+        if found is None or not found[1].total:
+            return
+        row_id, differences = found
+        numbers = {
+            "missing": len(differences.missing),
+            "wrong": len(differences.wrong),
+            "not in the state": len(differences.surplus),
+        }
+        listed = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
+        detail = f"rows of the search index: {listed}; `index fill` corrects them"
+        for _ in range(differences.total):
+            self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
 
     async def check_apps(self) -> None:
         async for rows in batches(self._db, apps.c.id, app_tags, OwnerTag, self._db.limits.rows):
@@ -256,6 +306,12 @@ class _Verifier:
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
         if await is_unlisted(self._db):
             self.problems.add(meta.name, FEATURES, Reason.MISMATCH, UNLISTED)
+        if self._has_marks and STATE_INDEX not in listed:
+            detail = (
+                f"{indexed.name} has rows, and the feature {STATE_INDEX!r} is not listed: an older "
+                "list was replayed; the next service with indexed_state_keys adds the feature"
+            )
+            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
         if self._imports and MIGRATION not in listed:
             detail = (
                 f"{migrated.name} has rows, and the feature {MIGRATION!r} is not listed: an older "
@@ -310,6 +366,8 @@ class _Verifier:
             return False
         with naming(users.name, row.id):
             loads(found[1].state)
+        who = await self._db.unit.identify(found[0], found[1].user_id)
+        await self._check_indexed(who, of_user=True)
         return True
 
     async def _check_session(self, located: LocatedSession) -> None:
@@ -339,6 +397,8 @@ class _Verifier:
                 counted.number += 1
                 counted.events += len(history)
                 rows += len(history)
+                if not ids.is_collection:
+                    await self._check_indexed(who, of_user=False)
         except UNREADABLE as error:
             self._unchecked += self.problems.add_error(error, sessions.name, located.row)
         await self._meter.advance(rows)
@@ -392,6 +452,18 @@ async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problem
         problems.add(events.name, session_row, Reason.MISSING, detail)
     for (session_row,) in await db.read(_orphaned_snapshots(span.bounds), span.parameters):
         problems.add(bases.name, session_row, Reason.MISSING, "it belongs to no session")
+
+
+async def _find_orphans_of_index(db: Database, problems: Problems, meter: Meter) -> None:
+    """Report rows of the search index whose session or user does not exist."""
+    async for span in ranges(db, indexed.c.row_id, db.limits.headers):
+        for row_id, count in await db.read(orphans(span.bounds), span.parameters):
+            detail = (
+                f"{count} rows of the search index belong to no session and no user; `index fill` "
+                "deletes them"
+            )
+            problems.add(indexed.name, row_id, Reason.MISSING, detail)
+        await meter.advance()
 
 
 async def _find_orphaned_witnesses(db: Database, problems: Problems, meter: Meter) -> None:

@@ -4,11 +4,13 @@ The modules, each of which imports only modules above it:
 
 - `schema`: the tables.
 - `queries`: the statements and the typed rows that they return.
-- `opening`: checks a database, and creates missing tables and keys.
 - `bindings`: encrypts and decrypts rows, and checks that they belong together.
+- `state_index`: the rows of the search index.
+- `opening`: checks a database, and creates missing tables and keys.
 - `unit_of_work`: keys, caches and retries.
 - `owner_changes`: changes of apps and users.
 - `writes`, `reads`: the operations, each of which is one transaction or one query.
+- `index_rows`: comparing the search index with the states, and correcting it.
 - `imports`: importing sessions and states from another database.
 - `store`: the operations with ADK's ids as arguments.
 - `audit_trail`: stores audit records.
@@ -35,6 +37,7 @@ from adk_secure_sessions.storage.imports import (
     Seals,
     canonical,
 )
+from adk_secure_sessions.storage.index_rows import CheckIndexed, CorrectIndexed
 from adk_secure_sessions.storage.opening import (
     AUDIT,
     COLLECTIONS,
@@ -49,6 +52,7 @@ from adk_secure_sessions.storage.opening import (
     PLAINTEXT,
     SEPARATING,
     SEPARATION,
+    STATE_INDEX,
     WRAPPER,
     Part,
     Survey,
@@ -93,6 +97,7 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     DATA_TABLES,
     FEATURE_TABLES,
+    INDEX_MARK,
     KEY_TABLES,
     NEVER,
     TABLES,
@@ -101,6 +106,7 @@ from adk_secure_sessions.storage.schema import (
     bases,
     data_keys,
     events,
+    indexed,
     keyring,
     meta,
     metadata,
@@ -108,6 +114,13 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
     witnesses,
+)
+from adk_secure_sessions.storage.state_index import (
+    IndexState,
+    check_key,
+    row_of_user,
+    state_of_mark,
+    withdraw,
 )
 from adk_secure_sessions.storage.store import Collection, Collections, Feature, Store
 from adk_secure_sessions.storage.unit_of_work import (
@@ -138,6 +151,7 @@ __all__ = [
     "FEATURE_TABLES",
     "FORMAT",
     "HOLDS",
+    "INDEX_MARK",
     "INSERT_KEY",
     "KEYRING_CLAIMS",
     "KEY_TABLES",
@@ -149,15 +163,18 @@ __all__ = [
     "PLAINTEXT",
     "SEPARATING",
     "SEPARATION",
+    "STATE_INDEX",
     "TABLES",
     "WRAPPER",
     "AuditTrail",
     "CheckApp",
+    "CheckIndexed",
     "CheckLocatedSession",
     "CheckSession",
     "CheckUser",
     "Collection",
     "Collections",
+    "CorrectIndexed",
     "DuplicateSession",
     "EnsureOwners",
     "Expected",
@@ -167,6 +184,7 @@ __all__ = [
     "ImportResult",
     "Imported",
     "ImportedEvent",
+    "IndexState",
     "MigratedRow",
     "MissingSession",
     "NewEvent",
@@ -190,6 +208,7 @@ __all__ = [
     "canonical",
     "check",
     "check_features",
+    "check_key",
     "check_together",
     "chunks",
     "data_keys",
@@ -199,6 +218,7 @@ __all__ = [
     "feature_mark",
     "half_separated",
     "identify",
+    "indexed",
     "is_one_of",
     "keyring",
     "look",
@@ -213,16 +233,19 @@ __all__ = [
     "read_data_keys",
     "reject_separating",
     "repeated",
+    "row_of_user",
     "separation_marks",
     "session_context",
     "sessions",
     "snapshot_context",
+    "state_of_mark",
     "stored_features",
     "survey_data",
     "survey_existing",
     "survey_keys",
     "user_context",
     "users",
+    "withdraw",
     "witness_context",
     "witnesses",
 ]

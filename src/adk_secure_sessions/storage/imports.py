@@ -24,7 +24,7 @@ from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.storage import bindings, state_index
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, Identity, KeySource, Owner, StoredSession
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
@@ -348,7 +348,9 @@ class ImportSession(Write[_Outcome]):
         ]
         if old.has_snapshot:
             changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
+        changes += state_index.removal_of_all(attempt, old.id)
         changes += new.snapshot
+        changes += new.indexed
         changes.append(_update(row, new.row))
         yield from new.apply_or_conflict(attempt, changes)
         return new.outcome
@@ -392,9 +394,22 @@ class ImportSession(Write[_Outcome]):
         seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
         witness = WitnessRow(session.id, session.tag, seal)
         row = self._seals.row(session.tag, session.id, revision, self._source)
+        indexed: Changes = []
+        if attempt.keys.keyring.indexed_keys:
+            found = state_index.entries(attempt, "", loads(self._state))
+            indexed = state_index.insertion(session.id, found)
         self._sent[session.id] = result
         return _NewSession(
-            session, witness, who.user_tag, row, snapshot, links, self._events, self._spans, result
+            session,
+            witness,
+            who.user_tag,
+            row,
+            snapshot,
+            indexed,
+            links,
+            self._events,
+            self._spans,
+            result,
         )
 
 
@@ -406,6 +421,7 @@ class _NewSession(NamedTuple):
     user_tag: bytes
     row: MigratedRow
     snapshot: Changes
+    indexed: Changes  # of the search index
     links: list[bytes]
     events: Sequence[ImportedEvent]
     spans: list[slice]
@@ -416,9 +432,10 @@ class _NewSession(NamedTuple):
         return _Outcome(self.result, self.session, self.witness)
 
     def inserts(self) -> Changes:
-        """Return the changes that insert the version witness and the snapshot."""
+        """Return the changes that insert all rows except those of the session and its events."""
         claims = sql.claim_user(self.user_tag)
-        return [Change(sql.INSERT_WITNESS, self.witness._asdict(), claims=claims), *self.snapshot]
+        witness = Change(sql.INSERT_WITNESS, self.witness._asdict(), claims=claims)
+        return [witness, *self.snapshot, *self.indexed]
 
     def apply(self, attempt: Attempt, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the events; return False if the first change matched no row.

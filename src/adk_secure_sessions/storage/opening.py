@@ -43,7 +43,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.loops import at_once
-from adk_secure_sessions.storage.queries import MASTER_KEYS
+from adk_secure_sessions.storage.queries import INDEX_MARKS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     DATA_TABLES,
     FEATURE_TABLES,
@@ -51,11 +51,13 @@ from adk_secure_sessions.storage.schema import (
     KEY_TABLES,
     TABLES,
     audit_records,
+    indexed,
     keyring,
     meta,
     metadata,
     migrated,
 )
+from adk_secure_sessions.storage.state_index import state_of_mark
 
 T = TypeVar("T")
 
@@ -83,12 +85,20 @@ WRAPPER = (
 EXPIRY = "expiry"  # the feature of a database in which sessions may expire
 MIGRATION = "migration"  # the feature of a database with sessions that `migrate` has copied
 AUDIT = "audit"  # the feature of a database that stores an audit trail
+STATE_INDEX = "state-index"  # the feature of a database with keyed hashes of state values
 MOVING = "moving"  # the feature of a database whose keys `move_keys` has not finished moving
 _KNOWN_FEATURES = frozenset(
-    {NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION, MOVING, AUDIT}
+    {NO_FEATURES, SEPARATING, COLLECTIONS, WRAPPER, EXPIRY, MIGRATION, MOVING, AUDIT, STATE_INDEX}
 )
 # The tables that belong to features.  `create_table_of` creates them.
-_TABLE_OF: dict[str, sa.Table] = {MIGRATION: migrated, AUDIT: audit_records}
+_TABLE_OF: dict[str, sa.Table] = {
+    MIGRATION: migrated,
+    AUDIT: audit_records,
+    STATE_INDEX: indexed,
+}
+# How many marks of `secure_state_index` a process reads when it opens the database.  An attacker
+# may have inserted any number.
+_MAX_MARKS = 1000
 # The name of the row in `secure_meta` with the state of an unfinished run of `separate`.
 SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
@@ -581,24 +591,40 @@ def has_rows_of(feature: str, connection: sa.Connection) -> bool:
     return connection.execute(sa.select(one).select_from(table).limit(1)).first() is not None
 
 
-def _has_feature_tables(data: Survey, keys: Survey) -> bool:
-    """Return whether the table of each feature that *keys* lists exists in *data*.
+def _missing_feature_tables(data: Survey, keys: Survey) -> list[str]:
+    """Return the tables of the features that *keys* lists, if they do not exist in *data*.
 
     Without a key database, the two surveys are the same.
     """
-    return not _removed_tables(data, keys)
-
-
-def _removed_tables(data: Survey, keys: Survey) -> list[str]:
     found = _FEATURES_FORM.fullmatch(str(keys.meta.get(FEATURES)))
     listed = found["names"].split(",") if found else []
-    tables = (_TABLE_OF[name].name for name in listed if name in _TABLE_OF)
-    return [name for name in tables if name not in data.feature_tables]
+    names = (_TABLE_OF[name].name for name in listed if name in _TABLE_OF)
+    return [name for name in names if name not in data.feature_tables]
 
 
 def _check_feature_tables(data: Survey, keys: Survey) -> None:
-    for name in _removed_tables(data, keys):
+    for name in _missing_feature_tables(data, keys):
         raise ConfigurationError(f"the table {name} was removed: restore it from a backup")
+
+
+async def _read_indexed_keys(executors: Executors, data: Survey, opened: Keyring) -> Keyring:
+    """Read which state keys are indexed, set `indexed_keys` of *opened*, and return *opened*.
+
+    The table is read even if the list of features lacks the feature: otherwise, an attacker who
+    replays an older list could stop the writers from maintaining the rows.
+    """
+    if indexed.name in data.feature_tables:
+        marks = await executors.data.read(INDEX_MARKS, {"limit": _MAX_MARKS + 1})
+        if len(marks) > _MAX_MARKS:
+            logger.error(
+                "secure_state_index has more than %d marks: somebody has added rows, and the rows "
+                "of some keys are not maintained; run `verify`",
+                _MAX_MARKS,
+            )
+        opened.indexed_keys = {
+            tag for tag, mac in marks if state_of_mark(opened.index, tag, mac) is not None
+        }
+    return opened
 
 
 def _check_feature_list(survey: Survey, keyring: Keyring) -> None:
@@ -689,7 +715,8 @@ async def open_database(
     if known is not None:
         survey = await survey_existing(executors, known.rows.keys())
         reject_separating(survey)
-        return await _open(survey, backends, known, leaves_pending=True)
+        renewed = await _open(survey, backends, known, leaves_pending=True)
+        return await _read_indexed_keys(executors, survey, renewed)
     root = backends.writer.root_key
     writes_plaintext = isinstance(backends.writer, NoOpBackend)
     marks = {PLAINTEXT: "1"} if writes_plaintext else {}
@@ -721,7 +748,7 @@ async def open_database(
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
             await _warn(executors.data, data, writes_plaintext)
-            return opened
+            return await _read_indexed_keys(executors, data, opened)
     raise SecureSessionError(
         "the database kept changing while it was opened: try again", retryable=True
     )
@@ -764,7 +791,9 @@ async def open_existing(
         ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
         WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
-    return await _open(await survey_existing(executors), backends, known, leaves_pending=False)
+    survey = await survey_existing(executors)
+    opened = await _open(survey, backends, known, leaves_pending=False)
+    return await _read_indexed_keys(executors, survey, opened)
 
 
 async def _open(
@@ -833,7 +862,7 @@ async def _survey(
     of_keys = partial(look, known=known)
     if not executors.has_key_database:
         survey = await _usable(executors.data.define(of_keys, commit=False))
-        if not _has_feature_tables(survey, survey):
+        if _missing_feature_tables(survey, survey):
             # Another process may have created the table, and then added the feature, after `look`
             # read the table names.
             survey = await _usable(executors.data.define(of_keys, commit=False))
@@ -849,7 +878,7 @@ async def _survey(
     # been created after our survey, so survey it again.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
-    if not _has_feature_tables(data, keys):
+    if _missing_feature_tables(data, keys):
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
     reject_moving(keys)

@@ -40,10 +40,12 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
+    INDEX_MARK,
     apps,
     bases,
     data_keys,
     events,
+    indexed,
     keyring,
     meta,
     migrated,
@@ -57,12 +59,14 @@ _APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
 # A row of `secure_migrated` has three binary columns, but a row of a read has only two.  Therefore
 # a read returns two rows for it.
 _MIGRATED, _MIGRATED_SEAL = 8, 9
+_INDEXED = 10
 _NUMBERS, _BLOBS = 8, 2
 # The positions of an event's values in its row.  Event rows are used as the driver returns them.  A
 # history may have thousands of events, and converting each row to a named tuple would take as long
 # as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _ZERO: ColumnElement[int] = literal_column("0")
+_MARK: ColumnElement[int] = literal_column(str(INDEX_MARK))
 # The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
 # An attacker may have inserted any number of data keys.
 _MAX_KEYS = 1000
@@ -75,6 +79,8 @@ QueryForms = Mapping[bool, CompoundSelect[Any]]
 _app_tag = bindparam("app_tag", type_=LargeBinary)
 _user_tag = bindparam("user_tag", type_=LargeBinary)
 _session_tag = bindparam("session_tag", type_=LargeBinary)
+_key_tag = bindparam("key_tag", type_=LargeBinary)
+_value_tag = bindparam("value_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
 _known = bindparam("known", type_=BigInteger)
 _after_user = bindparam("after_user", type_=BigInteger)
@@ -186,6 +192,18 @@ def _migrated(*tags: BindParameter[bytes]) -> list[Select[Any]]:
     return [source.where(_among(c.tag, *tags)), seal.where(_among(c.tag, *tags))]
 
 
+def _indexed(*conditions: ColumnElement[bool]) -> Select[Any]:
+    c = indexed.c
+    return _member(_INDEXED, [c.row_id], [c.key_tag, c.value_tag]).where(*conditions)
+
+
+def index_row_of_user(user_row: Any) -> ColumnElement[int]:
+    """Return the SQL expression for `row_id` in the rows of `secure_state_index` of a user."""
+    minus_one: ColumnElement[int] = literal_column("-1", BigInteger)
+    row_id: ColumnElement[int] = minus_one - user_row
+    return row_id
+
+
 def _app_id() -> Any:
     return select(apps.c.id).where(apps.c.tag == _app_tag).scalar_subquery()
 
@@ -286,7 +304,9 @@ def _list_all_query(keys: bool) -> CompoundSelect[Any]:
     )
 
 
-def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> CompoundSelect[Any]:
+def _page_query(
+    keys: bool, *, of_app: bool, newest: bool, snapshots: bool, found_by: str | None = None
+) -> CompoundSelect[Any]:
     """Return the query for a page of a listing: at most `limit` rows after a position.
 
     The rows are those of one user or, with *of_app*, of all users of the app.  They are in the
@@ -296,6 +316,10 @@ def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> C
 
     If *keys* is True, the query also reads data keys.  If *snapshots* is True, it also reads the
     snapshots of the sessions in the page.
+
+    If *found_by* is `session` or `user`, *of_app* must be True.  The page then contains only the
+    sessions that `secure_state_index` lists with `value_tag`, or the sessions of the users that it
+    lists.  The query also reads the mark of `key_tag`.
     """
     user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
     rows = select(own, sessions.c.user_row, sessions.c.tag)
@@ -306,8 +330,19 @@ def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> C
         rows = rows.where(user >= _after_user, or_(user > _after_user, own > _after_row))
         rows = rows.order_by(user, own)
     if of_app:
-        rows = rows.join(users, users.c.id == sessions.c.user_row)
-        rows = rows.where(users.c.app_row == _app_id())
+        app_row: ColumnElement[int] = users.c.app_row
+        source: FromClause = sessions.join(users, users.c.id == sessions.c.user_row)
+        if found_by:
+            has_value = indexed.c.value_tag == _value_tag
+            if found_by == "session":
+                rows = rows.where(own.in_(select(indexed.c.row_id).where(has_value)))
+            else:
+                row = index_row_of_user(indexed.c.row_id)  # its own inverse
+                rows = rows.where(user.in_(select(row).where(has_value)))
+            # The addition prevents the database from using the index of `app_row`.  It would read
+            # all users of the app, because it cannot know how few sessions have this value.
+            app_row = app_row + _ZERO
+        rows = rows.select_from(source).where(app_row == _app_id())
     else:
         rows = rows.where(sessions.c.user_row == _user_id())
     page = rows.limit(_limit).offset(_ZERO).cte("page")
@@ -322,6 +357,8 @@ def _page_query(keys: bool, *, of_app: bool, newest: bool, snapshots: bool) -> C
     ]
     if of_app:
         members.append(_witness().where(witnesses.c.tag.in_(of_owners)))
+    if found_by:
+        members.append(_indexed(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
     if snapshots:
         members.append(_snapshot().where(bases.c.session_row.in_(select(page.c.id))))
     if keys and of_app:
@@ -338,6 +375,20 @@ def page_of_sessions(*, of_app: bool, newest: bool, snapshots: bool) -> QueryFor
     """
     return {
         keys: _page_query(keys, of_app=of_app, newest=newest, snapshots=snapshots)
+        for keys in (False, True)
+    }
+
+
+@functools.cache
+def page_of_found_sessions(*, of_users: bool, newest: bool) -> QueryForms:
+    """Return the two forms of the query for a page of the sessions that have a value.
+
+    If *of_users* is True, the value is in the states of users.  The parameters are those of a page
+    of an app, and `key_tag` and `value_tag`.
+    """
+    found_by = "user" if of_users else "session"
+    return {
+        keys: _page_query(keys, of_app=True, newest=newest, snapshots=True, found_by=found_by)
         for keys in (False, True)
     }
 
@@ -363,6 +414,15 @@ IMPORTED_SESSION = {
 }
 IMPORTED_OWNERS = {
     keys: _owners_query(keys, *_migrated(_app_tag, _user_tag)) for keys in (False, True)
+}
+# The next two queries also read the rows of `secure_state_index` of the session or the user.
+INDEXED_SESSION = {
+    keys: _session_query(keys, [_indexed(indexed.c.row_id == _session_id())])
+    for keys in (False, True)
+}
+INDEXED_USER = {
+    keys: _owners_query(keys, _indexed(indexed.c.row_id == index_row_of_user(_user_id())))
+    for keys in (False, True)
 }
 SESSIONS_OF_APP = {keys: _list_all_query(keys) for keys in (False, True)}
 EVENT_AT = _event().where(
@@ -512,6 +572,29 @@ UPDATE_MIGRATED = (
     update(migrated)
     .where(*_equal(migrated, "at"))
     .values(**{name: bindparam(name) for name in ("row_id", "number", "source", "seal")})
+)
+INSERT_INDEXED = insert(indexed)
+_is_indexed: Select[Any] = select(literal_column("1")).where(
+    indexed.c.row_id == bindparam("row_id", type_=BigInteger),
+    indexed.c.key_tag == _key_tag,
+)
+# An INSERT that does nothing if the key of the session or user has a row already.
+INSERT_MISSING_INDEXED = _insert(
+    indexed, select(*_parameters(indexed)).where(~_is_indexed.exists())
+)
+_at_indexed = (
+    indexed.c.row_id == bindparam("at_id", type_=BigInteger),
+    indexed.c.key_tag == bindparam("at_key", type_=LargeBinary),
+)
+UPDATE_INDEXED = update(indexed).where(*_at_indexed).values(value_tag=bindparam("value_tag"))
+DELETE_INDEXED = delete(indexed).where(*_at_indexed)
+DELETE_ALL_INDEXED = delete(indexed).where(_at_indexed[0])
+# The marks of `secure_state_index`: at most one more than `opening` accepts.
+INDEX_MARKS = (
+    select(indexed.c.key_tag, indexed.c.value_tag)
+    .where(indexed.c.row_id == _MARK)
+    .limit(bindparam("limit", type_=BigInteger))
+    .offset(_ZERO)
 )
 INSERT_EVENT = insert(events)
 # Replaces the record of an event only if the stored record is as this process has read it.
@@ -673,6 +756,14 @@ class MigratedRow(NamedTuple):
     seal: bytes
 
 
+class IndexedRow(NamedTuple):
+    """A row of `secure_state_index`; nothing in it is authenticated, except in a mark."""
+
+    row_id: int
+    key_tag: bytes
+    value_tag: bytes
+
+
 class Found:
     """The rows of one read, by kind.
 
@@ -689,6 +780,7 @@ class Found:
         self.snapshots: dict[int, SnapshotRow] = {}
         self.events: list[Row] = []  # as the driver returns them: see EVENT_SEQ
         self.migrated: dict[bytes, MigratedRow] = {}
+        self.indexed: list[IndexedRow] = []
         seals: dict[bytes, bytes] = {}
         for row in rows:
             kind = row[0]
@@ -710,6 +802,8 @@ class Found:
                 self.masters.append(MasterMark(row[1], row[2], row[9]))
             elif kind == _MIGRATED:
                 self.migrated[row[9]] = MigratedRow(row[9], row[1], row[2], row[10], b"")
+            elif kind == _INDEXED:
+                self.indexed.append(IndexedRow(row[1], row[9], row[10]))
             else:
                 seals[row[9]] = row[10]
         for tag, seal in seals.items():

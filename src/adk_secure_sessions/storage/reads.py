@@ -15,8 +15,10 @@ from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
+from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage import bindings, state_index
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
     Attempt,
@@ -64,7 +66,7 @@ class View(NamedTuple):
     user_state: bytes
 
 
-class _Read:
+class ReadOperation:
     """Base class of the operations that change nothing."""
 
     reads_keys = False
@@ -87,7 +89,7 @@ class _Read:
         return found
 
 
-class GetSession(_Read, Generic[E]):
+class GetSession(ReadOperation, Generic[E]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
     `attempt` returns the session and its decoded events, oldest first; None if there is no such
@@ -265,7 +267,7 @@ class _DoesNotFit(Exception):
     """The cached events of a session are not the first events of the stored session."""
 
 
-class ListUserSessions(_Read):
+class ListUserSessions(ReadOperation):
     """Read all sessions of a user, without events.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
@@ -290,7 +292,7 @@ class ListUserSessions(_Read):
         return views
 
 
-class ListCollections(_Read):
+class ListCollections(ReadOperation):
     """Read the collections of a user, without their items."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
@@ -302,7 +304,7 @@ class ListCollections(_Read):
         return [view.session for view in views]
 
 
-class ListAppSessions(_Read):
+class ListAppSessions(ReadOperation):
     """Read all sessions of all users of an app, without events.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
@@ -360,7 +362,7 @@ class Page(NamedTuple):
     next: Position | None
 
 
-class ListPage(_Read):
+class ListPage(ReadOperation):
     """Read at most *limit* sessions of a user, or of an app, without events.
 
     The sessions are in order of creation.  Sessions of an app are sorted by the creation of their
@@ -396,10 +398,12 @@ class ListPage(_Read):
         self._with_state, self._skip = with_state, skip
         self.reads_keys: bool = of_app or skip
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> Page:
-        forms = sql.page_of_sessions(
+    def _forms(self) -> QueryForms:
+        return sql.page_of_sessions(
             of_app=self._of_app, newest=self._newest, snapshots=self._with_state
         )
+
+    def _parameters(self) -> dict[str, object]:
         parameters: dict[str, object] = {
             "app_tag": self.who.app_tag,
             "limit": self._limit + 1,  # the additional row shows that a page follows
@@ -408,7 +412,11 @@ class ListPage(_Read):
         }
         if not self._of_app:
             parameters["user_tag"] = self.who.user_tag
-        found = await self._read(attempt, executors, forms, parameters)
+        return parameters
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> Page:
+        found = await self._read(attempt, executors, self._forms(), self._parameters())
+        self._check(attempt, found)
         if self._of_app:
             users = await _users_of_app(attempt, executors, found, skip=self._skip)
         else:
@@ -442,8 +450,88 @@ class ListPage(_Read):
             return position < self._after and (end is None or position >= end)
         return position > self._after and (end is None or position <= end)
 
+    def _check(self, attempt: Attempt, found: Found) -> None:
+        """Check the rows of the query before the sessions are decrypted."""
 
-class GetUserState(_Read):
+
+class NotIndexed(Exception):
+    """The search index does not have all sessions with the key that a search asks for."""
+
+
+class Lookup:
+    """A search for the sessions whose state has a value, with the tags of the key and the value.
+
+    Args:
+        keyring: The keyring of the database.
+        app_name: The app of the sessions.
+        key: A key that `state_index.check_key` accepts.
+        value: The value: a JSON value, as it would be stored.
+    """
+
+    def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
+        self.of_users: bool = key.startswith(USER_PREFIX)
+        self.key_tag: bytes = keyring.index.state_key(app_name, key)
+        self._canonical = state_index.canonical(value)
+        self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
+        self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
+
+    def matches(self, view: View) -> bool:
+        """Return whether the state of *view* has the value.
+
+        If a state is malformed, return True, so that the caller finds the error.
+        """
+        session = view.session
+        states = (
+            [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
+        )
+        try:
+            for state in map(loads, states):
+                if self._name in state:
+                    return state_index.canonical(state[self._name]) == self._canonical
+        except DecryptionError:
+            return True
+        return False
+
+
+class FindPage(ListPage):
+    """Read at most *limit* sessions that the search index lists for *lookup*; see `ListPage`.
+
+    The index is not authenticated, so the page may contain sessions whose state does not match.
+
+    Raises:
+        NotIndexed: Some sessions with the key may not be in the index.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        after: Position | None,
+        lookup: Lookup,
+        *,
+        limit: int,
+        newest: bool,
+        skip: bool,
+    ) -> None:
+        super().__init__(
+            who, after, of_app=True, limit=limit, newest=newest, with_state=True, skip=skip
+        )
+        self._lookup = lookup
+
+    def _forms(self) -> QueryForms:
+        return sql.page_of_found_sessions(of_users=self._lookup.of_users, newest=self._newest)
+
+    def _parameters(self) -> dict[str, object]:
+        tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
+        return super()._parameters() | tags
+
+    def _check(self, attempt: Attempt, found: Found) -> None:
+        index = attempt.keys.keyring.index
+        marks = (state_index.state_of_mark(index, *mark[1:]) for mark in found.indexed)
+        if state_index.IndexState.COMPLETE not in marks:
+            raise NotIndexed
+
+
+class GetUserState(ReadOperation):
     """Read a user's state as JSON; `{}` for an unknown user."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> bytes:
@@ -451,7 +539,7 @@ class GetUserState(_Read):
         return user.state if user else b"{}"
 
 
-class GetStates(_Read):
+class GetStates(ReadOperation):
     """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
@@ -461,7 +549,7 @@ class GetStates(_Read):
         return app.state if app else b"{}", user.state if user else b"{}"
 
 
-class UseKeys(_Read, Generic[E]):
+class UseKeys(ReadOperation, Generic[E]):
     """Decrypt records that are stored outside this database, with data keys of this database.
 
     `attempt` returns the result of *work*.
@@ -491,7 +579,7 @@ class UseKeys(_Read, Generic[E]):
 Headers = Counter[tuple[str, bytes]]
 
 
-class CheckApp(_Read):
+class CheckApp(ReadOperation):
     """Read an app without the row cache, and count its records.
 
     `attempt` returns the app; None if the app has no row.  The classes `CheckApp`, `CheckUser` and
@@ -515,7 +603,7 @@ class CheckApp(_Read):
         return app
 
 
-class CheckUser(_Read):
+class CheckUser(ReadOperation):
     """Read a user without the row cache, and count the user's records; see `CheckApp`.
 
     `attempt` returns the user; None if no row has the user's tag.  Of *who*, only the app and the
@@ -574,7 +662,7 @@ class CheckSession(GetSession[E]):
         return opened
 
 
-class CheckLocatedSession(_Read, Generic[E]):
+class CheckLocatedSession(ReadOperation, Generic[E]):
     """Read a session with all events, even if the row of its app or its user was tampered with.
 
     `verify` uses this operation.  `attempt` returns the session and its decoded events; None if

@@ -37,6 +37,8 @@ NEVER = 2**63 - 1  # the `expires_at` of a session that does not expire
 # Values of `base_revision` in rows of `secure_sessions` that have no row in `secure_bases`.
 NO_SNAPSHOT = -1  # the session's row contains the whole state
 COLLECTION = -2  # the row is not a session but a collection, which has no state
+# The `row_id` in rows of `secure_state_index` that say which keys are indexed.
+INDEX_MARK = 2**63 - 1
 
 metadata: MetaData = MetaData()
 
@@ -178,6 +180,18 @@ audit_records: Table = Table(
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
     Column("record", _RECORD, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# The values of `row_id` are the ids of sessions; -1 - id for the id of a user, so that a user and a
+# session never have the same value; and INDEX_MARK.
+indexed: Table = Table(
+    "secure_state_index",
+    feature_metadata,
+    Column("row_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("key_tag", _TAG, primary_key=True),
+    Column("value_tag", _TAG, nullable=False),
+    Index("ix_secure_state_index_value_tag", "value_tag"),
     sqlite_with_rowid=False,
 )
 

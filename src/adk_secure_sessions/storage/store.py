@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from adk_secure_sessions.errors import WrongKeyError
+from adk_secure_sessions.errors import ConfigurationError, WrongKeyError
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.storage import state_index
 from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.histories import Keeper
 from adk_secure_sessions.storage.imports import (
@@ -27,6 +28,7 @@ from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     EXPIRY,
     MIGRATION,
+    STATE_INDEX,
     MigrationEnd,
     add_feature,
     create_table_of,
@@ -38,6 +40,7 @@ from adk_secure_sessions.storage.opening import (
 )
 from adk_secure_sessions.storage.queries import chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.reads import (
+    FindPage,
     GetSession,
     GetStates,
     GetStoredSession,
@@ -46,6 +49,8 @@ from adk_secure_sessions.storage.reads import (
     ListCollections,
     ListPage,
     ListUserSessions,
+    Lookup,
+    NotIndexed,
     Page,
     Position,
     View,
@@ -78,12 +83,34 @@ class Store:
     """The operations on the sessions of one database.
 
     Every method may raise the errors of `UnitOfWork.run`.
+
+    Args:
+        unit: Runs the operations.
+        create_tables: Whether the tables of features may be created.
+        indexed_keys: Keys of the state that are indexed for each app to which this process writes.
+
+    Raises:
+        ConfigurationError: A key cannot be indexed.
     """
 
-    def __init__(self, unit: UnitOfWork, *, create_tables: bool = True) -> None:
+    def __init__(
+        self,
+        unit: UnitOfWork,
+        *,
+        create_tables: bool = True,
+        indexed_keys: Sequence[str] = (),
+    ) -> None:
         self.unit = unit
         self._expiry = Feature(unit, EXPIRY)
         self._migration = Feature(unit, MIGRATION, create_table=create_tables)
+        self._index = Feature(unit, STATE_INDEX, create_table=create_tables)
+        if isinstance(indexed_keys, str):
+            raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
+        self._indexed_keys = tuple(indexed_keys)
+        for key in self._indexed_keys:
+            state_index.check_key(key)
+        # The apps whose keys were declared, and the keyring that was current then.
+        self._declared: tuple[Keyring | None, set[str]] = (None, set())
 
     async def prepare(self) -> None:
         """Open the database now, so that the first operation does not have to open it."""
@@ -117,6 +144,7 @@ class Store:
 
         Raises DuplicateSession if the user already has a session with this id.
         """
+        await self._declare_configured(app_name)
         who = await self.unit.identify(app_name, user_id, session_id)
         expires_at = NEVER
         if lifetime is not None:
@@ -219,6 +247,99 @@ class Store:
             if after is None:
                 return Page(views, None)
 
+    async def find(
+        self,
+        app_name: str,
+        key: str,
+        value: object,
+        after: Position | None,
+        *,
+        limit: int,
+        newest: bool,
+        skip: bool,
+    ) -> Page:
+        """Return at most *limit* sessions of an app whose state contains *key* with *value*.
+
+        *key* is a key of the session's state, or `user:` and a key of the user's state.  *value* is
+        a JSON value, as it would be stored.  The other arguments are those of `list_page`.
+
+        Raises:
+            ConfigurationError: *key* cannot be indexed, or its index is not complete.
+        """
+        state_index.check_key(key)
+        who = await self.unit.identify(app_name)
+        lookup = Lookup((await self.unit.keys()).keyring, app_name, key, value)
+        views: list[View] = []
+        try:
+            if not await self._index.is_added():
+                raise NotIndexed
+            while True:
+                operation = FindPage(who, after, lookup, limit=limit, newest=newest, skip=skip)
+                found, after = await self.unit.run(operation)
+                views += filter(lookup.matches, found)
+                if len(views) > limit or (len(views) == limit and after is not None):
+                    last = views[limit - 1].session
+                    return Page(views[:limit], Position(last.user_row, last.id))
+                if after is None:
+                    return Page(views, None)
+        except NotIndexed:
+            pass
+        raise ConfigurationError(
+            f"the search index of the state key {key!r} of the app {app_name!r} is not complete: "
+            "name the key in indexed_state_keys of all services, restart them, and run "
+            "`adk-secure-sessions index fill`"
+        )
+
+    async def declare_indexed(self, app_name: str, keys: Iterable[str]) -> frozenset[bytes]:
+        """Store that *keys* of the state are indexed, and return their tags.
+
+        From now on, this process and each process that opens the database later maintains the rows
+        of these keys.
+
+        Raises:
+            ConfigurationError: A key cannot be indexed, or the table is missing and this process
+                may not create it.
+        """
+        wanted = list(keys)
+        for key in wanted:
+            state_index.check_key(key)
+        await self._index.ensure()
+        opened = await self.unit.keys()
+        keyring = opened.keyring
+        tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
+        if tags:
+            await self.unit.change(partial(state_index.declare, keyring, tags))
+        # The keyring may have been read again, by now or before the marks were committed.
+        for one in (keyring, opened.keyring):
+            one.indexed_keys.update(tags)
+        return tags
+
+    async def complete_indexed(self, tags: Iterable[bytes]) -> None:
+        """Store that each session or user has its rows of the keys with these *tags*."""
+        keyring = (await self.unit.keys()).keyring
+        await self.unit.change(partial(state_index.complete, keyring, list(tags)))
+
+    async def has_state_index(self) -> bool:
+        """Return whether the database has the feature `state-index`.
+
+        Raises:
+            WrongKeyError: The list of features was tampered with.
+        """
+        return await self._index.is_added()
+
+    async def _declare_configured(self, app_name: str) -> None:
+        """Declare the keys that this process is configured to index, once for each app."""
+        if not self._indexed_keys:
+            return
+        keyring = (await self.unit.keys()).keyring
+        seen, declared = self._declared
+        if seen is not keyring:
+            declared = set()
+        elif app_name in declared:
+            return
+        await self.declare_indexed(app_name, self._indexed_keys)
+        self._declared = (keyring, {*declared, app_name})
+
     async def delete(
         self,
         app_name: str,
@@ -257,6 +378,7 @@ class Store:
         Raises MissingSession if the session is not stored or has expired.  Raises StaleRevision if
         the row id or the revision of the stored session differs from that in *expected*.
         """
+        await self._declare_configured(app_name)
         who = await self.unit.identify(app_name, user_id, session_id)
         stored(await self.unit.run(AppendEvent(who, expected, event, stored)))
 
@@ -320,6 +442,7 @@ class Store:
             TamperedError: A row was tampered with, and nothing was changed.
         """
         await self._migration.ensure()
+        await self._declare_configured(app_name)
         if expires_at is not None:
             await self._expiry.ensure()
         who = await self.unit.identify(app_name, user_id, session_id)
@@ -347,6 +470,7 @@ class Store:
             TamperedError: A row was tampered with, and nothing was changed.
         """
         await self._migration.ensure()
+        await self._declare_configured(app_name)
         who = await self.unit.identify(app_name, user_id or "")
         of_user = user_id is not None
         operation = ImportState(who, await self._seals(), state, of_user=of_user, replace=replace)

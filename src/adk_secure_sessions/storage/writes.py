@@ -24,7 +24,7 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.storage import bindings, state_index
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
     Attempt,
@@ -291,6 +291,9 @@ class CreateSession(Write[Created]):
         self._witness = WitnessRow(session.id, session.tag, seal)
         claims = sql.claim_user(who.user_tag)
         rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict(), claims=claims))
+        if attempt.keys.keyring.indexed_keys:
+            found = state_index.entries(attempt, "", loads(self._state))
+            rest += state_index.insertion(session.id, found)
         self._sent.add(session.id)
         return session._replace(sealed=bindings.seal_session(attempt, session)), rest
 
@@ -460,6 +463,8 @@ class AppendEvent(Write[StoredSession]):
         changes = [Change(sql.UPDATE_SESSION, row)]
         if new.snapshot is not None:
             changes.append(snapshot_change(attempt, new, session.base_revision))
+        indexed = state_index.entries(attempt, "", event.session_delta)
+        changes += state_index.update(session.id, indexed)
         new = new._replace(snapshot=None)
         record = bindings.seal_event(attempt, session, seq, event.time, link, event.plaintext)
         values = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
@@ -657,7 +662,7 @@ class DeleteSession(Write[bool]):
         known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
         if known and self._condition is None and attempt.key_source is KeySource.CACHE:
             row = Change(sql.DELETE_KNOWN_SESSION, session_columns(known, "at_"))
-            if (yield Apply([row, *_deletions(known)])):
+            if (yield Apply([row, *_deletions(attempt, known)])):
                 return True
         found = yield from read_found(attempt)
         session = bindings.open_session(attempt, found, bindings.open_user(attempt, found))
@@ -666,11 +671,11 @@ class DeleteSession(Write[bool]):
         if self._condition is not None and not self._condition(session):
             return False
         row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
-        yield from apply_changes([row, *_deletions(session)])
+        yield from apply_changes([row, *_deletions(attempt, session)])
         return True
 
 
-def _deletions(session: StoredSession) -> Changes:
+def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     """Return the changes to make after deleting the session's row.
 
     The session's row must be deleted before its events.  A concurrent append waits for the lock of
@@ -683,7 +688,7 @@ def _deletions(session: StoredSession) -> Changes:
     ]
     if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-    return changes
+    return changes + state_index.removal_of_all(attempt, session.id)
 
 
 class RenewKey(Write[bool]):

@@ -1,0 +1,84 @@
+"""The commands that fill and delete the search index of state keys."""
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from adk_secure_sessions.cli.options import on_database, with_keys, with_speed
+from adk_secure_sessions.cli.output import counted, show
+from adk_secure_sessions.cli.program import main, run, run_with_progress
+from adk_secure_sessions.cli.text import index_fill_lines
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Database
+
+_with_app = click.option("--app", required=True, metavar="NAME", help="The app's name.")
+_with_state_keys = click.argument("state_keys", metavar="STATE_KEY...", nargs=-1, required=True)
+
+
+@main.group()
+def index() -> None:
+    """Fill or delete the search index, which finds sessions by a value of their state."""
+
+
+@index.command()
+@_with_state_keys
+@_with_app
+@click.option(
+    "--skip-unreadable",
+    is_flag=True,
+    help="Allow searches even if some sessions cannot be decrypted.",
+)
+@with_speed
+@with_keys(required=True)
+@on_database
+def fill(
+    db: "Database",
+    as_json: bool,
+    state_keys: tuple[str, ...],
+    app: str,
+    skip_unreadable: bool,
+    rows_per_second: float | None,
+) -> None:
+    """Store the missing rows of the search index of some state keys, and then allow searches.
+
+    Before, restart all services with these keys in indexed_state_keys.  A second run corrects what
+    is wrong.  Exits 1 if searches are not allowed because some rows cannot be decrypted.
+
+    \b
+    Example:
+      adk-secure-sessions index fill --db sqlite:///sessions.db --key file:root.key \\
+          --app clinic ticket user:mrn
+    """
+    from adk_secure_sessions import maintenance
+
+    filling = partial(
+        maintenance.fill_index, app_name=app, keys=state_keys, skip_unreadable=skip_unreadable
+    )
+    done = run_with_progress(db, "index fill", filling, rows_per_second=rows_per_second)
+    show(done, as_json, index_fill_lines(done))
+    if not done.complete:
+        sys.exit(1)
+
+
+@index.command()
+@_with_state_keys
+@_with_app
+@with_keys(required=True)
+@on_database
+def drop(db: "Database", as_json: bool, state_keys: tuple[str, ...], app: str) -> None:
+    """Delete the search index of some state keys.  Searches by these keys then fail.
+
+    Before, restart all services without these keys in indexed_state_keys.
+
+    \b
+    Example:
+      adk-secure-sessions index drop --db sqlite:///sessions.db --key file:root.key \\
+          --app clinic ticket
+    """
+    from adk_secure_sessions import maintenance
+
+    done = run(db, lambda opened: maintenance.drop_index(opened, app, state_keys))
+    show(done, as_json, [f"deleted from the search index: {counted(done.rows, 'row')}"])

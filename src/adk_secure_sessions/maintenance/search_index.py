@@ -1,0 +1,317 @@
+"""Fill the search index of state keys for sessions that are stored already, or delete it."""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.states import USER_PREFIX
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.engine import (
+    Bounds,
+    Meter,
+    Progress,
+    Range,
+    batches,
+    count_rows,
+    ranges,
+    within,
+)
+from adk_secure_sessions.maintenance.identities import (
+    OwnerTag,
+    located_sessions,
+    read_tagged_user,
+    user_tags,
+)
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.storage import (
+    COLLECTION,
+    INDEX_MARK,
+    CorrectIndexed,
+    IndexState,
+    apps,
+    check_key,
+    indexed,
+    sessions,
+    state_of_mark,
+    users,
+    withdraw,
+)
+
+# How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
+# rows of several sessions.
+_AT_ONCE = 8
+
+
+class IndexFill(NamedTuple):
+    """The result of `fill_index`.
+
+    Attributes:
+        sessions: How many sessions of the app were compared with the index.
+        users: How many users of the app were compared with the index; 0 if no key begins with
+            `user:`.
+        written: How many rows of the index were missing or wrong, and are right now.
+        removed: How many rows of deleted sessions and users were deleted from the index.
+        bad: How many sessions and users cannot be decrypted.  They are not in the index.
+        problems: The first 1000 of the rows that prevent decrypting them.
+        complete: Whether `find_sessions` can find sessions by the keys.  False if there are bad
+            rows, unless *skip_unreadable* was True.
+    """
+
+    sessions: int
+    users: int
+    written: int
+    removed: int
+    bad: int
+    problems: tuple[Problem, ...]
+    complete: bool
+
+
+class IndexDrop(NamedTuple):
+    """The result of `drop_index`.
+
+    Attributes:
+        rows: How many rows of the index were deleted.
+    """
+
+    rows: int
+
+
+@command
+async def fill_index(
+    db: Database,
+    app_name: str,
+    keys: Sequence[str],
+    *,
+    skip_unreadable: bool = False,
+    progress: Progress | None = None,
+    rows_per_second: float | None = None,
+) -> IndexFill:
+    """Store the missing rows of the search index, and then allow searches.
+
+    All services that write to the database must have been restarted with these keys in
+    `indexed_state_keys` before.  Services can keep writing.  The call can be repeated: rows that
+    are right are not written again.
+
+    Args:
+        db: The database, with every backend whose records it may contain.
+        app_name: The app whose sessions are indexed.
+        keys: Keys of the state.  A key that begins with `user:` is a key of the state of users.
+        skip_unreadable: Allow searches even if sessions or users cannot be decrypted.  If they can
+            be decrypted later, for example after a restore, they are not found until `fill_index`
+            is called again.
+        progress: Called with the number of rows processed and the number of all rows of sessions
+            and, if a key begins with `user:`, of users.
+        rows_per_second: The maximum number of rows to process per second.
+
+    Raises:
+        ConfigurationError: A key cannot be indexed, or the database cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
+    """
+    _check(app_name, keys)
+    add_facts(app=app_name)
+    await db.survey()
+    store = await db.store()
+    tags = await store.declare_indexed(app_name, keys)
+    of_users = any(key.startswith(USER_PREFIX) for key in keys)
+    total = await count_rows(db, sessions, *([users] if of_users else []))
+    run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
+    if of_users:
+        await run.fill_users()
+    await run.fill_sessions()
+    removed = await _remove_orphans(db, (await db.unit.identify(app_name)).app_tag, tags)
+    complete = skip_unreadable or not run.problems.count
+    if complete:
+        await store.complete_indexed(tags)
+    run.meter.finish()
+    return IndexFill(
+        run.sessions,
+        run.users,
+        run.written,
+        removed,
+        run.bad,
+        tuple(run.problems.kept),
+        complete,
+    )
+
+
+@command
+async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexDrop:
+    """Delete the rows of the search index of some keys of an app; searches by them then fail.
+
+    Restart all services without these keys in `indexed_state_keys` before.  A service that was not
+    restarted stores rows again.
+
+    Args:
+        db: The database, with a backend that has the root key.
+        app_name: The app.
+        keys: Keys of the state.
+
+    Raises:
+        ConfigurationError: A key cannot be indexed, or the database cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
+    """
+    _check(app_name, keys)
+    add_facts(app=app_name)
+    index = (await db.keys()).keyring.index
+    if indexed.name not in (await db.survey()).feature_tables:
+        return IndexDrop(0)
+    tags = sorted({index.state_key(app_name, key) for key in keys})
+    # Without its mark, a key cannot be searched, even if this process stops before the end.
+    await db.change(partial(withdraw, tags))
+    deleted = 0
+    async for span in ranges(db, indexed.c.row_id, db.limits.headers):
+        deleted += await db.change(partial(_delete_rows, tags, span))
+    return IndexDrop(deleted)
+
+
+def _check(app_name: object, keys: object) -> None:
+    if not isinstance(app_name, str):
+        raise ConfigurationError("app_name must be text")
+    if isinstance(keys, str) or not isinstance(keys, Sequence) or not keys:
+        raise ConfigurationError("keys must be a list of one or more keys of the state")
+    for key in keys:
+        check_key(key)
+
+
+class _Filler:
+    """Corrects the rows of the search index of one app, and counts what it has done."""
+
+    def __init__(self, db: Database, app_name: str, tags: Collection[bytes], meter: Meter) -> None:
+        self.meter = meter
+        self.problems = Problems()
+        self.sessions = self.users = self.written = self.bad = 0
+        self._db = db
+        self._app_name = app_name
+        self._tags = tags
+
+    async def fill_users(self) -> None:
+        size = self._db.limits.rows
+        async for rows in batches(self._db, users.c.id, user_tags, OwnerTag, size):
+            await self._each([(users.name, row.id, partial(self._fill_user, row)) for row in rows])
+
+    async def fill_sessions(self) -> None:
+        async for batch in located_sessions(self._db):
+            await self._each(
+                [
+                    (sessions.name, located.row, partial(self._fill_session, located))
+                    for located in batch.sessions
+                ]
+            )
+
+    async def _fill_user(self, row: OwnerTag) -> None:
+        found = await read_tagged_user(self._db, row)
+        if found is None or found[0] != self._app_name:
+            return
+        who = await self._db.unit.identify(self._app_name, found[1].user_id)
+        written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=True))
+        self.written += written
+        self.users += 1
+
+    async def _fill_session(self, located: Any) -> None:
+        ids = located.known_ids()
+        if ids.is_collection or ids.app_name != self._app_name:
+            return
+        who = await self._db.unit.identify(*ids)
+        written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=False))
+        self.written += written
+        self.sessions += 1
+
+    async def _each(self, work: list[tuple[str, Any, Callable[[], Awaitable[None]]]]) -> None:
+        """Run *work*; each element is the table and the id of a row, and what to do with it."""
+        for start in range(0, len(work), _AT_ONCE):
+            some = work[start : start + _AT_ONCE]
+            results = await asyncio.gather(*(one() for *_, one in some), return_exceptions=True)
+            for (table, row, _), error in zip(some, results, strict=True):
+                if isinstance(error, UNREADABLE):
+                    self.problems.add_error(error, table, row)
+                    self.bad += 1
+                elif error is not None:
+                    raise error
+            await self.meter.advance(len(some))
+
+
+# --- rows without a session or user ---------------------------------------------------------------
+
+
+async def _remove_orphans(db: Database, app_tag: bytes, tags: Iterable[bytes]) -> int:
+    removed = 0
+    async for span in ranges(db, indexed.c.row_id, db.limits.headers):
+        removed += await db.change(partial(_delete_orphans, app_tag, sorted(tags), span))
+    return removed
+
+
+def _delete_orphans(
+    app_tag: bytes, tags: Sequence[bytes], span: Range, connection: sa.Connection
+) -> int:
+    c = indexed.c
+    where = [c.key_tag.in_(tags), *orphaned(app_tag), *within(c.row_id, span.bounds)]
+    return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
+
+
+def _delete_rows(tags: Sequence[bytes], span: Range, connection: sa.Connection) -> int:
+    c = indexed.c
+    where = [c.key_tag.in_(tags), *within(c.row_id, span.bounds)]
+    return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
+
+
+def orphaned(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
+    """Return the SQL conditions for rows of the index whose session or user does not exist.
+
+    If *app_tag* is given, only sessions and users of this app count.  A collection never counts.
+    """
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
+    zero: sa.ColumnElement[int] = sa.literal_column("0")
+    row = indexed.c.row_id
+    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
+    of_session = sa.select(one).where(sessions.c.id == row, is_session)
+    of_user = sa.select(one).where(users.c.id == minus_one - row)
+    if app_tag is not None:
+        app = sa.select(apps.c.id).where(apps.c.tag == app_tag)
+        of_user = of_user.where(users.c.app_row.in_(app))
+        of_session = of_session.where(users.c.id == sessions.c.user_row, users.c.app_row.in_(app))
+    session, user = (query.correlate(indexed).exists() for query in (of_session, of_user))
+    is_mark = row == sa.literal_column(str(INDEX_MARK))
+    return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
+
+
+@functools.cache
+def orphans(bounds: Bounds) -> sa.Select[Any]:
+    """Return the query for the row ids, in a range, of rows without a session or user."""
+    row = indexed.c.row_id
+    query = sa.select(row, sa.func.count()).where(*orphaned(), *within(row, bounds))
+    return query.group_by(row).order_by(row)
+
+
+class KeyMark(NamedTuple):
+    """A mark of the search index.
+
+    *state* is None if the mark is not authentic, or if its authenticity was not checked.
+    """
+
+    key_tag: object
+    state: IndexState | None
+
+
+_MOST_MARKS = 1000
+_MARKS = (
+    sa.select(indexed.c.key_tag, indexed.c.value_tag)
+    .where(indexed.c.row_id == sa.literal_column(str(INDEX_MARK)))
+    .order_by(indexed.c.key_tag)
+    .limit(sa.literal_column(str(_MOST_MARKS)))
+    .offset(sa.literal_column("0"))
+)
+
+
+async def read_marks(db: Database, index: Any) -> list[KeyMark]:
+    """Return the first 1000 marks; *index* authenticates them, or is None."""
+    return [
+        KeyMark(tag, None if index is None else state_of_mark(index, tag, mac))
+        for tag, mac in await db.read(_MARKS, {})
+    ]
