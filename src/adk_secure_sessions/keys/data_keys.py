@@ -213,7 +213,7 @@ class StagedKeys:
         self._rejected_of: dict[bytes, DecryptionError] = {}
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
-        self.lacks_master = False
+        self.lacks_master: bool = False
         self.operation: telemetry.Operation | None = telemetry.current_operation()
 
     @property
