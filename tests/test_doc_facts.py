@@ -13,6 +13,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.states import MAX_KEY_BYTES, MAX_STATE_LEVELS
 from adk_secure_sessions.keys import specs
 from adk_secure_sessions.service import MAX_ID_BYTES
+from tests.benchmarks import plan
 from tests.benchmarks.report import RESULTS
 from tests.benchmarks.results import Results
 from tests.pages import DOCS, PAGES, PROJECT, ROOT, blocks, language
@@ -257,6 +258,19 @@ def test_figures_of_the_faq_are_those_of_the_benchmarks() -> None:
         assert len(found) == 4
         assert max(found) < most
         assert said in faq
+
+
+def test_costs_of_telemetry_are_those_of_the_benchmarks() -> None:
+    figures = Results.load(RESULTS).figures
+    rows = [row for row in cells("telemetry.md") if row[0] in plan.TELEMETRY]
+    assert len(rows) == len(plan.TELEMETRY) * len(plan.TELEMETRY_OPERATIONS)
+    for providers, operation, total, own in rows:
+        name = f"telemetry/{providers}/{operation}/relative to"
+        assert total == figures[f"{name} no telemetry"].text
+        if own:
+            assert own == figures[f"{name} bare calls"].text
+        else:
+            assert providers == plan.TELEMETRY_OFF
 
 
 def test_no_page_lists_mysql_among_the_databases_that_the_tests_run_on() -> None:

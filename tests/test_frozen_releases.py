@@ -142,10 +142,10 @@ def test_page_on_upgrading_names_every_frozen_database() -> None:
 
 def test_page_on_upgrading_names_every_feature_of_the_format() -> None:
     table = (DOCS / "format.md").read_text("utf-8").split("Format 2 defines these features:")[1]
-    defined = re.findall(r"^\| \[`(\w+)`\]", table.split("\n1. ")[0], re.MULTILINE)
+    defined = re.findall(r"^\| \[`([\w-]+)`\]", table.split("\n1. ")[0], re.MULTILINE)
     listed = PAGE.split("| feature | added when |")[1].split("\n\n")[0]
     assert len(defined) >= 6
-    assert sorted(re.findall(r"`(\w+)`(?=[,\s].*\|.*\|)", listed)) == sorted(defined)
+    assert sorted(re.findall(r"`([\w-]+)`(?=[,\s].*\|.*\|)", listed)) == sorted(defined)
 
 
 def test_page_on_upgrading_says_which_names_are_deprecated() -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.loops import bound
@@ -321,7 +321,7 @@ def accessed(
             if read_ids is not None:
                 ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
             try:
-                result = await method(service, *args, **kwargs)
+                result = _Held(await method(service, *args, **kwargs))
             except BaseException as error:
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
@@ -329,10 +329,10 @@ def accessed(
                     record(action, **read_ids(*ids), outcome="failure", error=type(error).__name__)
                 raise
             if read_ids is None:
-                return result
-            facts = read_ids(*_with_new_id(ids, result))
-            record(action, **facts, outcome=_outcome(action, result))
-            return result
+                return result.value
+            facts = read_ids(*_with_new_id(ids, result.value))
+            record(action, **facts, outcome=_outcome(action, result.value))
+            return result.value
 
         @wraps(method)
         async def call(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -442,6 +442,19 @@ class _Call:
 _call: ContextVar[_Call | None] = ContextVar("audit_call", default=None)
 
 
+class _Held(Generic[T]):
+    """Holds the result of a call while its record is written.
+
+    If that fails, an error reporter that records local variables shows no content: this object's
+    `repr` is the default.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+
 class SecurityCall(_Call):
     """A call that is no access, and stores only the records of security events."""
 
@@ -459,7 +472,7 @@ class SecurityCall(_Call):
             with bound(_call, self):
                 await self._trail.prepare()
                 self._is_ready = True
-                result = await call()
+                result = _Held(await call())
         except BaseException as error:
             with bound(_call, self):
                 if isinstance(error, DecryptionError):
@@ -470,11 +483,11 @@ class SecurityCall(_Call):
             if isinstance(error, Exception):
                 await self._store_failed(made)
             raise
-        made = self._succeeded(result)
+        made = self._succeeded(result.value)
         await self._trail.store([*self._all_kept(), *self._unstored(made)])
         if made is not None:
             write(made)
-        return result
+        return result.value
 
     def _failed(self, error: BaseException) -> Entry | None:
         return None

@@ -149,8 +149,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             which show which sessions have the same value (docs/search.md).
         compression: Compress new values of 1 KB or more before they are encrypted.  The lengths of
             stored values then tell about their content (docs/limits.md, "Compression").  `zstd`
-            needs Python 3.14 or the package `backports-zstd`.  Every service reads compressed
-            values, whatever this argument is.
+            needs Python 3.14 or the package `backports-zstd`, also in other processes that read the
+            values.  Apart from that, every service reads compressed values.
         padding: Pad new values to a Padmé length, so that stored lengths tell less.  Every service
             reads padded values.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engines of `db_url` and

@@ -1,14 +1,24 @@
 """Attacks while a service runs that has the events of the session in its cache of events."""
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from google.adk.events import Event
 from google.adk.sessions import Session
+from google.genai import types
 
-from adk_secure_sessions import EncryptedSessionService, TamperedError
+from adk_secure_sessions import (
+    AesGcmBackend,
+    DatabaseError,
+    EncryptedSessionService,
+    TamperedError,
+)
 from tests.attacks.databases import also_on
+from tests.attacks.needles import locals_of
 from tests.attacks.support import (
     Database,
     OlderCopy,
@@ -24,6 +34,7 @@ from tests.attacks.support import (
 from tests.attacks.test_running import SESSION_COLUMNS
 from tests.attacks.test_verify import verified
 from tests.attacks.world import VISIT, new_event
+from tests.faults import Point, with_faults
 
 CACHED: dict[str, Any] = {"history_cache_size": 10**7}
 
@@ -224,3 +235,27 @@ async def test_session_that_was_restored_after_an_attack_is_read_again(db: Datab
             await service.get_session(**VISIT._asdict())
         db.run("UPDATE secure_sessions SET updated_at = updated_at - 1 WHERE id = :visit")
         assert await service.get_session(**VISIT._asdict()) == db.session(VISIT)
+
+
+async def test_failed_audit_record_shows_no_cached_events(tmp_path: Path) -> None:
+    service, faults = with_faults(
+        lambda: EncryptedSessionService(
+            f"sqlite:///{tmp_path}/s.db",
+            AesGcmBackend(os.urandom(32)),
+            history_cache_size=10**7,
+            audit_accesses="blind",
+            audit_table=True,
+        )
+    )
+    async with service:
+        ids: Any = {"app_name": "a", "user_id": "u", "session_id": "s"}
+        session = await service.create_session(**ids)
+        content = types.Content(role="model", parts=[types.Part(text="NeedleText")])
+        await service.append_event(session, Event(author="a", content=content))
+        for _ in range(2):
+            await service.get_session(**ids)
+        faults.data.before(Point.WRITE, DatabaseError("disk is full"), nth=None)
+        with pytest.raises(DatabaseError) as caught:
+            await service.get_session(**ids)
+        faults.data.forget()
+    assert "NeedleText" not in locals_of(caught.value)

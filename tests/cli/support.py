@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import click
 from click.testing import CliRunner
 
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.cli import main
+from tests.maintenance.support import OLD
 
 
 class Said(NamedTuple):
@@ -60,3 +62,10 @@ def commands() -> dict[str, click.Command]:
             else:
                 found[prefix + name] = command
     return found
+
+
+async def begin_trail(url: str) -> None:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(OLD), audit_accesses="blind", audit_table=True
+    ) as service:
+        await service.prepare_tables()

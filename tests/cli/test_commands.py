@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import output
 from adk_secure_sessions.cli.config import variable
-from tests.cli.support import commands, make_adk_tables, on, run
+from tests.cli.support import begin_trail, commands, make_adk_tables, on, run
 from tests.maintenance.support import NEW, OLD, fill, query, run_sql
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -262,6 +262,10 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
         "export": ["--to", f"sqlite:///{tmp_path}/exported.db", "--decrypt"],
         "move-keys": ["--to", "db", "--key-db", f"sqlite:///{tmp_path}/keys.db"],
         "migrate": ["--from", f"sqlite:///{tmp_path}/adk.db"],
+        "index fill": ["--app", "clinic", "ticket"],
+        "index drop": ["--app", "clinic", "ticket"],
+        "audit export": ["--output", f"{tmp_path}/trail.jsonl"],
+        "audit purge": ["--older-than", "90d"],
     }
     make_adk_tables(tmp_path / "adk.db")
     for name, command in commands().items():
@@ -269,6 +273,8 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
             continue
         needs_key = "--key" in {text for option in command.params for text in option.opts}
         key = "env:OLD_KEY" if needs_key else None
+        if name.startswith("audit "):
+            asyncio.run(begin_trail(filled))
         arguments = [*options.get(name, []), *on(filled, key, command=name)]
         said = run(*name.split(), *arguments, "--json")
         # All tables of the tests' MariaDB server share one file, which cannot be rewritten.

@@ -12,10 +12,9 @@ import jsonschema
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import rotate_data, rotate_master
-from tests.cli.support import Said, commands, make_adk_tables, on, run
-from tests.maintenance.support import OLD, interrupt, run_sql
+from tests.cli.support import Said, begin_trail, commands, make_adk_tables, on, run
+from tests.maintenance.support import interrupt, run_sql
 from tests.pages import DOCS
 
 SCHEMA = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
@@ -58,13 +57,6 @@ def check(said: Said, name: str) -> Any:
 
 def options(name: str) -> set[str]:
     return {text for option in commands()[name].params for text in option.opts}
-
-
-async def begin_trail(url: str) -> None:
-    async with EncryptedSessionService(
-        url, AesGcmBackend(OLD), audit_accesses="blind", audit_table=True
-    ) as service:
-        await service.prepare_tables()
 
 
 def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]:

@@ -24,7 +24,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     StaleSessionError,
 )
-from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data
+from adk_secure_sessions.maintenance import Database, erase_user, fill_index, retire, rotate_data
 from adk_secure_sessions.migration import PlaintextFallbackService
 from tests.conformance.services import KEY
 from tests.conformance.support import each_kind, ids
@@ -103,6 +103,22 @@ async def test_process_reads_its_own_writes_from_a_replica_that_lags(
     assert await one.listed() == ["new", "s"]
     assert (await one.found("new")).events == []
     assert one.asked() == (2, 0), "the replica has caught up"
+
+
+async def test_search_says_nothing_about_sessions_that_it_does_not_find(
+    process: Start, copied: CopiedReplica, url: URL
+) -> None:
+    one = await process(indexed_state_keys=["k"])
+    await one.create("old", k=1)
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        await fill_index(db, APP, ["k"])
+    copied.catch_up()
+    await one.create("new", k=2)
+    found = await one.service.find_sessions(app_name=APP, key="k", value=1)
+    assert [session.id for session in found.sessions] == ["old"]
+    for user in (USER, None):
+        assert await one.listed(user) == ["new", "old"]
+        assert sorted(await one.paged(user)) == ["new", "old"]
 
 
 async def test_own_deletion_is_visible_although_the_replica_has_the_session(

@@ -378,7 +378,12 @@ class ListPage(ReadOperation):
         with_state: Whether to read snapshots.  If False, a session's state is not complete.
         skip: If True, a session that cannot be decrypted is omitted, and its error is logged.  If
             False, the error is raised.
+
+    Attributes:
+        lists_all: Whether the page contains all sessions between its first and its last.
     """
+
+    lists_all = True
 
     def __init__(
         self,
@@ -435,7 +440,7 @@ class ListPage(ReadOperation):
         views = _listed(
             attempt, found, app, users, skip=self._skip, with_snapshots=self._with_state
         )
-        if attempt.freshness is not None:
+        if attempt.freshness is not None and self.lists_all:
             ids = {user.id for user in users}
             if self._of_app and app is not None:
                 # A page has only the users of its sessions.  A known session may be missing
@@ -497,10 +502,13 @@ class FindPage(ListPage):
     """Read at most *limit* sessions that the search index lists for *lookup*; see `ListPage`.
 
     The index is not authenticated, so the page may contain sessions whose state does not match.
+    The page says nothing about sessions that it does not contain.
 
     Raises:
         NotIndexed: Some sessions with the key may not be in the index.
     """
+
+    lists_all = False
 
     def __init__(
         self,
