@@ -32,6 +32,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage import ImportResult
+from adk_secure_sessions.storage.index_rows import CorrectIndexed
 from adk_secure_sessions.storage.queries import HOLD_KEY, KEYRING_CLAIMS, claim_key
 from tests.galera import NODES, Galera
 from tests.processes import children, results
@@ -304,6 +305,30 @@ async def test_session_created_while_another_node_erases_its_user_is_no_orphan(
         await cluster.assert_whole()
         listed = await near.list_sessions(app_name=APP, user_id=USER)
         assert [one.id for one in listed.sessions] == ["new"]  # of a new user with the same id
+
+
+async def test_index_rows_of_a_session_that_another_node_deletes_are_not_stored(
+    cluster: Cluster,
+) -> None:
+    async with cluster.service(0) as near, cluster.database(1) as db:
+        await near.create_session(app_name=APP, user_id=USER, session_id="s", state={"k": 1})
+        async with EncryptedSessionService(
+            cluster.urls[0], BACKEND, indexed_state_keys=["k"]
+        ) as indexing:
+            await indexing.create_session(app_name=APP, user_id=USER, session_id="t")
+        await cluster.wait_for_all()
+        key = (await db.keys()).keyring.index.state_key(APP, "k")
+        who = await db.unit.identify(APP, USER, "s")
+        stored = await race(
+            cluster,
+            lambda: near.delete_session(app_name=APP, user_id=USER, session_id="s"),
+            db.unit.run(CorrectIndexed(who, [key], of_user=False)),
+        )
+        assert stored == 0
+    with cluster.galera.nodes[0].admin.connect() as connection:
+        table = f"{cluster.urls[0].database}.secure_state_index"
+        rows = connection.exec_driver_sql(f"SELECT row_id FROM {table} WHERE key_tag = %s", (key,))
+        assert [row for (row,) in rows if row != 2**63 - 1] == []
 
 
 async def test_erasure_also_deletes_what_another_node_has_just_committed(

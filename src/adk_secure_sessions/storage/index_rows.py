@@ -70,7 +70,13 @@ class CorrectIndexed(Write[int]):
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
-        yield from apply_changes(differences.changes(row_id))
+        first, *rest = differences.changes(row_id)
+        # On a cluster, the lock of the row is known to one node only.
+        who = attempt.who
+        claims = (
+            sql.claim_user(who.user_tag) if self._of_user else sql.claim_session(who.session_tag)
+        )
+        yield from apply_changes([first._replace(claims=claims), *rest])
         return differences.total
 
 

@@ -472,7 +472,7 @@ HOLD_KEY = (
     .values(generation=bindparam("generation"))
 )
 # Claims (see `protocol.Claim`).  On a cluster whose nodes lock rows separately, a transaction that
-# relies on a row without changing it writes the row twice.  Each of the following two statements
+# relies on a row without changing it writes the row twice.  Each of the following three statements
 # undoes itself, and has no overflow: -1 - (-1 - n) is n.
 _CLAIM_WITNESS = (
     update(witnesses)
@@ -483,6 +483,11 @@ _CLAIM_KEY = (
     update(data_keys)
     .where(data_keys.c.id == bindparam("at_id"))
     .values(created_at=literal_column("-1") - data_keys.c.created_at)
+)
+_CLAIM_SESSION = (
+    update(sessions)
+    .where(sessions.c.tag == bindparam("at_tag"))
+    .values(updated_at=literal_column("-1") - sessions.c.updated_at)
 )
 # The names of rows that claims insert into `secure_meta` and delete again, so that these rows are
 # never visible to others.  A transaction that stores a data key claims one of these names.  A
@@ -500,6 +505,11 @@ def claim_user(tag: bytes) -> Sequence[Claim]:
     included, writes it, too.
     """
     return [Claim(_CLAIM_WITNESS, {"at_tag": tag})] * 2
+
+
+def claim_session(tag: bytes) -> Sequence[Claim]:
+    """Return the claims of a transaction that relies on the session's row being unchanged."""
+    return [Claim(_CLAIM_SESSION, {"at_tag": tag})] * 2
 
 
 def claim_key(key_id: int) -> Sequence[Claim]:
