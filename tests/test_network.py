@@ -53,7 +53,7 @@ async def use(url, key, store, **options):
 """
 
 
-def addresses(program: str, directory: Path, **environment: str) -> set[tuple[str, int]]:
+def addresses(program: str, directory: Path) -> set[tuple[str, int]]:
     """Run *program* and return the network addresses that it sent anything to."""
     if (strace := shutil.which("strace")) is None:
         unavailable("no strace here: on Debian, apt-get install strace")
@@ -64,7 +64,7 @@ def addresses(program: str, directory: Path, **environment: str) -> set[tuple[st
     done = subprocess.run(
         [*tracing, sys.executable, "-c", program],
         cwd=directory,
-        env={**os.environ, **environment, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
         timeout=120,
