@@ -291,7 +291,7 @@ async def test_thousands_of_marks_stop_no_service(
         assert await found(service, VALUE) == {"one", "new"}
     assert "more than 1000 marks" in caplog.text
     async with victim.maintained() as db:
-        assert (await verify(db)).bad >= 999
+        assert (await verify(db)).bad > 990  # the first 1000, a few of which may be marks of ours
 
 
 async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_kept(
