@@ -702,7 +702,7 @@ async def test_separated_copy_begins_a_new_trail(url: sa.URL) -> None:
     records = await trail(url)
     assert {one["event"] for one in records} == {"key.created", "database.opened", "command"}
     ended = [(one["command"], one["outcome"]) for one in records if one["event"] == "command"]
-    assert ended == [("separate", "success")]
+    assert ended == [("separate", "started"), ("separate", "success")]
     async with service_of(url) as service:
         assert await service.get_session(**IDS) is not None
     assert await problems(url) == []

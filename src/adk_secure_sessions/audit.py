@@ -321,7 +321,7 @@ def accessed(
             if read_ids is not None:
                 ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
             try:
-                result = _Held(await method(service, *args, **kwargs))
+                result = Held(await method(service, *args, **kwargs))
             except BaseException as error:
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
@@ -442,8 +442,8 @@ class _Call:
 _call: ContextVar[_Call | None] = ContextVar("audit_call", default=None)
 
 
-class _Held(Generic[T]):
-    """Holds the result of a call while its record is written.
+class Held(Generic[T]):
+    """Holds the result of a call while more is awaited, for example the storing of its record.
 
     If that fails, an error reporter that records local variables shows no content: this object's
     `repr` is the default.
@@ -472,7 +472,7 @@ class SecurityCall(_Call):
             with bound(_call, self):
                 await self._trail.prepare()
                 self._is_ready = True
-                result = _Held(await call())
+                result = Held(await call())
         except BaseException as error:
             with bound(_call, self):
                 if isinstance(error, DecryptionError):
@@ -596,6 +596,10 @@ class CommandCall(_Call):
         except BaseException:
             self._trails.remove(trail)
             raise
+
+    def forget_trails(self) -> None:
+        """Store nothing more in the trails, whose rows the command has deleted."""
+        self._trails.clear()
 
     async def end(self, made: Entry) -> None:
         """Store *made*, the last record, and the records of security events."""

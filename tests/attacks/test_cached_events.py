@@ -17,6 +17,8 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     TamperedError,
 )
+from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.migration import PlaintextFallbackService
 from tests.attacks.databases import also_on
 from tests.attacks.needles import locals_of
 from tests.attacks.support import (
@@ -35,6 +37,7 @@ from tests.attacks.test_running import SESSION_COLUMNS
 from tests.attacks.test_verify import verified
 from tests.attacks.world import VISIT, new_event
 from tests.faults import Point, with_faults
+from tests.migration.lookups import APP, MemoryLookup
 
 CACHED: dict[str, Any] = {"history_cache_size": 10**7}
 
@@ -259,3 +262,32 @@ async def test_failed_audit_record_shows_no_cached_events(tmp_path: Path) -> Non
             await service.get_session(**ids)
         faults.data.forget()
     assert "NeedleText" not in locals_of(caught.value)
+
+
+async def test_failed_query_of_a_fallback_shows_no_cached_events(tmp_path: Path) -> None:
+    service, faults = with_faults(
+        lambda: EncryptedSessionService(
+            f"sqlite:///{tmp_path}/s.db", AesGcmBackend(os.urandom(32)), history_cache_size=10**7
+        )
+    )
+    source = MemoryLookup()
+    source.put("u", "other", [])
+    source.users["u"] = {"x": 1}
+    ids: Any = {"app_name": APP, "user_id": "u", "session_id": "s"}
+    shown = []
+    async with PlaintextFallbackService(service, source) as fallback:
+        session = await service.create_session(**ids)  # the source still has the states
+        content = types.Content(role="model", parts=[types.Part(text="NeedleText")])
+        await service.append_event(session, Event(author="a", content=content))
+        for _ in range(2):
+            await fallback.get_session(**ids)
+        for nth in range(1, 10):
+            fallback._moved = Lru(10)  # so that each call asks the database which states it has
+            faults.data.before(Point.READ, DatabaseError("a disk fails"), nth=nth)
+            try:
+                await fallback.get_session(**ids)
+            except DatabaseError as error:
+                shown.append(locals_of(error))
+            faults.data.forget()
+    assert len(shown) >= 3
+    assert not [text for text in shown if "NeedleText" in text]

@@ -7,6 +7,7 @@ holds, as bytes.  A service whose server or client library is missing is skipped
 
 import secrets
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -80,19 +81,19 @@ async def redis(directory: Path) -> AsyncIterator[Inner]:
     )
     if (program := shutil.which("redis-server")) is None:
         unavailable("no Redis here: on Debian, apt-get install redis-server")
-    socket = directory / "redis.sock"
-    options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(directory)]
+    path = directory / "redis.sock"
+    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(directory)]
     clients: list[Any] = []
 
     def connect(*, text: bool = True) -> Any:
-        clients.append(client.Redis(unix_socket_path=str(socket), decode_responses=text))
+        clients.append(client.Redis(unix_socket_path=str(path), decode_responses=text))
         return clients[-1]
 
     async def stored() -> bytes:
         raw = connect(text=False)
         return b"".join([key + (await raw.get(key)) for key in await raw.keys()])
 
-    with _server(socket, [program], options):
+    with _server(path, [program], options):
         try:
             yield Inner(lambda: services.RedisSessionService(redis_client=connect()), stored)
         finally:
@@ -154,14 +155,14 @@ def ferretdb(directory: Path) -> Iterator[FerretDB]:
     )
     if (program := find("ferretdb")) is None:
         pytest.skip("no FerretDB here: tests/README.md says how to build it")
-    socket, data = directory / "mongodb.sock", directory / "mongodb"
+    path, data = directory / "mongodb.sock", directory / "mongodb"
     data.mkdir()
     with _server(
-        socket,
+        path,
         [program, "--handler=sqlite", f"--sqlite-url=file:{data}/", f"--state-dir={directory}"],
-        ["--listen-addr=", f"--listen-unix={socket}", "--debug-addr=-", "--telemetry=disable"],
+        ["--listen-addr=", f"--listen-unix={path}", "--debug-addr=-", "--telemetry=disable"],
     ):
-        yield FerretDB(socket, data)
+        yield FerretDB(path, data)
 
 
 @asynccontextmanager
@@ -172,8 +173,8 @@ async def mongodb(directory: Path) -> AsyncIterator[Inner]:
 
 
 @contextmanager
-def _server(socket: Path, *command: Sequence[str]) -> Iterator[None]:
-    """Run a server for the block, which begins when the server listens on *socket*."""
+def _server(path: Path, *command: Sequence[str]) -> Iterator[None]:
+    """Run a server for the block, which begins when the server listens on the socket *path*."""
     process = subprocess.Popen(
         ["sh", "-c", _UNTIL_EOF, "server", *chain.from_iterable(command)],
         stdin=subprocess.PIPE,
@@ -182,13 +183,18 @@ def _server(socket: Path, *command: Sequence[str]) -> Iterator[None]:
     )
     try:
         deadline = time.monotonic() + _PATIENCE
-        while not socket.exists():
+        while not _listens(path):  # the file is there before the server listens
             assert process.poll() is None, "the server has ended"
             assert time.monotonic() < deadline, "the server does not start"
             time.sleep(0.01)
         yield
     finally:
         process.communicate()  # closes its standard input
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(str(path)) == 0
 
 
 INNER: dict[str, Callable[[Path], AbstractAsyncContextManager[Inner]]] = {

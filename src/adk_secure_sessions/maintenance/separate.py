@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import command, running_command
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -205,6 +205,9 @@ async def _drop_rows_of_original(db: Database) -> None:
     for table in (migrated, audit_records):
         if table.name in present:
             await db.change(partial(_empty, table))
+    # A killed or incomplete run leaves no record, and a complete one stores both of its records.
+    if command := running_command():
+        command.forget_trails()
 
 
 def _empty(table: sa.Table, connection: sa.Connection) -> None:
