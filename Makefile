@@ -1,7 +1,8 @@
 # Each target creates the environment it needs.  To use another Python: make PYTHON=python3.13 test
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-JOBS ?= auto
+# One process more than cores: for a sixth of their time, tests wait for servers and time limits.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 ARGS ?=
 
 # The oldest supported google-adk, the last 1.x, and the newest below 3.
@@ -11,7 +12,7 @@ ADK ?= 1.28.0
 BIN := .venv/bin
 # An idle process takes tests over from a busy one.  Groups of tests that are fixed in advance left
 # one process alone with the slow ones for minutes.
-PYTEST_FLAGS := -n $(JOBS) --dist worksteal $(ARGS)
+PYTEST_FLAGS = -n $(JOBS) --dist worksteal $(ARGS)
 # The tests' databases are files in memory, if there is room: waiting for the disk took a sixth of a
 # run.  No test cuts the power.
 ifeq ($(origin TMPDIR),undefined)

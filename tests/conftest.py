@@ -1,6 +1,7 @@
 """Servers for the whole run, and what holds for every test."""
 
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -135,6 +136,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _level_of_adks_logger() -> Iterator[None]:
+    """Undo a change of the log level: examples and commands set it for their whole process."""
+    logger = logging.getLogger("google_adk")
+    before = logger.level
+    yield
+    if logger.level != before:
+        logger.setLevel(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,10 +32,14 @@ def entries() -> list[str]:
     return found
 
 
+@cache  # the cache of `re` is smaller than the page
+def pattern(entry: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, entry.removesuffix(UNKNOWN).split(UNKNOWN))))
+
+
 def matches(entry: str, text: str) -> bool:
     """Whether *text* begins with *entry*, in which `...` stands for any text."""
-    pattern = ".*".join(map(re.escape, entry.removesuffix(UNKNOWN).split(UNKNOWN)))
-    return re.match(pattern, text) is not None
+    return pattern(entry).match(text) is not None
 
 
 def letters(text: str) -> int:

@@ -32,6 +32,7 @@ from tests.conformance.support import (
 LATER = [
     "encrypted-cached-events",
     "encrypted-replica",
+    "encrypted-galera",
     "encrypted-pgbouncer-psycopg",
     "encrypted-mariadb-engine",
 ]

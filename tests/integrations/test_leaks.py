@@ -131,6 +131,7 @@ ALWAYS = {SESSION, needle("error message")}  # in spans, whatever the settings
 CONTENT = {needle("text"), needle("argument"), needle("response")}
 
 
+@pytest.mark.soak
 @tries("span-content", "genai-content", "mcp-bodies", "telemetry-exporter", "sqlite-spans")
 @tries("auto-tracing-plugin")
 def test_telemetry_has_content_until_each_setting_is_off(tmp_path: Path) -> None:
@@ -186,6 +187,7 @@ def test_telemetry_has_content_until_each_setting_is_off(tmp_path: Path) -> None
         assert auto.leaks == {"auto-tracing-plugin", "sqlite-spans", "telemetry-exporter"}
 
 
+@pytest.mark.soak
 @tries("telemetry-exporter", "sqlite-spans")
 def test_disabled_sdk_of_opentelemetry_exports_nothing(tmp_path: Path) -> None:
     file = tmp_path / "spans.db"
@@ -384,6 +386,7 @@ async def test_errors_of_adks_server_name_artifacts_and_users_unless_only_critic
 # --- files of google-adk's commands ---------------------------------------------------------------
 
 
+@pytest.mark.soak
 @tries("local-services", "saved-session", "log-directory")
 def test_adk_run_writes_the_session_into_three_places(tmp_path: Path) -> None:
     place = Place(tmp_path)

@@ -378,8 +378,10 @@ async def test_event_whose_append_is_running_when_an_erasure_begins_is_erased(
     ("driver", "stops_at"),
     [
         ("postgresql+asyncpg", "the second request"),  # the first one inserts all but some events
-        ("postgresql+psycopg", "the row of the session"),
-        ("mariadb+asyncmy", "the row of the session"),
+        *(
+            pytest.param(driver, "the row of the session", marks=pytest.mark.soak)
+            for driver in ["postgresql+psycopg", "mariadb+asyncmy"]
+        ),
     ],
 )
 async def test_user_whose_first_session_is_being_imported_is_erased(

@@ -81,7 +81,7 @@ async def state_of_app(url: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "seconds",
-    [pytest.param(2.0, id="short"), pytest.param(60.0, id="long", marks=pytest.mark.soak)],
+    [pytest.param(1.0, id="short"), pytest.param(60.0, id="long", marks=pytest.mark.soak)],
 )
 @pytest.mark.no_cover
 def test_no_task_fails_and_no_change_is_lost_while_many_write_one_state(

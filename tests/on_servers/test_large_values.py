@@ -13,7 +13,7 @@ from tests.conformance.support import create, each_kind, event, reload
 
 MEGABYTE = 1_000_000
 
-kind = each_kind("encrypted-file", "encrypted-postgresql", "encrypted-mariadb")
+kind = each_kind("encrypted-file", "encrypted-postgresql", soak=["encrypted-mariadb"])
 
 
 async def test_event_of_twenty_megabytes_is_stored_and_read_back(

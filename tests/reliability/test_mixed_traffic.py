@@ -44,7 +44,7 @@ from tests.reliability.traffic import (
 
 __all__ = ["database"]
 
-SHORT, LONG = 6.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
+SHORT, LONG = 4.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
 PROCESSES, TASKS = 2, 3
 MEBIBYTE = 1 << 20
 # From the end of the first quarter on, the memory of a process may grow by so much.
