@@ -396,8 +396,10 @@ def mariadb(*options: str) -> Iterator[MariaDB]:
         )
     with _directory() as directory:
         data, address = directory / "data", directory / "socket"
+        # A server that starts deletes the temporary tables of all servers that share its tmpdir.
+        common = ["--no-defaults", f"--datadir={data}", f"--tmpdir={directory}"]
         # The kernel has few queues for asynchronous I/O, and other programs use them, too.
-        common = ["--no-defaults", f"--datadir={data}", "--innodb-use-native-aio=0"]
+        common += ["--innodb-use-native-aio=0"]
         common += ["--user=root"] if _is_root() else []
         _initialize([install, *common, "--skip-test-db", "--skip-name-resolve"], data)
         command = [program, *common, f"--socket={address}", "--skip-networking"]

@@ -46,7 +46,7 @@ from tests.migration.memory_source import MemorySource
 
 __all__ = ["server", "url"]
 
-name = each_driver("sqlite", "asyncpg", "asyncmy", soak=["psycopg", "aiosqlite-engine"])
+name = each_driver("sqlite", "asyncpg", soak=["asyncmy", "psycopg", "aiosqlite-engine"])
 
 KEY = bytes(range(32))
 AES = 13 + 12 + 16  # bytes that a record adds to its plaintext

@@ -26,6 +26,7 @@ name = each_driver(
     *("sqlite", "asyncpg", "asyncmy"),
     soak=["aiosqlite-engine", "psycopg", "asyncpg-pgbouncer", "psycopg-pgbouncer"],
 )
+LATER = ["asyncmy", "aiosqlite-engine", "psycopg", "asyncpg-pgbouncer", "psycopg-pgbouncer"]
 
 Open = Callable[[float | None], EncryptedSessionService]
 
@@ -168,6 +169,11 @@ ENDLESS_TRIGGER = {
 }
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["sqlite", "asyncpg", *(pytest.param(one, marks=pytest.mark.soak) for one in LATER)],
+    indirect=True,
+)
 async def test_write_behind_a_trigger_that_never_ends_is_interrupted_after_its_time(
     open_service: Open, url: URL, server: Server | None
 ) -> None:

@@ -44,12 +44,15 @@ from tests.faults import Point, lost, with_faults
 ON_SERVERS = [
     "test_each_write_keeps_the_index",
     "test_sessions_are_found_by_a_value_of_their_state",
-    "test_index_is_filled_while_services_write",
 ]
 kind = each_kind(
     "encrypted-file",
     some={
-        "encrypted-postgresql": [*ON_SERVERS, "test_append_after_a_lost_answer_keeps_the_index"],
+        "encrypted-postgresql": [
+            *ON_SERVERS,
+            "test_append_after_a_lost_answer_keeps_the_index",
+            "test_index_is_filled_while_services_write",
+        ],
         "encrypted-mariadb": ON_SERVERS,
         "encrypted-key-database": ["test_each_write_keeps_the_index"],
     },

@@ -135,6 +135,7 @@ def go_on(client: httpx.Client) -> None:
     assert answer["content"]["parts"][0]["text"].endswith(f"'{needle('text')}'.{2 * earlier}")
 
 
+@pytest.mark.soak  # docs/adk-commands.md starts `adk web` with both files
 def test_services_yaml_or_py_makes_adk_api_server_store_ciphertext_only(place: Place) -> None:
     (place.agents / "services.yaml").write_text(SERVICES_YAML)
     command = ("adk", "api_server", *OPTIONS, "agents")

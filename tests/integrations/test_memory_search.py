@@ -93,7 +93,9 @@ async def sessions() -> AsyncIterator[EncryptedSessionService]:
 
 
 @DIFFERENT
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.soak) for n in range(8, 25))]
+)
 async def test_random_changes_leave_what_adk_has(
     sessions: EncryptedSessionService, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -11,7 +11,9 @@ from tests.conformance.services import KEY
 from tests.conformance.support import APP, USER, each_kind, event
 from tests.faults import Point, with_faults
 
-kind = each_kind("encrypted-file", "encrypted-postgresql", "encrypted-psycopg", "encrypted-mariadb")
+kind = each_kind(
+    *("encrypted-file", "encrypted-postgresql"), soak=["encrypted-psycopg", "encrypted-mariadb"]
+)
 
 
 def size(answers: list[Sequence[Any]]) -> tuple[int, int, int]:

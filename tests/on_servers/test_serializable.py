@@ -19,7 +19,7 @@ from tests.processes import results
 from tests.servers import PostgreSQL, Serializable
 
 BACKEND = AesGcmBackend(bytes(range(32)))
-DRIVERS = ["postgresql+asyncpg", "postgresql+psycopg"]
+DRIVERS = ["postgresql+asyncpg", pytest.param("postgresql+psycopg", marks=pytest.mark.soak)]
 PROCESSES = TASKS = 4
 Say = Callable[[object], None]
 

@@ -25,6 +25,11 @@ KEY = bytes(range(32))
 LIMIT = 1.0  # seconds, for a read and for connecting; a write has ten times as long
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["asyncpg", *(pytest.param(one, marks=pytest.mark.soak) for one in ["asyncmy", "psycopg"])],
+    indirect=True,
+)
 async def test_slow_server_is_an_error_that_may_be_tried_again(url: sa.URL, record: Record) -> None:
     """The server gets what is sent, but its answers stop on the way."""
     async with (
