@@ -112,7 +112,14 @@ def assert_in_order(texts: list[str], shown: str) -> None:
         shown = shown.split(text, 1)[1]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # `integrations/test_adk_commands.py` does the same, and more, through our command.
+        pytest.param(name, marks=[pytest.mark.soak] if name == "adk_web.py" else [])
+        for name in PROGRAMS
+    ],
+)
 def test_program_prints_what_it_is_for(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

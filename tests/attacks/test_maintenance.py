@@ -103,11 +103,12 @@ def restore(db: Database, column: Column, value: str, before: object) -> int:
         return connection.execute(sql, (before,)).rowcount
 
 
-# By default, every command meets one value of the wrong type in every fifth column, beginning with
-# another one: so each column meets one or two commands.  One command meets another value, too.
+# By default, every command meets one value of the wrong type in a share of the columns, so that each
+# column meets one or two commands.  One command meets another value, too.
 # `make soak` takes every column (None) and every value.
+SHARES = 8
 DEFAULT = [
-    (name, "no UTF-8", number % 5)
+    (name, "no UTF-8", number % SHARES)
     for number, name in enumerate(name for name in OPERATIONS if "dry" not in name)
 ]
 DEFAULT += [("verify", "infinity", 0)]
@@ -129,18 +130,18 @@ def others_in_soak(chosen: Collection[Any], among: Iterable[Any]) -> list[Any]:
     "typed_db", others_in_soak(["url"], ["url", "engine", *SERVERS]), indirect=True
 )
 @pytest.mark.parametrize(
-    ("operation", "value", "fifth"),
+    ("operation", "value", "share"),
     others_in_soak(DEFAULT, CASES),
 )
 async def test_column_that_holds_anything_is_rejected_or_named_and_nothing_is_lost(
-    operation: str, value: str, fifth: int | None, typed_db: Database
+    operation: str, value: str, share: int | None, typed_db: Database
 ) -> None:
     db, sql, (run, restorable) = typed_db, VALUES[value], OPERATIONS[operation]
     async with db.maintained() as maintained:  # so that there are old keys
         await rotate_master(maintained)
         await rotate_data(maintained)
     every = columns(db)
-    for column in every if fifth is None else every[fifth::5]:
+    for column in every if share is None else every[share::SHARES]:
         with db.undone_afterwards():
             try:
                 before = tamper(db, column, sql)

@@ -271,7 +271,7 @@ CLUSTER_KINDS = [
 ]
 OTHER_KINDS = [name for name in KINDS if name not in (*MAIN_KINDS, SHARED_EVENTS)]
 # Of a parametrized test, these run every nth case by default, the others the first one.
-NTH_CASES = {"adk": 4, "encrypted-file": 1, "wrapped-memory": 4}
+NTH_CASES = {"adk": 6, "encrypted-file": 1, "wrapped-memory": 4}
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]
 
 

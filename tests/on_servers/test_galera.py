@@ -37,6 +37,8 @@ from adk_secure_sessions.storage.queries import HOLD_KEY, KEYRING_CLAIMS, claim_
 from tests.galera import NODES, Galera
 from tests.processes import children, results
 
+pytestmark = pytest.mark.soak  # to start a cluster takes 16 s of CPU
+
 BACKEND = AesGcmBackend(bytes(range(32)))
 APP, USER = "app", "user"
 SYNC = {"init_command": "SET SESSION wsrep_sync_wait = 7"}
@@ -182,10 +184,7 @@ def texts(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(
-    "seconds",
-    [pytest.param(1.0, id="short"), pytest.param(60.0, id="long", marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize("seconds", [60.0])
 def test_processes_that_write_to_all_nodes_lose_and_double_nothing(
     cluster: Cluster, seconds: float
 ) -> None:
@@ -203,7 +202,6 @@ def test_processes_that_write_to_all_nodes_lose_and_double_nothing(
     asyncio.run(check())
 
 
-@pytest.mark.soak
 @pytest.mark.no_cover
 def test_node_that_is_killed_and_comes_back_loses_and_doubles_nothing(cluster: Cluster) -> None:
     async def begin() -> None:
@@ -249,7 +247,6 @@ def count_in_app(say: Say, url: str, process: int, seconds: float) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.soak
 @pytest.mark.no_cover
 def test_no_task_fails_while_all_nodes_change_one_state(cluster: Cluster) -> None:
     async def begin() -> None:
@@ -353,7 +350,6 @@ async def test_erasure_also_deletes_what_another_node_has_just_committed(
                 assert (await service.list_sessions(app_name=APP, user_id=USER)).sessions == []
 
 
-@pytest.mark.soak
 async def test_data_key_stored_while_another_node_retires_its_master_key_is_not_lost(
     cluster: Cluster,
 ) -> None:
@@ -372,7 +368,6 @@ async def test_data_key_stored_while_another_node_retires_its_master_key_is_not_
         assert await service.get_session(app_name=APP, user_id="new", session_id="s")
 
 
-@pytest.mark.soak
 async def test_session_created_while_another_node_retires_its_data_key_is_not_lost(
     cluster: Cluster,
 ) -> None:
@@ -391,7 +386,6 @@ async def test_session_created_while_another_node_retires_its_data_key_is_not_lo
         assert await service.get_session(app_name=APP, user_id=USER, session_id="s")
 
 
-@pytest.mark.soak
 async def test_held_data_key_that_another_node_deletes_is_a_conflict(cluster: Cluster) -> None:
     async with cluster.service(0) as service:
         await service.create_session(app_name=APP, user_id=USER)
@@ -420,7 +414,6 @@ async def test_held_data_key_that_another_node_deletes_is_a_conflict(cluster: Cl
     await executor.close()
 
 
-@pytest.mark.soak
 async def test_rows_that_an_attacker_stores_in_place_of_claims_stop_nobody(
     cluster: Cluster,
 ) -> None:
@@ -439,7 +432,6 @@ async def test_rows_that_an_attacker_stores_in_place_of_claims_stop_nobody(
         assert left == []
 
 
-@pytest.mark.soak
 async def test_user_imported_while_another_node_erases_the_user_stays_erased(
     cluster: Cluster,
 ) -> None:
@@ -495,7 +487,6 @@ async def over_several_nodes(
     await engine.dispose()
 
 
-@pytest.mark.soak
 async def test_read_on_a_node_that_is_behind_waits_only_with_the_setting(cluster: Cluster) -> None:
     async with cluster.service(0) as near, cluster.service(1) as far:
         session = await near.create_session(app_name=APP, user_id=USER, session_id="s")
@@ -519,7 +510,6 @@ async def test_read_on_a_node_that_is_behind_waits_only_with_the_setting(cluster
                 assert found.state == {"n": 1}
 
 
-@pytest.mark.soak
 async def test_service_that_changes_to_a_node_that_is_behind_needs_the_setting(
     cluster: Cluster,
 ) -> None:
