@@ -103,8 +103,8 @@ def restore(db: Database, column: Column, value: str, before: object) -> int:
         return connection.execute(sql, (before,)).rowcount
 
 
-# By default, every command meets one value of the wrong type in a share of the columns, so that each
-# column meets one or two commands.  One command meets another value, too.
+# By default, every command meets one value of the wrong type in a share of the columns, so that
+# each column meets one or two commands.  One command meets another value, too.
 # `make soak` takes every column (None) and every value.
 SHARES = 8
 DEFAULT = [
