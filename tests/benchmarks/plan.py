@@ -1,6 +1,7 @@
 """The sizes and counts of all benchmarks; the page shows the same values."""
 
 import os
+from typing import Any
 
 # Round trips: size of the state as JSON, in bytes.
 PAYLOADS = {"{}": 2, "1KB": 1_000, "10KB": 10_000, "100KB": 100_000}
@@ -107,6 +108,15 @@ TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES = "none", "metrics", "metrics
 TELEMETRY = (TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES)
 TELEMETRY_OPERATIONS = {"append": "append_event", "get, 20 events": "get_session"}
 TELEMETRY_PAIRS, TELEMETRY_REPEATS = 200, 10
+
+# The audit log, and the trail beside it: the arguments of each side, and the operations.
+NO_AUDIT, AUDIT_LOG, AUDIT_TRAIL = "no audit", "log", "log and trail"
+AUDIT: dict[str, dict[str, Any]] = {
+    NO_AUDIT: {},
+    AUDIT_LOG: {"audit_accesses": "blind"},
+    AUDIT_TRAIL: {"audit_accesses": "blind", "audit_table": True},
+}
+AUDITED = ("append", "get, 5 events")
 
 # Scaling: processes that append at once; rows of events in PostgreSQL, by layout of the tables.
 PROCESSES, SCALING_TASKS = (1, 2, 4), 25

@@ -384,6 +384,16 @@ class Report:
         columns = [heading for side in sides for heading in (side, "relative to ADK")]
         return _markdown(["session", "ADK", *columns], cells)
 
+    def audited(self, database: str) -> str:
+        """Return the table of times with the audit log, and with the audit trail as well."""
+        name = f"{database}/audit/{{}}"
+        columns = [(side, f"{name}/{side}") for side in plan.AUDIT]
+        columns += [
+            (f"{side}, relative", f"{name}/{side} relative to {plan.NO_AUDIT}")
+            for side in (plan.AUDIT_LOG, plan.AUDIT_TRAIL)
+        ]
+        return self.table(DATABASE_LABELS[database], columns, plan.AUDITED)
+
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""
         sides = [("encrypted", OURS), ("ADK", ADK), ("relative to ADK", f"relative to {ADK}")]

@@ -62,6 +62,7 @@ def test_page_has_sections_for_artifacts_memory_and_the_wrapper(results: Results
         "## Wrapper of another",
         "## Telemetry",
         "## Cache of events",
+        "## Audit log and audit trail",
         "## Search by a value of the state",
     )
     assert "### Compression and padding" in page
