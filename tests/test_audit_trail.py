@@ -708,6 +708,18 @@ async def test_separated_copy_begins_a_new_trail(url: sa.URL) -> None:
     assert await problems(url) == []
 
 
+async def test_status_counts_records_and_chains_without_keys(url: sa.URL) -> None:
+    for _ in range(2):
+        async with service_of(url) as service:
+            await service.list_sessions(app_name="app", user_id="user")
+    async with Database(url) as db:
+        found = (await status(db)).audit_trail
+    assert found is not None
+    assert (found.records, found.chains) == (len(await trail(url)), 2)
+    assert found.since is not None
+    assert 0 < time.time() - found.since / 1e6 < 600
+
+
 async def test_moving_the_keys_keeps_the_trail(url: sa.URL, tmp_path: Path) -> None:
     async with service_of(url) as service:
         await service.create_session(**IDS)

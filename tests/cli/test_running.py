@@ -38,6 +38,7 @@ from adk_secure_sessions.maintenance import (
     RecordCount,
     RotationProgress,
     Status,
+    TrailStatus,
     rotate_data,
     rotate_master,
 )
@@ -405,7 +406,7 @@ def unfinished_at(seconds_left: float) -> Status:
     keys = (DataKeyCount(1, 1, 1),)
     master = MasterKey(1, "data", "key:0", 1, 1.0, None)
     records = (RecordCount("t", 1, 10, 1),)
-    return Status("1", False, (master,), keys, records, (progress,), None, None)
+    return Status("1", False, (master,), keys, records, (progress,), None, None, None)
 
 
 MIGRATIONS = [
@@ -424,6 +425,19 @@ def test_status_says_how_far_a_migration_is(migration: MigrationStatus, text: st
         if line.startswith("migration: ")
     ]
     assert text in line
+
+
+TRAILS = [
+    (TrailStatus(1204, 3, 0), "1,204 records in 3 chains, the oldest of 1970-01-01 00:00"),
+    (TrailStatus(0, 0, None), "0 records in 0 chains"),
+]
+
+
+@pytest.mark.parametrize(("trail", "text"), TRAILS)
+def test_status_says_how_long_an_audit_trail_is(trail: TrailStatus, text: str) -> None:
+    lines = [*status_lines(unfinished_at(1)._replace(audit_trail=trail))]
+    (line,) = [line for line in lines if line.startswith("audit trail: ")]
+    assert line.removeprefix("audit trail: ").startswith(text)
 
 
 INDEXES = [

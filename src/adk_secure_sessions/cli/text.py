@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RotationProgress,
         Separated,
         Status,
+        TrailStatus,
         UnfinishedRotation,
         Vacuum,
     )
@@ -98,6 +99,8 @@ def status_lines(found: Status) -> Iterator[str]:
         yield f"migration: {_migration(found.migration)}"
     if found.state_index is not None:
         yield f"search index: {_state_index(found.state_index)}"
+    if found.audit_trail is not None:
+        yield f"audit trail: {_audit_trail(found.audit_trail)}"
 
 
 def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
@@ -317,6 +320,11 @@ def _state_index(found: IndexStatus) -> str:
         return f"{counts}; {wrong} tampered with: run `index fill` for each app and key"
     left = found.keys - found.complete
     return f"{counts}; {left} not complete: `index fill` ends it" if left else f"{counts}; complete"
+
+
+def _audit_trail(found: TrailStatus) -> str:
+    counts = f"{counted(found.records, 'record')} in {counted(found.chains, 'chain')}"
+    return f"{counts}, the oldest of {moment(found.since)}" if found.since is not None else counts
 
 
 def _done(rotation: RotationProgress) -> str:

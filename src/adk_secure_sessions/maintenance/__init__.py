@@ -35,6 +35,7 @@ from adk_secure_sessions.maintenance.status import (
     MigrationStatus,
     RotationProgress,
     Status,
+    TrailStatus,
     status,
     unfinished_rotations,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "RotationProgress",
     "Separated",
     "Status",
+    "TrailStatus",
     "UnfinishedRotation",
     "Vacuum",
     "Verification",

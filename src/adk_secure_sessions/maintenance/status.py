@@ -29,6 +29,7 @@ from adk_secure_sessions.storage import (
     IndexState,
     Survey,
     apps,
+    audit_records,
     bases,
     data_keys,
     indexed,
@@ -125,6 +126,21 @@ class IndexStatus(NamedTuple):
     tampered: int | None
 
 
+class TrailStatus(NamedTuple):
+    """The audit trail.  `verify_audit` checks its records; this is only their number.
+
+    Attributes:
+        records: The number of records.
+        chains: The number of chains: one for each service that has recorded something.
+        since: The time of the oldest record, in microseconds since 1970, UTC; None if there is no
+            record, or if a time is malformed.
+    """
+
+    records: int
+    chains: int
+    since: int | None
+
+
 class Status(NamedTuple):
     """The result of `status`.
 
@@ -141,6 +157,7 @@ class Status(NamedTuple):
         migration: The progress of a migration; None if nothing was copied into the database, and
             no service with `PlaintextFallbackService` has used it.
         state_index: The search index of state keys; None if the database has none.
+        audit_trail: The audit trail; None if the database has none.
     """
 
     format_version: str
@@ -151,6 +168,7 @@ class Status(NamedTuple):
     unfinished: tuple[RotationProgress, ...]
     migration: MigrationStatus | None
     state_index: IndexStatus | None
+    audit_trail: TrailStatus | None
 
 
 @unstored_command
@@ -189,6 +207,7 @@ async def status(
         tuple(_progress(one, masters, keys, records) for one in rotations),
         await _migration(db, survey),
         await _state_index(db, survey),
+        await _audit_trail(db, survey),
     )
 
 
@@ -209,6 +228,11 @@ _INDEXED = (
     sa.select(sa.func.count())
     .select_from(indexed)
     .where(indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
+)
+_TRAIL = sa.select(
+    sa.func.count(),
+    sa.func.count(audit_records.c.chain.distinct()),
+    sa.func.min(audit_records.c.time),
 )
 _TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _NO_ROW)
 
@@ -239,6 +263,14 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
     complete = sum(mark.state is IndexState.COMPLETE for mark in marks)
     tampered = sum(mark.state is None for mark in marks)
     return IndexStatus(int(rows), len(marks) - tampered, complete, tampered)
+
+
+async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
+    if audit_records.name not in survey.feature_tables:
+        return None
+    ((records, chains, since),) = await db.read(_TRAIL, {})
+    # SQLite stores any type in any column, so a time that was tampered with may be no integer.
+    return TrailStatus(int(records), int(chains), since if isinstance(since, int) else None)
 
 
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
