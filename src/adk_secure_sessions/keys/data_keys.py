@@ -435,7 +435,7 @@ class StagedKeys:
         """Decrypt *stored*, a record of *owner*, and return the content.
 
         Raises:
-            DecryptionError: The data key cannot be used (see the method `cipher`), or the record
+            DecryptionError: The data key cannot be used (see the method `key_of`), or the record
                 cannot be decrypted (see `records.open_record`).
         """
         return self._open(owner, context, stored, records.open_record)
@@ -461,31 +461,31 @@ class StagedKeys:
         stored: bytes,
         open_record: Callable[[bytes, bytes, Cipher], bytes],
     ) -> bytes:
-        cipher = self.cipher(owner, stored)
+        key = self.key_of(owner, stored)
         began = perf_counter()
-        opened = open_record(stored, context, cipher)
+        opened = open_record(stored, context, key.cipher)
         if self.operation is not None:
-            self.count_decrypted(stored, len(opened), began)
+            self.count_decrypted(key, len(opened), began)
         return opened
 
-    def count_decrypted(self, stored: bytes, size: int, began: float) -> None:
-        """Count the decryption of records with the header of *stored*, if anything is measured.
+    def count_decrypted(self, key: DataKey, size: int, began: float) -> None:
+        """Count the decryption of records with *key*, if anything is measured.
 
         Args:
-            stored: One of the records.
+            key: The data key of these records.
             size: The total length of the plaintexts of all these records, in bytes.
             began: `time.perf_counter()` before the decryption.
         """
         if self.operation is not None:
-            name = self.backend_name(records.unpack(stored)[0])
+            name = self.backend_name(key.backend_id)
             self.operation.add_cost(name, "decrypt", size, began)
 
     def backend_name(self, backend_id: int) -> str:
         """Return the name of the backend with this id; this process must have the backend."""
         return self._keys.backends[backend_id].name
 
-    def cipher(self, owner: bytes, stored: bytes) -> Cipher:
-        """Return the cipher of the data key that the header of the record *stored* names.
+    def key_of(self, owner: bytes, stored: bytes) -> DataKey:
+        """Return the data key that the header of the record *stored* names.
 
         No other data key is tried.
 
@@ -505,7 +505,7 @@ class StagedKeys:
             raise self._rejected[key_id]
         key = known.by_id.get(key_id) if known else None
         if key is not None and key.backend_id == backend_id:
-            return key.cipher
+            return key
         key_owner = self._owners.get(key_id) or self._keys.owners.get(key_id) or owner
         if key is not None or key_owner != owner:
             raise TamperedError(

@@ -711,18 +711,17 @@ def open_events(
     """
     who, session_row = attempt.who, session.id
     parts = who.event_parts
-    header, cipher = None, None
+    header, key = None, None
     opened = []
-    record = b""
     began = perf_counter()
     for row in history:
         seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
         try:
-            if cipher is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
-                cipher = attempt.keys.cipher(who.user_tag, record)
+            if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
+                key = attempt.keys.key_of(who.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
-            plaintext = open_with_flags(record, context, cipher)
+            plaintext = open_with_flags(record, context, key.cipher)
             if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise _other_history()
             previous = plaintext[EVENT_LINK]
@@ -732,8 +731,8 @@ def open_events(
         else:
             continue
         raise failure
-    if opened and attempt.keys.operation is not None:
-        attempt.keys.count_decrypted(record, sum(map(len, opened)), began)
+    if key is not None and attempt.keys.operation is not None:
+        attempt.keys.count_decrypted(key, sum(map(len, opened)), began)
     return opened, previous
 
 

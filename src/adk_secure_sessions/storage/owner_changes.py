@@ -265,7 +265,7 @@ class OwnerChanges:
         for record in stored:
             # Raise an error if the record's key does not exist.  Otherwise, `is_as_new_as` would
             # return False in every attempt, and each attempt would create another key.
-            keys.cipher(owner, record)
+            keys.key_of(owner, record)
         current = keys.current(owner)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:
             self._new_key(owner)
