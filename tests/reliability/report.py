@@ -42,7 +42,7 @@ SERVERS = {
     "restart during traffic": "the server is restarted while six tasks write",
     "server down": "the server is down",
     "connections ended": "the server ends all connections between two operations",
-    "connection cut": "a connection is cut at a message of an operation",
+    "connection cut": "a connection is cut during an operation, at each of its messages in turn",
     "pool exhausted": "no connection of the pool is free within the time-out",
     "slow server": "the server's answers do not arrive",
     "pause of the server": "the server's answers arrive late",
