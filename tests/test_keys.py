@@ -353,8 +353,18 @@ def test_fifo_in_place_of_a_key_file_is_rejected_at_once(
     """Opening it would wait until something writes to it."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo, 0o600)
-    with pytest.raises(ConfigurationError, match="is not a regular file"):
-        use(fifo)
+
+    def waited(*_: object) -> None:
+        raise AssertionError("it waits for a writer")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.setitimer(signal.ITIMER_REAL, 5)
+    try:
+        with pytest.raises(ConfigurationError, match="is not a regular file"):
+            use(fifo)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @posix
