@@ -431,7 +431,7 @@ def test_cancelled_call_of_a_provider_shows_no_frame_of_the_provider() -> None:
         yield
 
     class Waiting(KeyService):
-        async def wrap(self, key: bytes, associated_data: bytes) -> None:
+        async def wrap(self, key: bytes, associated_data: bytes) -> Any:
             await pause()
 
     call = new_master(DATA, Waiting(None), DATABASE, 0)
