@@ -532,6 +532,19 @@ def test_record_under_a_cached_key_of_another_owner_is_rejected_as_such() -> Non
     assert rejected.value.reason == Reason.WRONG_OWNER
 
 
+def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such() -> None:
+    keys = data_keys()
+    writer = StagedKeys(keys)
+    rows = [writer.new(ADA), writer.new(BOB)]
+    stored = writer.seal(ADA, CONTEXT, b"plaintext")
+    later = read(keys, rows)
+    with pytest.raises(TamperedError, match="belongs to another owner"):
+        later.open(BOB, CONTEXT, stored)
+    later.publish()
+    with pytest.raises(TamperedError, match="belongs to another owner"):
+        StagedKeys(keys).open(BOB, CONTEXT, stored)
+
+
 def test_keys_from_a_replica_replace_no_cached_keys() -> None:
     keys = data_keys()
     older, newer = made(keys, 2)
