@@ -287,6 +287,14 @@ def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names() -> None:
             staged.open(ADA, CONTEXT, pack(1, key_id) + bytes(40))
 
 
+def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row._replace(id=99)])
+    with pytest.raises(TamperedError, match="secure_data_keys row 99"):
+        staged.open(ADA, CONTEXT, pack(1, row.id) + bytes(40))
+
+
 def test_junk_key_is_not_taken_though_the_row_names_it() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
