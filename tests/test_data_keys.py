@@ -1,14 +1,33 @@
 """Which data key encrypts: only one that the owner's row names, whatever else is stored."""
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
+from time import perf_counter
 from typing import Any
 
 import pytest
 
-from adk_secure_sessions import DecryptionError, TamperedError, UnknownKeyError
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    DecryptionError,
+    TamperedError,
+    UnknownKeyError,
+)
 from adk_secure_sessions.errors import Reason
+from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.records import pack, unpack
-from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.data_keys import (
+    DataKeyRow,
+    DataKeys,
+    StagedKeys,
+    StaleKeyring,
+    make_cipher,
+    unwrap_data_key,
+    wrap_data_key,
+)
+from adk_secure_sessions.keys.keyring import Separation
+from adk_secure_sessions.telemetry import Operation
 from tests.storage.support import ANOTHER_MASTER, MASTER, data_keys, keyring, marks
 
 ADA, BOB = b"tag of ada......", b"tag of bob......"
@@ -132,6 +151,45 @@ def test_cached_key_that_the_row_no_longer_names_encrypts_nothing() -> None:
     assert current_id(later) == rows[0].id
 
 
+def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
+    keys = data_keys(keyring(MASTER))
+    (row,) = made(keys, 1)
+    first = read(keys, [row])
+    first.adopt(ADA, (row.id,))
+    first.publish()
+    later = StagedKeys(keys)
+    later.adopt(ADA, (row.id,))
+    assert current_id(later) == row.id
+    keys.keyring = keyring(ANOTHER_MASTER)
+    later.adopt(ADA, (row.id,))
+    assert current_id(later) is None
+
+
+def test_new_key_stays_current_when_the_row_names_it() -> None:
+    staged = StagedKeys(data_keys())
+    new = staged.new(ADA)
+    staged.adopt(ADA, [new.id])
+    assert current_id(staged) == new.id
+
+
+def test_owner_without_keys_has_no_current_and_no_authentic_key() -> None:
+    staged = StagedKeys(data_keys())
+    staged.adopt(ADA, [5])
+    assert current_id(staged) is None
+    assert not staged.current_is_newest(ADA)
+    assert not staged.is_as_new_as(ADA)
+    assert not staged.rows_are_authentic(ADA, [])
+
+
+def test_owner_whose_row_was_not_read_has_no_current_key_that_is_the_newest() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row])
+    assert not staged.current_is_newest(ADA)
+    staged.adopt(ADA, [row.id])
+    assert staged.current_is_newest(ADA)
+
+
 def test_key_that_this_operation_stored_is_used_if_the_row_names_none() -> None:
     """With a key database the key is stored first, the row that names it afterwards."""
     keys = data_keys()
@@ -220,6 +278,23 @@ def test_junk_key_stops_only_the_records_that_name_it() -> None:
             later.open(ADA, CONTEXT, pack(1, 99) + bytes(40))
 
 
+def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row, junk(row)._replace(id=98), junk(row)])
+    for key_id in (98, 99):
+        with pytest.raises(DecryptionError, match=f"secure_data_keys row {key_id}"):
+            staged.open(ADA, CONTEXT, pack(1, key_id) + bytes(40))
+
+
+def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [row._replace(id=99)])
+    with pytest.raises(TamperedError, match="secure_data_keys row 99"):
+        staged.open(ADA, CONTEXT, pack(1, row.id) + bytes(40))
+
+
 def test_junk_key_is_not_taken_though_the_row_names_it() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
@@ -240,11 +315,12 @@ def test_junk_key_is_named_by_verify() -> None:
 def test_new_key_has_a_generation_that_no_junk_key_has_taken(taken: int) -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
-    staged = read(keys, [row, junk(row, taken)])
-    staged.adopt(ADA, [row.id])
-    new = staged.new(ADA)
-    assert new.generation == taken + 1
-    assert current_id(read_and_adopted(keys, row, new)) == new.id
+    for order in ([row, junk(row, taken)], [junk(row, taken), row]):
+        staged = read(keys, order)
+        staged.adopt(ADA, [row.id])
+        new = staged.new(ADA)
+        assert new.generation == taken + 1
+        assert current_id(read_and_adopted(keys, row, new)) == new.id
 
 
 def read_and_adopted(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
@@ -317,3 +393,264 @@ def test_column_of_the_keyring_that_changed_is_noticed(column: str) -> None:
     changed = first._replace(**{column: value})
     with pytest.raises(StaleKeyring):
         StagedKeys(keys, keyring_is_complete=False).load([], [changed, *others])
+
+
+def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
+    """Only a row whose data master is missing asks the caller to read the keyring again."""
+    keys = data_keys(keyring(MASTER))
+    (row,) = made(keys, 1)
+    (unknown,) = made(data_keys(keyring(ANOTHER_MASTER)), 1, BOB)
+    changed = marks(keyring(MASTER, ANOTHER_MASTER))
+    for rows, stored, lacks_master in (
+        ([row], changed, False),
+        ([row, junk(row)], changed, False),
+        ([row, unknown], marks(keys.keyring), False),
+        ([row, unknown], changed, True),
+    ):
+        staged = StagedKeys(keys)
+        assert not staged.lacks_master
+        staged.load(rows, stored)
+        assert staged.lacks_master == lacks_master
+        assert staged.has_keys(ADA)
+
+
+def test_new_key_is_stored_only_under_the_keyring_that_this_process_knows() -> None:
+    keys = data_keys(keyring(MASTER, ANOTHER_MASTER))
+    guard = StagedKeys(keys).keyring_guard()
+    assert guard == {"master_id": ANOTHER_MASTER, "masters": 3}
+
+
+def test_separated_copy_unwraps_data_keys_of_its_old_masters_only_with_the_old_database_id() -> (
+    None
+):
+    ring = keyring(MASTER)
+    (row,) = made(data_keys(ring), 1)
+    new_id, old_id = b"new database id.", ring.database_id
+    ring.database_id = new_id
+    with pytest.raises(TamperedError):
+        unwrap_data_key(row, ring)
+    ring.separation = Separation(old_id, 0, frozenset({MASTER}))
+    key = unwrap_data_key(row, ring)
+    assert unwrap_data_key(wrap_data_key(row, ring, MASTER, key), ring) == key
+    ring.separation = None
+    with pytest.raises(TamperedError):
+        unwrap_data_key(row, ring)
+    ring.database_id = old_id
+    assert unwrap_data_key(row, ring) == key
+
+
+# --- rows of data keys ---------------------------------------------------------------------------
+
+
+def test_new_rows_are_those_to_store() -> None:
+    staged = StagedKeys(data_keys())
+    rows = [staged.new(ADA), staged.new(BOB), staged.new(ADA)]
+    assert staged.new_rows == rows
+
+
+def test_time_of_a_new_key_is_in_microseconds_and_not_before_the_given_time() -> None:
+    staged = StagedKeys(data_keys())
+    began = time.time_ns() // 1000
+    assert began <= staged.new(ADA).created_at <= time.time_ns() // 1000
+    assert staged.new(ADA, not_before=began + 10**12).created_at == began + 10**12
+    assert staged.new(ADA, not_before=5).created_at >= began
+
+
+def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored() -> None:
+    """Another process would not read it."""
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    overhead = len(wrap_data_key(row, keys.keyring, MASTER, b"").wrapped)
+    longest = bytes(65_536 - overhead)
+    wrapped = wrap_data_key(row, keys.keyring, MASTER, longest)
+    assert unwrap_data_key(wrapped, keys.keyring) == longest
+    with pytest.raises(ConfigurationError, match=r"backend 1 makes keys .* more than 65536 bytes"):
+        wrap_data_key(row, keys.keyring, MASTER, longest + b"x")
+
+
+def test_data_key_that_is_wrapped_by_another_backend_is_malformed() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    changed = row._replace(wrapped=pack(2, MASTER) + row.wrapped[len(pack(2, MASTER)) :])
+    with pytest.raises(TamperedError, match="not wrapped with AES-256-GCM") as rejected:
+        unwrap_data_key(changed, keys.keyring)
+    assert rejected.value.reason == Reason.MALFORMED
+
+
+def test_data_key_that_its_backend_rejects_is_malformed() -> None:
+    with pytest.raises(TamperedError, match="its backend rejects the data key") as rejected:
+        make_cipher(AesGcmBackend(bytes(32)), b"short")
+    assert rejected.value.reason == Reason.MALFORMED
+
+
+def test_record_of_a_backend_that_is_not_listed_has_a_reason() -> None:
+    with pytest.raises(UnknownKeyError, match="encrypted by backend 9") as rejected:
+        StagedKeys(data_keys()).open(ADA, CONTEXT, pack(9, 1) + bytes(40))
+    assert rejected.value.reason == Reason.UNKNOWN_BACKEND
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def published(keys: DataKeys, *rows: DataKeyRow) -> None:
+    """Put the keys of *rows* into the cache, all of them named by their owners."""
+    staged = read(keys, rows)
+    for row in rows:
+        staged.adopt(row.owner, [row.id])
+    staged.publish()
+
+
+def test_transaction_that_must_not_use_the_cache_knows_no_cached_key() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    published(keys, row)
+    assert current_id(StagedKeys(keys)) == row.id
+    assert current_id(StagedKeys(keys, uses_cache=False)) is None
+
+
+def test_transaction_goes_on_with_a_key_that_the_cache_has_removed() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    published(keys, row)
+    staged = StagedKeys(keys)
+    assert current_id(staged) == row.id
+    keys.by_owner.drop(ADA)
+    assert current_id(staged) == row.id
+    assert current_id(StagedKeys(keys)) is None
+
+
+def test_transaction_forgets_the_keys_that_it_took_from_the_cache() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    published(keys, row)
+    staged = StagedKeys(keys)
+    assert current_id(staged) == row.id
+    staged.forget(ADA)
+    assert current_id(staged) is None
+
+
+def test_record_under_a_cached_key_of_another_owner_is_rejected_as_such() -> None:
+    keys = data_keys()
+    writer = StagedKeys(keys)
+    writer.new(ADA), writer.new(BOB)
+    stored = writer.seal(ADA, CONTEXT, b"plaintext")
+    writer.publish()
+    with pytest.raises(TamperedError, match="belongs to another owner") as rejected:
+        StagedKeys(keys).open(BOB, CONTEXT, stored)
+    assert rejected.value.reason == Reason.WRONG_OWNER
+
+
+def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such() -> None:
+    keys = data_keys()
+    writer = StagedKeys(keys)
+    rows = [writer.new(ADA), writer.new(BOB)]
+    stored = writer.seal(ADA, CONTEXT, b"plaintext")
+    later = read(keys, rows)
+    with pytest.raises(TamperedError, match="belongs to another owner"):
+        later.open(BOB, CONTEXT, stored)
+    later.publish()
+    with pytest.raises(TamperedError, match="belongs to another owner"):
+        StagedKeys(keys).open(BOB, CONTEXT, stored)
+
+
+def test_keys_from_a_replica_replace_no_cached_keys() -> None:
+    keys = data_keys()
+    older, newer = made(keys, 2)
+    (bobs,) = made(keys, 1, BOB)
+    published(keys, older, newer)
+    before = current_id(StagedKeys(keys))
+    replica = read(keys, [older, bobs])
+    replica.adopt(ADA, [older.id])
+    replica.adopt(BOB, [bobs.id])
+    replica.publish(only_new=True)
+    assert current_id(StagedKeys(keys)) == before == newer.id
+    assert current_id(StagedKeys(keys), BOB) == bobs.id
+    replica.publish()
+    assert current_id(StagedKeys(keys)) == older.id
+
+
+# --- records of each kind ------------------------------------------------------------------------
+
+Encrypt = Callable[[StagedKeys, bytes], bytes]
+Decrypt = Callable[[StagedKeys, bytes], bytes]
+KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
+    "content": (
+        lambda staged, text: staged.seal(ADA, CONTEXT, text),
+        lambda staged, stored: staged.open(ADA, CONTEXT, stored),
+        b"text",
+    ),
+    "link of a witness": (
+        lambda staged, text: staged.seal_witness(ADA, CONTEXT, text),
+        lambda staged, stored: staged.open_witness(ADA, CONTEXT, stored),
+        b"text",
+    ),
+    "plaintext with flags": (
+        lambda staged, text: staged.seal_whole(ADA, CONTEXT, text),
+        lambda staged, stored: staged.open_whole(ADA, CONTEXT, stored),
+        b"\x00text",
+    ),
+}
+
+
+class Recorded(Operation):
+    """An operation that keeps the costs that are added to it."""
+
+    def __init__(self) -> None:
+        self.costs: list[tuple[str, str, int, float]] = []
+
+    def add_cost(self, backend: str, direction: str, size: int, began: float) -> None:
+        self.costs.append((backend, direction, size, began))
+
+
+@pytest.mark.parametrize(("encrypt", "decrypt", "plaintext"), KINDS.values(), ids=KINDS)
+def test_record_of_each_kind_is_decrypted_and_both_are_counted(
+    encrypt: Encrypt, decrypt: Decrypt, plaintext: bytes
+) -> None:
+    staged = StagedKeys(data_keys())
+    staged.new(ADA)
+    assert decrypt(staged, encrypt(staged, plaintext)) == plaintext, "nothing is measured"
+    staged.operation = operation = Recorded()
+    times = [perf_counter()]
+    stored = encrypt(staged, plaintext)
+    times.append(perf_counter())
+    assert decrypt(staged, stored) == plaintext
+    times.append(perf_counter())
+    name = AesGcmBackend(bytes(32)).name
+    (encryption, decryption) = operation.costs
+    assert encryption[:3] == (name, "encrypt", 4)
+    assert times[0] <= encryption[3] <= times[1] <= decryption[3] <= times[2]
+    assert decryption[:3] == (name, "decrypt", len(plaintext))
+
+
+def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measured() -> None:
+    staged = StagedKeys(data_keys())
+    staged.count_decrypted(pack(2, 5), 7, 1.5)
+    staged.operation = operation = Recorded()
+    staged.count_decrypted(pack(2, 5), 7, 1.5)
+    assert operation.costs == [("fernet", "decrypt", 7, 1.5)]
+
+
+def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
+    staged = StagedKeys(data_keys(), packing=Packing("zlib", None))
+    staged.new(ADA)
+    content = b"x" * 5000
+    stored = staged.seal(ADA, CONTEXT, content)
+    assert len(stored) < 200
+    assert staged.open(ADA, CONTEXT, stored) == content
+    witness = staged.seal_witness(ADA, CONTEXT, content)
+    assert len(witness) > 5000
+    assert staged.open_witness(ADA, CONTEXT, witness) == content
+    with pytest.raises(DecryptionError) as rejected:
+        staged.open_witness(ADA, CONTEXT, stored)
+    assert rejected.value.reason == Reason.UNKNOWN_FLAGS
+
+
+@pytest.mark.parametrize("change", [{"owner": BOB}, {"context": b"another"}], ids=str)
+@pytest.mark.parametrize("kind", ["open", "open_witness", "open_whole"])
+def test_record_of_another_owner_or_context_is_rejected(kind: str, change: dict[str, Any]) -> None:
+    staged = StagedKeys(data_keys())
+    staged.new(ADA), staged.new(BOB)
+    stored = staged.seal(ADA, CONTEXT, b"text")
+    arguments = {"owner": ADA, "context": CONTEXT, "stored": stored} | change
+    with pytest.raises(TamperedError):
+        getattr(staged, kind)(**arguments)

@@ -2,11 +2,15 @@
 
 import asyncio
 import copy
+import math
 import pickle
+import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from itertools import permutations
+from types import coroutine
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +23,7 @@ from adk_secure_sessions import (
     NoOpBackend,
     PassphraseKey,
     PlaintextRefusedError,
+    SecureSessionError,
     StaticKey,
     TamperedError,
     UnknownKeyError,
@@ -40,8 +45,10 @@ from adk_secure_sessions.keys.keyring import (
     MasterKey,
     MasterKeyRow,
     MasterMark,
+    Separation,
     new_master,
     open_keyring,
+    rewrap_master_key,
     unwrap_master_key,
     wrap_master_key,
 )
@@ -167,12 +174,59 @@ async def test_running_service_uses_only_known_rows_of_a_keyring_of_too_many(
     assert (again.has_too_many_rows, again.current_id) == (False, rows[2].id)
 
 
+async def test_running_service_takes_up_the_last_of_64_rows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = await made(*[ROOT] * 63)
+    known = await opened(rows[:63], ROOT)
+    again = await renewed(rows, known, ROOT)
+    assert again.current_id == rows[63].id
+    assert (again.row_count, again.has_too_many_rows) == (64, False)
+    assert again.has_marks(marks_of(rows))
+    assert caplog.records == []
+    assert (await opened(rows, ROOT)).current_id == rows[63].id
+
+
+async def test_running_service_unwraps_one_new_row_at_a_time() -> None:
+    """So that inserted rows do not cause many calls of the key service at once."""
+    rows, root = await made(*[ROOT] * 6), Counted()
+    await renewed(rows, await opened(rows[:2], ROOT), root)
+    assert (len(root.unwrapped), root.most) == (5, 1)
+
+
 async def test_start_with_a_wrong_root_key_calls_the_key_service_once() -> None:
     root = Counted(bytes(32))
     rows = [row._replace(root_key_id=root.key_id) for row in await made(*[ROOT] * 20)]
     with pytest.raises(WrongKeyError):
         await opened(rows, root)
     assert root.unwrapped == [rows[0].wrapped]
+
+
+async def test_new_keyring_knows_nothing_of_its_database_yet() -> None:
+    keyring = await opened(await made(ROOT), ROOT)
+    assert keyring.separation is None
+    assert keyring.features == frozenset()
+    assert keyring.indexed_keys == set()
+    assert keyring.has_audit_table is False
+
+
+async def test_pending_rows_are_tried_again_when_the_pause_is_over() -> None:
+    keyring = await opened(await made(ROOT), ROOT)
+    assert keyring.retry_at == math.inf
+    assert not keyring.retry_is_due
+    keyring.retry_at = 5.0
+    for now, is_due in ((4.9, False), (5.0, True), (5.1, True)):
+        with mock.patch("time.monotonic", return_value=now):
+            assert keyring.retry_is_due == is_due
+
+
+async def test_separated_copy_binds_data_keys_of_its_old_masters_to_the_old_database() -> None:
+    keyring = await opened(await made(ROOT, ROOT), ROOT)
+    old, new = sorted(keyring.masters, key=lambda key_id: key_id == keyring.current_id)
+    assert keyring.database_id_for(old) == keyring.database_id_for(new) == DATABASE
+    keyring.separation = Separation(bytes(16), 0, frozenset({old}))
+    assert keyring.database_id_for(old) == bytes(16)
+    assert keyring.database_id_for(new) == DATABASE
 
 
 async def test_missing_data_master_key_is_unknown() -> None:
@@ -206,8 +260,10 @@ async def test_plaintext_master_key_wraps_no_data_key_of_another_writer() -> Non
 
 
 async def test_root_key_that_is_not_listed_is_named() -> None:
-    with pytest.raises(WrongKeyError, match=f"{ROOT.key_id}.*{OTHER.key_id}"):
-        await opened(await made(ROOT), OTHER)
+    third = StaticKey(bytes([3]) * 32)
+    given = ", ".join(map(repr, sorted((OTHER.key_id, third.key_id))))
+    with pytest.raises(WrongKeyError, match=f"{ROOT.key_id}'; this service was given {given}: "):
+        await opened(await made(ROOT), OTHER, third)
 
 
 async def test_row_that_claims_another_root_key_is_rejected() -> None:
@@ -227,6 +283,27 @@ async def test_modified_row_is_rejected(change: dict[str, Any]) -> None:
             await opened([row._replace(**change), other], ROOT)
 
 
+class Named(StaticKey):
+    """A provider whose root key has this name."""
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(bytes(range(32)))
+        self.key_id = key_id
+
+
+@pytest.mark.parametrize("key_id", ["k", "k" * 255])
+async def test_root_key_may_have_the_shortest_and_the_longest_name(key_id: str) -> None:
+    rows = await made(Named(key_id))
+    assert (await opened(rows, Named(key_id))).current_id == rows[1].id
+
+
+FAULTS = {
+    "id": "its id is not an integer of 63 bits",
+    "purpose": "its purpose is neither 'index' nor 'data'",
+    "root_key_id": "its root_key_id is not a text of 1 to 255 characters",
+    "created_at": "its created_at is not an integer of 63 bits",
+    "wrapped": "its wrapped key is not bytes",
+}
 MALFORMED: list[dict[str, Any]] = [
     {"id": -1},
     {"id": 2**63},
@@ -260,10 +337,12 @@ MALFORMED: list[dict[str, Any]] = [
 async def test_malformed_row_is_rejected_by_its_id_without_a_call(change: dict[str, Any]) -> None:
     rows, root = await made(ROOT), Counted()
     junk = row_like(rows[1], **({"id": 5} | change))
-    with pytest.raises(WrongKeyError, match=f"secure_keyring row {junk.id!r}: .* tampered with"):
+    (column,) = change
+    message = f"secure_keyring row {junk.id!r}: {FAULTS[column]}, so the row was tampered with: "
+    with pytest.raises(WrongKeyError, match=message):
         await opened([*rows, junk], root)
     assert root.unwrapped == []
-    with pytest.raises(WrongKeyError, match=f"secure_keyring row {junk.id!r}: "):
+    with pytest.raises(WrongKeyError, match=message):
         await unwrap_master_key(junk, {ROOT.key_id: root}, DATABASE)
     assert root.unwrapped == []
 
@@ -278,6 +357,10 @@ async def test_two_rows_with_one_id_are_rejected() -> None:
 async def test_two_index_masters_are_rejected_naming_both() -> None:
     rows = [*(await made(ROOT)), await row_of(INDEX, ROOT, 0)]
     with pytest.raises(WrongKeyError, match=f"{rows[0].id}.*{rows[2].id}.*both index masters"):
+        await opened(rows, ROOT)
+    rows.append(await row_of(INDEX, ROOT, 0))
+    message = f"row {rows[0].id} and row {rows[2].id}, {rows[3].id} are both index masters"
+    with pytest.raises(WrongKeyError, match=message):
         await opened(rows, ROOT)
 
 
@@ -305,7 +388,7 @@ async def test_keyring_of_another_database_is_rejected() -> None:
 
 
 async def test_keyring_without_an_index_master_is_rejected() -> None:
-    with pytest.raises(WrongKeyError, match="restore secure_keyring"):
+    with pytest.raises(WrongKeyError, match="holds no index master: restore secure_keyring"):
         await opened((await made(ROOT))[1:], ROOT)
 
 
@@ -321,15 +404,43 @@ async def test_wrong_passphrase_is_a_wrong_key() -> None:
         await opened(rows, PassphraseKey("another"))
 
 
-@pytest.mark.parametrize("answer", [ValueError("secret 7Qx"), "text", None])
-async def test_failing_key_service_is_reported_without_its_text(answer: Any) -> None:
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (ValueError("secret 7Qx"), "ValueError"),
+        ("text", "something that is not bytes"),
+        (None, "something that is not bytes"),
+    ],
+)
+async def test_failing_key_service_is_reported_without_its_text(answer: Any, fault: str) -> None:
     rows = await made(ROOT)
-    with pytest.raises(KeyServiceError, match=ROOT.key_id) as info:
+    message = f"the provider of root key {ROOT.key_id!r} failed: {fault}$"
+    with pytest.raises(KeyServiceError, match=message) as info:
         await opened(rows, KeyService(answer))
     assert "7Qx" not in str(info.value)
     assert info.value.__context__ is None
-    with pytest.raises(KeyServiceError):
+    with pytest.raises(KeyServiceError, match=message):
         await new_master(DATA, KeyService(answer), DATABASE, 0)
+
+
+def test_cancelled_call_of_a_provider_shows_no_frame_of_the_provider() -> None:
+    """Its local variables contain the master key."""
+
+    @coroutine
+    def pause() -> Generator[None]:
+        yield
+
+    class Waiting(KeyService):
+        async def wrap(self, key: bytes, associated_data: bytes) -> Any:
+            await pause()
+
+    call = new_master(DATA, Waiting(None), DATABASE, 0)
+    call.send(None)
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        call.throw(asyncio.CancelledError())
+    frames = [frame.name for frame in traceback.extract_tb(cancelled.value.__traceback__)]
+    assert frames[-1] == "_answer_of"
+    assert "wrap" not in frames
 
 
 async def test_retryable_error_of_a_key_service_stays_retryable() -> None:
@@ -350,6 +461,58 @@ async def test_master_keys_are_random() -> None:
     keys = [await ROOT.unwrap(row.wrapped, row.context(DATABASE)) for row in rows]
     assert len(set(keys)) == len(rows)
     assert {len(key) for key in keys} == {32}
+
+
+async def test_purposes_are_stored_as_documented() -> None:
+    assert [row.purpose for row in await made(ROOT)] == ["index", "data"]
+
+
+def test_master_keys_are_equal_if_their_bytes_are() -> None:
+    assert MasterKey(b"one") == MasterKey(b"one")
+    assert MasterKey(b"one") != MasterKey(b"two")
+    assert MasterKey(b"one") != b"one"
+
+
+@pytest.mark.parametrize("length", [65_536, 65_537])
+async def test_wrapped_key_of_more_than_64_kib_is_not_stored(length: int) -> None:
+    """Another process would not read it."""
+    root = KeyService(bytes(length))
+    if length == 65_536:
+        assert (await new_master(DATA, root, DATABASE, 0)).row.wrapped == bytes(length)
+        return
+    message = f"root key {ROOT.key_id!r} wraps a master key in more than 65536 bytes"
+    with pytest.raises(KeyServiceError, match=message):
+        await new_master(DATA, root, DATABASE, 0)
+
+
+# --- wrapping a master key again -----------------------------------------------------------------
+
+
+async def test_master_key_is_wrapped_again_by_its_own_root_key() -> None:
+    row, key = await new_master(DATA, ROOT, DATABASE, 7)
+    again = await rewrap_master_key(row, {ROOT.key_id: ROOT}, DATABASE)
+    assert again.wrapped != row.wrapped
+    assert again._replace(wrapped=b"") == row._replace(wrapped=b"")
+    assert await unwrap_master_key(again, {ROOT.key_id: ROOT}, DATABASE) == key
+
+
+async def test_master_key_is_wrapped_by_another_root_key_for_another_database() -> None:
+    row, key = await new_master(DATA, ROOT, DATABASE, 7)
+    again = await rewrap_master_key(
+        row, {ROOT.key_id: ROOT}, DATABASE, new_root=OTHER, new_database_id=bytes(16)
+    )
+    assert again._replace(wrapped=b"") == row._replace(wrapped=b"", root_key_id=OTHER.key_id)
+    assert await unwrap_master_key(again, {OTHER.key_id: OTHER}, bytes(16)) == key
+    with pytest.raises(WrongKeyError):
+        await unwrap_master_key(again, {OTHER.key_id: OTHER}, DATABASE)
+
+
+async def test_root_key_that_unwraps_another_key_than_it_wraps_is_rejected() -> None:
+    row, _ = await new_master(DATA, ROOT, DATABASE, 7)
+    wrong = KeyService(bytes(32))
+    wrong.key_id = "wrong"
+    with pytest.raises(SecureSessionError, match="root key 'wrong' does not unwrap what it wraps"):
+        await rewrap_master_key(row, {ROOT.key_id: ROOT}, DATABASE, new_root=wrong)
 
 
 # --- data keys -----------------------------------------------------------------------------------
@@ -611,8 +774,28 @@ async def test_running_service_rejects_another_index_master(
         assert again.index is known.index
         assert index.id not in again.rows
         assert again.has_marks(marks_of([index, rows[1]]))
-    assert "another index master" in caplog.text
+    fault = "it is another index master than the one that this service has read"
+    assert f"secure_keyring row {other.id}: {fault}, so the row" in caplog.text
     assert "does not unwrap" in caplog.text
+
+
+async def test_inserted_row_with_the_id_of_a_known_row_does_not_replace_it() -> None:
+    rows = await made(ROOT, ROOT)
+    known = await opened(rows, ROOT)
+    for row in rows:
+        again = await renewed([row_like(row, wrapped=b"\x00 junk"), *rows], known, ROOT)
+        assert again.rows == known.rows
+        assert again.row_count == 4
+
+
+async def test_restored_row_is_used_again_after_a_row_with_another_type() -> None:
+    """The rows are equal in Python: 0 == 0.0."""
+    rows = await made(ROOT, ROOT)
+    changed = [rows[0], row_like(rows[1], created_at=0.0), rows[2]]
+    assert changed == rows
+    again = await renewed(changed, await opened(rows, ROOT), ROOT)
+    assert not again.holds(rows[1].id)
+    assert (await renewed(rows, again, ROOT)).holds(rows[1].id)
 
 
 # --- rows whose key service fails ----------------------------------------------------------------
@@ -737,7 +920,8 @@ async def test_row_that_holds_another_key_than_before_is_rejected(
         known.retry_at = 0
     again = await renewed(changed, known, ROOT)
     assert not again.holds(rows[1].id)
-    assert "another key than the one" in caplog.text
+    fault = "it holds another key than the one that this service has read"
+    assert f"secure_keyring row {rows[1].id}: {fault}, so the row" in caplog.text
     back = await renewed(rows, again, ROOT)
     assert back.holds(rows[1].id)
 

@@ -5,9 +5,13 @@ import base64
 import copy
 import os
 import pickle
+import re
+import signal
 import struct
+import threading
 import time
 import unicodedata
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +37,9 @@ from adk_secure_sessions import (
     key_provider,
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
+from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.keys import passphrase
-from adk_secure_sessions.keys.providers import parse_key
+from adk_secure_sessions.keys.providers import parse_key, read_private_file
 from adk_secure_sessions.keys.specs import root_key
 
 KEY = bytes(range(200, 232))  # its base64 has characters that differ between the two alphabets
@@ -64,6 +69,7 @@ FORMS: dict[str, Any] = {
     "URL-safe text": TEXT,
     "standard text": base64.b64encode(KEY).decode(),
     "text without padding": TEXT.rstrip("="),
+    "text with too much padding": TEXT + "=",
     "text with a line break": TEXT + "\n",
     "text in spaces": f"  {TEXT}\r\n",
     "text as bytes": TEXT.encode(),
@@ -95,6 +101,7 @@ REFUSED: dict[str, Any] = {
     "not base64": "needle!" * 6,
     "text that is not ASCII": "needle-ü" * 5,
     "text with a line break inside": TEXT[:20] + "\n" + TEXT[20:],
+    "text in five groups": " ".join(TEXT[start : start + 10] for start in range(0, 44, 10)),
     "hexadecimal": KEY.hex(),
     "None": None,
     "a number": 7,
@@ -117,6 +124,14 @@ def test_value_that_is_no_key_is_rejected_without_repeating_it(key: Any) -> None
 def test_wrong_length_is_named() -> None:
     with pytest.raises(ConfigurationError, match="must be 32 bytes, got 16"):
         parse_key(base64.b64encode(bytes(16)).decode())
+
+
+@pytest.mark.parametrize(
+    "character", "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+)
+def test_text_with_one_character_too_many_is_rejected(character: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be 32 bytes, got 33"):
+        parse_key(TEXT.rstrip("=") + character)
 
 
 def test_generated_keys_are_valid_and_never_the_same() -> None:
@@ -156,6 +171,13 @@ async def test_every_shortened_wrapped_key_is_rejected() -> None:
             await key.unwrap(wrapped[:length], b"context")
 
 
+@pytest.mark.parametrize("wrapped", [b"", b"\x02" + bytes(60)], ids=["empty", "by a passphrase"])
+async def test_key_that_no_static_key_has_wrapped_is_malformed(wrapped: bytes) -> None:
+    with pytest.raises(TamperedError, match="not a key wrapped by a static root key") as rejected:
+        await StaticKey(KEY).unwrap(wrapped, b"context")
+    assert rejected.value.reason == Reason.MALFORMED
+
+
 async def test_one_key_is_wrapped_differently_each_time() -> None:
     key = StaticKey(KEY)
     assert await key.wrap(MASTER, b"") != await key.wrap(MASTER, b"")
@@ -172,6 +194,38 @@ def test_providers_of_one_key_are_equal() -> None:
     assert hash(StaticKey(KEY)) == hash(StaticKey(TEXT))
     assert StaticKey(KEY) != StaticKey(MASTER)
     assert StaticKey(KEY) != KEY
+
+
+def test_hashes_of_root_keys_differ() -> None:
+    """Equal hashes would make dictionaries and sets of providers slow."""
+    assert len({hash(StaticKey(bytes([n]) * 32)) for n in range(9)}) == 9
+    assert len({hash(PassphraseKey(WORDS, key_id=str(n))) for n in range(9)}) == 9
+
+
+# --- names of root keys --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key_id", ["k", "k" * 255, "Schlüssel 1", "nones", "NONE", "key", "Key:1", "a key:"]
+)
+def test_root_key_may_have_any_name_that_is_not_reserved(key_id: str) -> None:
+    assert PassphraseKey(WORDS, key_id=key_id).key_id == key_id
+
+
+@pytest.mark.parametrize("key_id", ["", "k" * 256, "a\nb", "\x00", None, 7, b"key", ["key"]])
+def test_name_that_is_not_1_to_255_printable_characters_is_rejected(key_id: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a key_id has 1 to 255 printable characters"):
+        PassphraseKey(WORDS, key_id=key_id)
+
+
+@pytest.mark.parametrize("key_id", ["none", "key:", StaticKey(KEY).key_id])
+def test_name_of_another_kind_of_root_key_is_rejected(key_id: str) -> None:
+    message = (
+        f"the key_id {key_id!r} is reserved for another kind of root key: it must not be 'none' "
+        "and must not begin with 'key:'"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        PassphraseKey(WORDS, key_id=key_id)
 
 
 # --- environment and files -----------------------------------------------------------------------
@@ -246,9 +300,49 @@ def test_missing_key_file_is_named(tmp_path: Path) -> None:
         FileKey(tmp_path / "missing.key")
 
 
-def test_directory_in_place_of_a_key_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is not a regular file"):
+def test_directory_in_place_of_a_key_file_is_rejected_by_its_name(tmp_path: Path) -> None:
+    name = re.escape(repr(str(tmp_path)))
+    with pytest.raises(ConfigurationError, match=f"the key file {name} is not a regular file"):
         FileKey(tmp_path)
+
+
+def test_only_the_first_4096_bytes_of_a_key_file_are_read(key_file: Path) -> None:
+    content = bytes(range(256)) * 20
+    key_file.write_bytes(content)
+    assert read_private_file(key_file) == content[:4096]
+
+
+def test_key_file_is_opened_as_binary_on_windows(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a text file of Windows, 0x1a is the end, and b"\\r\\n" is read as b"\\n"."""
+    key = b"\r\n\x1a" + bytes(range(29))
+    key_file.write_bytes(key)
+    open_file, binary, opened_with = os.open, 0x8000, []
+
+    def open_and_record(path: Path, flags: int) -> int:
+        opened_with.append(flags)
+        return open_file(path, flags & ~binary)
+
+    monkeypatch.setattr(os, "O_BINARY", binary, raising=False)
+    monkeypatch.setattr(os, "open", open_and_record)
+    assert FileKey(key_file) == StaticKey(key)
+    assert opened_with[0] & binary
+
+
+def test_open_key_file_is_not_inherited_by_child_processes(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited: list[bool] = []
+    read_file = os.read
+
+    def read(file: int, length: int) -> bytes:
+        inherited.append(os.get_inheritable(file))
+        return read_file(file, length)
+
+    monkeypatch.setattr(os, "read", read)
+    FileKey(key_file)
+    assert inherited == [False]
 
 
 @posix
@@ -259,8 +353,18 @@ def test_fifo_in_place_of_a_key_file_is_rejected_at_once(
     """Opening it would wait until something writes to it."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo, 0o600)
-    with pytest.raises(ConfigurationError, match="is not a regular file"):
-        use(fifo)
+
+    def waited(*_: object) -> None:
+        raise AssertionError("it waits for a writer")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.setitimer(signal.ITIMER_REAL, 5)
+    try:
+        with pytest.raises(ConfigurationError, match="is not a regular file"):
+            use(fifo)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @posix
@@ -274,7 +378,9 @@ def test_key_file_of_another_user_is_rejected(
         os.chown(key_file, 4711, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 4712)
-    with pytest.raises(ConfigurationError, match=r"belongs to another user \(uid"):
+    remedy = "who can replace the key: chown it to the user of this process"
+    message = rf"belongs to another user \(uid \d+\), {remedy}$"
+    with pytest.raises(ConfigurationError, match=message):
         FileKey(key_file)
 
 
@@ -338,6 +444,11 @@ async def test_passphrase_of_any_characters_works() -> None:
         assert await PassphraseKey(words).unwrap(wrapped, b"") == MASTER
 
 
+def test_passphrase_has_a_name_by_default() -> None:
+    """The database stores this name, so it cannot change."""
+    assert PassphraseKey(WORDS).key_id == "passphrase"
+
+
 def test_empty_passphrase_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="empty"):
         PassphraseKey("")
@@ -374,12 +485,55 @@ async def test_service_with_a_passphrase_derives_once_per_start(tmp_path: Path) 
             assert derive.call_count == 1
 
 
+@pytest.mark.usefixtures("cheap")
+async def test_key_that_was_derived_before_is_used_without_a_thread() -> None:
+    key = PassphraseKey(WORDS)
+    wrapped = await key.wrap(MASTER, b"")
+    with mock.patch("asyncio.to_thread", side_effect=AssertionError):
+        assert await key.unwrap(wrapped, b"") == MASTER
+        await key.wrap(MASTER, b"")
+
+
 async def test_two_derivations_at_once_do_not_deadlock() -> None:
     """At full cost: with several lanes, two derivations at once never ended."""
     keys = [PassphraseKey(WORDS) for _ in range(2)]
     wrapped = await asyncio.gather(*(key.wrap(MASTER, b"") for key in keys))
     again = PassphraseKey(WORDS)
     assert await asyncio.gather(*(again.unwrap(one, b"") for one in wrapped)) == [MASTER] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.usefixtures("cheap")
+def test_process_that_was_forked_during_a_derivation_can_derive() -> None:
+    """Nobody releases the lock of the parent's derivation in the child."""
+    parent = os.getpid()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(**cost: Any) -> Argon2id:
+        if os.getpid() == parent:
+            has_begun.set()
+            may_end.wait(10)
+        return Argon2id(**cost)
+
+    def derive() -> None:
+        asyncio.run(PassphraseKey(WORDS).wrap(MASTER, b""))
+
+    with mock.patch.object(passphrase, "Argon2id", slow), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 and later warn of forks with several threads
+        thread = threading.Thread(target=derive)
+        thread.start()
+        assert has_begun.wait(10)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)  # ends the child if it waits for the lock
+            try:
+                derive()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        may_end.set()
+        thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 async def test_event_loop_runs_on_during_a_derivation() -> None:
@@ -418,10 +572,11 @@ async def test_stored_cost_beyond_the_limits_is_rejected_before_it_is_paid(
     began = time.perf_counter()
     with (
         mock.patch.object(passphrase, "Argon2id") as argon2,
-        pytest.raises(TamperedError, match="cost"),
+        pytest.raises(TamperedError, match="cost is above the limits") as rejected,
     ):
         await PassphraseKey(WORDS).unwrap(stored(cost), b"")
     argon2.assert_not_called()
+    assert rejected.value.reason == Reason.MALFORMED
     assert time.perf_counter() - began < 5
 
 
@@ -440,14 +595,22 @@ async def test_higher_stored_cost_is_accepted_if_the_caller_allows_it() -> None:
 
 @pytest.mark.parametrize("cost", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 async def test_impossible_stored_cost_is_rejected(cost: tuple[int, int, int]) -> None:
-    with pytest.raises(TamperedError, match="cost"):
+    with pytest.raises(TamperedError, match="cost is not valid") as rejected:
         await PassphraseKey(WORDS).unwrap(stored(cost), b"")
+    assert rejected.value.reason == Reason.MALFORMED
 
 
 @pytest.mark.parametrize("length", [0, 1, 17, 28, 29, 40])
 async def test_shortened_wrap_by_passphrase_is_rejected(length: int) -> None:
     with pytest.raises(TamperedError):
         await PassphraseKey(WORDS).unwrap(stored((1, 1, 8))[:length], b"")
+
+
+@pytest.mark.parametrize("wrapped", [b"", b"\x02" + bytes(27), b"\x01" + bytes(60)])
+async def test_key_that_no_passphrase_has_wrapped_is_malformed(wrapped: bytes) -> None:
+    with pytest.raises(TamperedError, match="not a key wrapped by a passphrase") as rejected:
+        await PassphraseKey(WORDS).unwrap(wrapped, b"")
+    assert rejected.value.reason == Reason.MALFORMED
 
 
 async def test_build_without_argon2_says_what_to_install() -> None:
@@ -508,6 +671,15 @@ def test_spec_that_is_none_is_rejected_without_repeating_it(spec: str) -> None:
         key_provider(spec)
     assert "needle" not in str(info.value)
     assert TEXT not in str(info.value)
+
+
+def test_rejected_spec_is_answered_with_all_schemes() -> None:
+    with pytest.raises(ConfigurationError) as info:
+        key_provider("unknown:A_KEY")
+    assert str(info.value) == (
+        "not a key spec that this version knows; it knows env:..., file:..., passphrase-env:..., "
+        "vault:..., aws-kms:..., gcp-kms:..., pkcs11:..."
+    )
 
 
 @pytest.mark.parametrize(

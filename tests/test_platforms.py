@@ -119,7 +119,7 @@ async def test_directory_by_two_names_is_the_same_database(tmp_path: Path) -> No
 @pytest.fixture
 def on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the names of `os` that Windows lacks, as far as this package uses them."""
-    for name in ("geteuid", "register_at_fork", "O_CLOEXEC", "O_DIRECTORY", "O_NONBLOCK"):
+    for name in ("geteuid", "register_at_fork", "O_DIRECTORY", "O_NONBLOCK"):
         monkeypatch.delattr(os, name)
     monkeypatch.setattr(sys, "platform", "win32")
 

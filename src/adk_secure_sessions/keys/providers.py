@@ -222,7 +222,9 @@ def read_private_file(path: Path) -> bytes:
     name = repr(str(path))
     try:
         # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
-        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+        # Without O_BINARY, Windows would change line ends.
+        flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        file = os.open(path, os.O_RDONLY | flags)
         try:
             # Check the open file, not the path: another process may have replaced the file since.
             fault = _fault(name, os.fstat(file))
@@ -233,9 +235,6 @@ def read_private_file(path: Path) -> bytes:
     except OSError as error:
         fault = f"cannot read the key file {name}: {error.strerror}"
     raise ConfigurationError(fault)
-
-
-_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)  # O_BINARY: on Windows
 
 
 def _fault(name: str, status: os.stat_result) -> str | None:
