@@ -26,6 +26,7 @@ from adk_secure_sessions import (
     NoOpBackend,
     PassphraseKey,
     PlaintextRefusedError,
+    Reason,
     StaticKey,
     TamperedError,
     generate_key,
@@ -208,8 +209,17 @@ def test_no_op_stores_plaintext() -> None:
 async def test_no_op_rejects_a_key_that_is_wrapped() -> None:
     root, wrapped = no_op().root_key, await StaticKey(KEY).wrap(DATA_KEY, b"context")
     assert await root.unwrap(await root.wrap(DATA_KEY, b"context"), b"context") == DATA_KEY
-    with pytest.raises(PlaintextRefusedError):
+    with pytest.raises(PlaintextRefusedError) as info:
         await root.unwrap(wrapped, b"context")
+    assert info.value.reason is Reason.MALFORMED
+
+
+def test_no_op_has_one_root_key() -> None:
+    root, same = no_op().root_key, no_op().root_key
+    assert root == same
+    assert hash(root) == hash(same)
+    assert root != StaticKey(KEY)
+    assert root.key_id == "none"
 
 
 # --- the registry --------------------------------------------------------------------------------
@@ -254,6 +264,43 @@ class OtherThirdParty(ThirdParty):
 def test_third_party_backend_is_accepted(backend_id: int) -> None:
     backend = ThirdParty(backend_id)
     assert register(backend, []).writer is backend
+
+
+class Ending(ChaCha):
+    """Without fault; each value ends in the same byte."""
+
+    byte = b""
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        return super().encrypt(plaintext, associated_data) + self.byte
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        if sealed[-1:] != self.byte:
+            raise ValueError
+        return super().decrypt(sealed[:-1], associated_data)
+
+
+@pytest.mark.parametrize("byte", [b"\x00", b"\x01", b"\xff"])
+def test_cipher_whose_values_end_in_one_byte_is_accepted(byte: bytes) -> None:
+    cipher = type("EndingInByte", (Ending,), {"byte": byte})
+    backend = ThirdParty(cipher=cipher)
+    assert register(backend, []).writer is backend
+
+
+@pytest.mark.parametrize("key_id", ["none", "key:0123456789abcdef", "", "a\nb"])
+def test_root_key_with_a_reserved_or_malformed_id_is_rejected(key_id: str) -> None:
+    class Provider:
+        """A third party's key provider."""
+
+        wrap = unwrap = StaticKey.wrap
+
+        def __init__(self) -> None:
+            self.key_id = key_id
+
+    backend = ThirdParty()
+    backend.root_key = Provider()
+    with pytest.raises(ConfigurationError, match="key_id"):
+        register(backend, [])
 
 
 def test_first_backend_writes_and_all_may_be_read() -> None:
@@ -359,6 +406,19 @@ class Xor(ChaCha):
         return plaintext
 
 
+class Sized(Xor):
+    """As `Xor`, but rejects values of another length."""
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        sealed = super().encrypt(plaintext, associated_data)
+        return len(sealed).to_bytes(4, "big") + sealed
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        if int.from_bytes(sealed[:4], "big") != len(sealed) - 4:
+            raise ValueError
+        return super().decrypt(sealed[4:], associated_data)
+
+
 class OneKey(ChaCha):
     def __init__(self, key: bytes) -> None:
         super().__init__(bytes(32))
@@ -404,6 +464,7 @@ FAULTS = {
     Framed: "stores plaintext",
     Unbound: "ignores the associated data",
     Xor: "decrypts a modified record",
+    Sized: "decrypts a modified record",
     OneKey: "decrypts a record with another key",
     Forgetful: "does not decrypt what it encrypted",
     Raising: "does not decrypt what it encrypted",
