@@ -27,8 +27,10 @@ PLAN: dict[str, list[list[str]]] = {
     "formats/states.py": [["tests/test_states.py"]],
     "formats/times.py": [["tests/test_times.py"]],
     "formats/json_text.py": [
+        ["tests/test_json_text.py"],
         ["tests/test_states.py"],
-        ["tests/test_events.py", "tests/test_limits.py"],
+        ["tests/test_events.py"],
+        ["tests/test_limits.py"],
     ],
     "formats/memory_items.py": [["tests/test_memory_items.py"]],
     "formats/events.py": [["tests/test_events.py"]],
