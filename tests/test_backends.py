@@ -1,6 +1,7 @@
 """The three backends of this library, and which backends the registry accepts."""
 
 import copy
+import hashlib
 import itertools
 import os
 import pickle
@@ -266,24 +267,28 @@ def test_third_party_backend_is_accepted(backend_id: int) -> None:
     assert register(backend, []).writer is backend
 
 
-class Ending(ChaCha):
-    """Without fault; each value ends in the same byte."""
+class Marked(ChaCha):
+    """Without fault; each value begins and ends in the same bytes."""
 
-    byte = b""
+    start, end = b"", b""
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return super().encrypt(plaintext, associated_data) + self.byte
+        return self.start + super().encrypt(plaintext, associated_data) + self.end
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        if sealed[-1:] != self.byte:
+        if not (sealed.startswith(self.start) and sealed.endswith(self.end)):
             raise ValueError
-        return super().decrypt(sealed[:-1], associated_data)
+        inner = sealed[len(self.start) : len(sealed) - len(self.end)]
+        return super().decrypt(inner, associated_data)
 
 
-@pytest.mark.parametrize("byte", [b"\x00", b"\x01", b"\xff"])
-def test_cipher_whose_values_end_in_one_byte_is_accepted(byte: bytes) -> None:
-    cipher = type("EndingInByte", (Ending,), {"byte": byte})
-    backend = ThirdParty(cipher=cipher)
+@pytest.mark.parametrize(
+    ("start", "end"), [(b"", b"\x00"), (b"", b"\xff"), (b"", b"\x01\x00"), (b"\x00\x01", b"\x00")]
+)
+def test_cipher_whose_values_begin_or_end_in_the_same_bytes_is_accepted(
+    start: bytes, end: bytes
+) -> None:
+    backend = ThirdParty(cipher=type("MarkedSo", (Marked,), {"start": start, "end": end}))
     assert register(backend, []).writer is backend
 
 
@@ -381,10 +386,10 @@ class Framed(ChaCha):
 
 class Unbound(ChaCha):
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return super().encrypt(plaintext, b"")
+        return super().encrypt(plaintext, associated_data[:0])
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return super().decrypt(sealed, b"")
+        return super().decrypt(sealed, associated_data[:0])
 
 
 class Xor(ChaCha):
@@ -421,7 +426,7 @@ class Sized(Xor):
 
 class OneKey(ChaCha):
     def __init__(self, key: bytes) -> None:
-        super().__init__(bytes(32))
+        super().__init__(bytes(len(key)))  # fails if the key has another length than 32 bytes
 
 
 class Forgetful(ChaCha):
@@ -462,7 +467,7 @@ class ReturnsNothing(ChaCha):
 FAULTS = {
     Clear: "stores plaintext",
     Framed: "stores plaintext",
-    Unbound: "ignores the associated data",
+    Unbound: "ignores the associated data, so records could be moved",
     Xor: "decrypts a modified record",
     Sized: "decrypts a modified record",
     OneKey: "decrypts a record with another key",
@@ -475,9 +480,33 @@ FAULTS = {
 
 @pytest.mark.parametrize(("cipher", "fault"), FAULTS.items(), ids=[c.__name__ for c in FAULTS])
 def test_faulty_cipher_is_rejected_by_its_fault(cipher: type[ChaCha], fault: str) -> None:
-    with pytest.raises(ConfigurationError, match=fault) as info:
+    with pytest.raises(ConfigurationError, match=f"^backend 'theirs' {fault}$") as info:
         register(ThirdParty(cipher=cipher), [])
     assert "7Qx" not in str(info.value)
+
+
+class AnyKey(ChaCha):
+    def __init__(self, key: bytes) -> None:
+        super().__init__(hashlib.sha256(key).digest())
+
+
+@pytest.mark.parametrize(
+    ("key", "fault"),
+    [
+        ("text", "does not decrypt what it encrypted"),
+        (b"", "decrypts a record with another key"),
+        (b"same", "decrypts a record with another key"),
+    ],
+)
+def test_backend_whose_new_keys_are_no_bytes_or_all_equal_is_rejected(
+    key: Any, fault: str
+) -> None:
+    class SameKeys(ThirdParty):
+        def new_key(self) -> bytes:
+            return key  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigurationError, match=f"^backend 'theirs' {fault}$"):
+        register(SameKeys(cipher=AnyKey), [])
 
 
 @pytest.mark.parametrize("cipher", [FailsToEncrypt, ReturnsText])
