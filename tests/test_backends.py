@@ -498,9 +498,7 @@ class AnyKey(ChaCha):
         (b"same", "decrypts a record with another key"),
     ],
 )
-def test_backend_whose_new_keys_are_no_bytes_or_all_equal_is_rejected(
-    key: Any, fault: str
-) -> None:
+def test_backend_whose_new_keys_are_no_bytes_or_all_equal_is_rejected(key: Any, fault: str) -> None:
     class SameKeys(ThirdParty):
         def new_key(self) -> bytes:
             return key  # type: ignore[no-any-return]

@@ -187,7 +187,7 @@ def test_field_of_an_undeclared_type_is_named_without_a_warning_that_repeats_it(
     event.error_code = {"secret 7Qx": 1}  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with pytest.raises(ValueError, match="rejects the values of error_code$"):
+        with pytest.raises(ValueError, match=r"rejects the values of error_code$"):
             events.encode(event)
     assert not caught
 
@@ -407,10 +407,10 @@ def test_malformed_event_is_rejected_without_repeating_it(plaintext: bytes) -> N
 def test_event_outside_of_secure_events_names_its_table_and_row() -> None:
     plaintext = events.encode(made("text"))
     assert events.decode_in(plaintext, "table", "7") == events.decode(plaintext, 1, 0)
-    with pytest.raises(DecryptionError, match="^table row 7: ") as info:
+    with pytest.raises(DecryptionError, match=r"^table row 7: ") as info:
         events.decode_in(b"", "table", "7")
     assert (info.value.table, info.value.row) == ("table", "7")
-    with pytest.raises(ConfigurationError, match="^table row 7 was written by google-adk 99.99"):
+    with pytest.raises(ConfigurationError, match=r"^table row 7 was written by google-adk 99\.99"):
         events.decode_in(b"\x0599.99" + UNREADABLE["wrong type"], "table", "7")
 
 

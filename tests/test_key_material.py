@@ -44,24 +44,23 @@ def failure() -> Failed:
     def inner(key: bytes) -> None:
         raise ValueError(key)
 
-    try:
+    with pytest.raises(Failed) as info:
         try:
             inner(KEY)
         except ValueError as error:
             raise Failed from error
-    except Failed as error:
-        return error
+    return info.value
+
+
+def attached(error: BaseException) -> list[object]:
+    return [error.__cause__, error.__context__, error.__traceback__]
 
 
 def test_error_loses_its_frames_its_cause_and_its_context() -> None:
     error = failure()
-    assert error.__cause__ is not None
-    assert error.__context__ is not None
-    assert error.__traceback__ is not None
+    assert None not in attached(error)
     assert without_frames(error) is error
-    assert error.__cause__ is None
-    assert error.__context__ is None
-    assert error.__traceback__ is None
+    assert attached(error) == [None, None, None]
 
 
 @hides_frames
