@@ -38,17 +38,17 @@ def test_object_with_a_key_shows_its_class_alone() -> None:
     assert repr(Held()) == str(Held()) == "<Held>"
 
 
+def chained(key: bytes) -> None:
+    try:
+        raise ValueError(key)
+    except ValueError as error:
+        raise Failed from error
+
+
 def failure() -> Failed:
     """An error whose cause, context and traceback hold a key."""
-
-    def inner(key: bytes) -> None:
-        raise ValueError(key)
-
     with pytest.raises(Failed) as info:
-        try:
-            inner(KEY)
-        except ValueError as error:
-            raise Failed from error
+        chained(KEY)
     return info.value
 
 
@@ -111,7 +111,7 @@ async def test_error_of_a_decorated_function_has_no_frame_with_a_key(
     frames = [frame for frame, _ in traceback.walk_tb(info.value.__traceback__)]
     inner = [one for one in frames if one.f_code.co_filename != __file__]
     assert inner, "the frame of the decorator"
-    assert not {one.f_code.co_name for one in frames} & {"takes", "takes_async", "failure"}
+    assert not {one.f_code.co_name for one in frames} & {"takes", "takes_async", "chained"}
     assert not any("needle" in repr(one.f_locals) for one in inner)
     assert info.value.__cause__ is None
     assert info.value.__context__ is None
