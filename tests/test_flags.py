@@ -217,6 +217,7 @@ def test_padding_may_be_empty(body: bytes) -> None:
         b"\x00\x00\x00\x01",
         b"\x00\x00\x00\x02a",
         b"\xff\xff\xff\xff" + bytes(99),
+        b"\xff\xff\xff\xf0" + bytes(99),  # as a signed number: -16
         padded(b"a", 0) + b"b",
         padded(b"a", 3) + b"b",
         padded(b"a", 0) + b"b" + bytes(3),
@@ -224,6 +225,12 @@ def test_padding_may_be_empty(body: bytes) -> None:
 )
 def test_padding_that_no_writer_makes_is_malformed(rest: bytes) -> None:
     assert outcome(bytes([PADDED]) + rest) is Reason.MALFORMED
+
+
+def test_padding_holds_zeros_alone() -> None:
+    for value in range(1, 256):
+        rest = padded(b"a", 0) + bytes([value])
+        assert outcome(bytes([PADDED]) + rest) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("content", [bytes(2000), REPETITIVE[:2000]])
