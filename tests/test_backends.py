@@ -1,6 +1,7 @@
 """The three backends of this library, and which backends the registry accepts."""
 
 import copy
+import hashlib
 import itertools
 import os
 import pickle
@@ -26,6 +27,7 @@ from adk_secure_sessions import (
     NoOpBackend,
     PassphraseKey,
     PlaintextRefusedError,
+    Reason,
     StaticKey,
     TamperedError,
     generate_key,
@@ -208,8 +210,17 @@ def test_no_op_stores_plaintext() -> None:
 async def test_no_op_rejects_a_key_that_is_wrapped() -> None:
     root, wrapped = no_op().root_key, await StaticKey(KEY).wrap(DATA_KEY, b"context")
     assert await root.unwrap(await root.wrap(DATA_KEY, b"context"), b"context") == DATA_KEY
-    with pytest.raises(PlaintextRefusedError):
+    with pytest.raises(PlaintextRefusedError) as info:
         await root.unwrap(wrapped, b"context")
+    assert info.value.reason is Reason.MALFORMED
+
+
+def test_no_op_has_one_root_key() -> None:
+    root, same = no_op().root_key, no_op().root_key
+    assert root == same
+    assert hash(root) == hash(same)
+    assert root != StaticKey(KEY)
+    assert root.key_id == "none"
 
 
 # --- the registry --------------------------------------------------------------------------------
@@ -254,6 +265,47 @@ class OtherThirdParty(ThirdParty):
 def test_third_party_backend_is_accepted(backend_id: int) -> None:
     backend = ThirdParty(backend_id)
     assert register(backend, []).writer is backend
+
+
+class Marked(ChaCha):
+    """Without fault; each value begins and ends in the same bytes."""
+
+    start, end = b"", b""
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        return self.start + super().encrypt(plaintext, associated_data) + self.end
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        if not (sealed.startswith(self.start) and sealed.endswith(self.end)):
+            raise ValueError
+        inner = sealed[len(self.start) : len(sealed) - len(self.end)]
+        return super().decrypt(inner, associated_data)
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(b"", b"\x00"), (b"", b"\xff"), (b"", b"\x01\x00"), (b"\x00\x01", b"\x00")]
+)
+def test_cipher_whose_values_begin_or_end_in_the_same_bytes_is_accepted(
+    start: bytes, end: bytes
+) -> None:
+    backend = ThirdParty(cipher=type("MarkedSo", (Marked,), {"start": start, "end": end}))
+    assert register(backend, []).writer is backend
+
+
+@pytest.mark.parametrize("key_id", ["none", "key:0123456789abcdef", "", "a\nb"])
+def test_root_key_with_a_reserved_or_malformed_id_is_rejected(key_id: str) -> None:
+    class Provider:
+        """A third party's key provider."""
+
+        wrap = unwrap = StaticKey.wrap
+
+        def __init__(self) -> None:
+            self.key_id = key_id
+
+    backend = ThirdParty()
+    backend.root_key = Provider()
+    with pytest.raises(ConfigurationError, match="key_id"):
+        register(backend, [])
 
 
 def test_first_backend_writes_and_all_may_be_read() -> None:
@@ -334,10 +386,10 @@ class Framed(ChaCha):
 
 class Unbound(ChaCha):
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return super().encrypt(plaintext, b"")
+        return super().encrypt(plaintext, associated_data[:0])
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return super().decrypt(sealed, b"")
+        return super().decrypt(sealed, associated_data[:0])
 
 
 class Xor(ChaCha):
@@ -359,9 +411,22 @@ class Xor(ChaCha):
         return plaintext
 
 
+class Sized(Xor):
+    """As `Xor`, but rejects values of another length."""
+
+    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+        sealed = super().encrypt(plaintext, associated_data)
+        return len(sealed).to_bytes(4, "big") + sealed
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        if int.from_bytes(sealed[:4], "big") != len(sealed) - 4:
+            raise ValueError
+        return super().decrypt(sealed[4:], associated_data)
+
+
 class OneKey(ChaCha):
     def __init__(self, key: bytes) -> None:
-        super().__init__(bytes(32))
+        super().__init__(bytes(len(key)))  # fails if the key has another length than 32 bytes
 
 
 class Forgetful(ChaCha):
@@ -402,8 +467,9 @@ class ReturnsNothing(ChaCha):
 FAULTS = {
     Clear: "stores plaintext",
     Framed: "stores plaintext",
-    Unbound: "ignores the associated data",
+    Unbound: "ignores the associated data, so records could be moved",
     Xor: "decrypts a modified record",
+    Sized: "decrypts a modified record",
     OneKey: "decrypts a record with another key",
     Forgetful: "does not decrypt what it encrypted",
     Raising: "does not decrypt what it encrypted",
@@ -414,9 +480,31 @@ FAULTS = {
 
 @pytest.mark.parametrize(("cipher", "fault"), FAULTS.items(), ids=[c.__name__ for c in FAULTS])
 def test_faulty_cipher_is_rejected_by_its_fault(cipher: type[ChaCha], fault: str) -> None:
-    with pytest.raises(ConfigurationError, match=fault) as info:
+    with pytest.raises(ConfigurationError, match=f"^backend 'theirs' {fault}$") as info:
         register(ThirdParty(cipher=cipher), [])
     assert "7Qx" not in str(info.value)
+
+
+class AnyKey(ChaCha):
+    def __init__(self, key: bytes) -> None:
+        super().__init__(hashlib.sha256(key).digest())
+
+
+@pytest.mark.parametrize(
+    ("key", "fault"),
+    [
+        ("text", "does not decrypt what it encrypted"),
+        (b"", "decrypts a record with another key"),
+        (b"same", "decrypts a record with another key"),
+    ],
+)
+def test_backend_whose_new_keys_are_no_bytes_or_all_equal_is_rejected(key: Any, fault: str) -> None:
+    class SameKeys(ThirdParty):
+        def new_key(self) -> bytes:
+            return key  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigurationError, match=f"^backend 'theirs' {fault}$"):
+        register(SameKeys(cipher=AnyKey), [])
 
 
 @pytest.mark.parametrize("cipher", [FailsToEncrypt, ReturnsText])

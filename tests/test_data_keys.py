@@ -623,10 +623,13 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
 
 
 def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measured() -> None:
-    staged = StagedKeys(data_keys())
-    staged.count_decrypted(pack(2, 5), 7, 1.5)
+    keys = data_keys()
+    row = of_another_backend(keys)
+    staged = read(keys, [row])
+    key = staged.key_of(ADA, pack(row.backend_id, row.id))
+    staged.count_decrypted(key, 7, 1.5)
     staged.operation = operation = Recorded()
-    staged.count_decrypted(pack(2, 5), 7, 1.5)
+    staged.count_decrypted(key, 7, 1.5)
     assert operation.costs == [("fernet", "decrypt", 7, 1.5)]
 
 

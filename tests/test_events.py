@@ -4,12 +4,14 @@ import inspect
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pydantic
 import pytest
 from google.adk.events import Event, EventActions
+from google.adk.tools.tool_confirmation import ToolConfirmation
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
@@ -135,6 +137,86 @@ def test_none_in_a_model_beside_other_values_is_dropped_as_adk_does() -> None:
     delta = {"m": Inner(), "n": None, "i": math.inf}
     _, fields = parsed(events.encode(made(actions=EventActions(state_delta=delta))))
     assert fields["actions"]["state_delta"] == {"m": {"full": 1}, "n": None, "i": math.inf}
+
+
+@pytest.fixture
+def no_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are not converted one by one, which takes several times as long."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the slow way")
+
+    monkeypatch.setattr(json_text, "to_values", fail)
+    monkeypatch.setattr(json_text, "read_event", fail)
+
+
+NULLS = made(
+    "null \ufffd", actions=EventActions(state_delta={"a": None, "b": b"\xff\x00", "c": math.inf})
+)
+
+
+@pytest.mark.usefixtures("no_slow_way")
+@pytest.mark.parametrize("event", [*EVENTS.values(), NULLS], ids=[*EVENTS, "nulls"])
+def test_ordinary_event_is_encoded_and_decoded_fast(event: Event) -> None:
+    assert roundtrip(event).content == event.content
+
+
+def test_fields_that_are_none_are_not_stored_beside_a_null() -> None:
+    _, fields = parsed(events.encode(NULLS))
+    assert "error_code" not in fields
+    assert "escalate" not in fields["actions"]
+    assert fields["actions"]["state_delta"] == {"a": None, "b": "_wA=", "c": math.inf}
+
+
+def test_models_in_a_dict_beside_a_circular_value_lose_their_none_fields() -> None:
+    confirmation = ToolConfirmation(hint="h")
+    event = made(
+        actions=EventActions(
+            state_delta={"a": circular}, requested_tool_confirmations={"call": confirmation}
+        )
+    )
+    _, fields = parsed(events.encode(event))
+    stored = fields["actions"]["requested_tool_confirmations"]
+    assert stored == {"call": confirmation.model_dump(exclude_none=True)}
+    assert "payload" not in stored["call"]
+    assert "escalate" not in fields["actions"]
+
+
+def test_field_of_an_undeclared_type_is_named_without_a_warning_that_repeats_it() -> None:
+    event = made(error_code="code")
+    event.error_code = {"secret 7Qx": 1}  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match=r"rejects the values of error_code$"):
+            events.encode(event)
+    assert not caught
+
+
+# --- preparing -----------------------------------------------------------------------------------
+
+
+def test_temporary_keys_move_from_the_event_to_the_state() -> None:
+    event = made(actions=EventActions(state_delta={"temp:a": 1, "b": 2, "user:c": 3}))
+    state = {"old": 0}
+    events.prepare(event, state)
+    assert state == {"old": 0, "temp:a": 1}
+    assert event.actions.state_delta == {"b": 2, "user:c": 3}
+
+
+def test_event_without_temporary_keys_is_left_alone() -> None:
+    event = made(id="given", actions=EventActions(state_delta={"b": 2}))
+    delta, state = event.actions.state_delta, dict[str, Any]()
+    events.prepare(event, state)
+    assert event.actions.state_delta is delta
+    assert (delta, state, event.id) == ({"b": 2}, {}, "given")
+
+
+def test_event_without_an_id_gets_one() -> None:
+    event = made()
+    event.id = ""
+    events.prepare(event, {})
+    assert event.id
+    assert roundtrip(event).id == event.id
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -322,6 +404,16 @@ def test_malformed_event_is_rejected_without_repeating_it(plaintext: bytes) -> N
     assert info.value.__context__ is None
 
 
+def test_event_outside_of_secure_events_names_its_table_and_row() -> None:
+    plaintext = events.encode(made("text"))
+    assert events.decode_in(plaintext, "table", "7") == events.decode(plaintext, 1, 0)
+    with pytest.raises(DecryptionError, match=r"^table row 7: ") as info:
+        events.decode_in(b"", "table", "7")
+    assert (info.value.table, info.value.row) == ("table", "7")
+    with pytest.raises(ConfigurationError, match=r"^table row 7 was written by google-adk 99\.99"):
+        events.decode_in(b"\x0599.99" + UNREADABLE["wrong type"], "table", "7")
+
+
 def _nested(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
@@ -343,6 +435,17 @@ def test_item_of_a_collection_is_read_back(value: Any) -> None:
     assert events.decode_item(events.encode_item({"value": value})) == {"value": value}
 
 
+@pytest.mark.usefixtures("no_slow_way")
+@pytest.mark.parametrize("name", ["text", "null", "deepest"])
+def test_ordinary_item_is_encoded_fast(name: str) -> None:
+    assert events.encode_item({"value": ITEMS[name]}).startswith(bytes([len(adk_version)]))
+
+
+def test_bytes_in_an_item_become_base64() -> None:
+    stored = events.decode_item(events.encode_item({"value": [b"\xff\x00", "\ud800"]}))
+    assert stored == {"value": ["_wA=", "\ud800"]}
+
+
 UNREADABLE_ITEMS: dict[str, Any] = {
     "too deep": _nested(200),
     "deeper than the stack": _nested(50_000),
@@ -353,7 +456,7 @@ UNREADABLE_ITEMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", UNREADABLE_ITEMS.values(), ids=UNREADABLE_ITEMS)
 def test_item_that_could_not_be_read_back_is_not_encoded(value: Any) -> None:
-    with pytest.raises(ValueError, match="item"):
+    with pytest.raises(ValueError, match=r"^an item holds a value|^item\['value'\]"):
         events.encode_item({"value": value})
 
 

@@ -88,6 +88,13 @@ def test_content_that_does_not_become_smaller_is_stored_as_it_is(name: str) -> N
     assert packed(content, name, "padme")[:5] == bytes([PADDED]) + (5000).to_bytes(4, "big")
 
 
+def test_content_whose_compressed_form_is_as_long_is_stored_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zlib, "compress", lambda content, _: content)
+    assert packed(REPETITIVE, "zlib") == FLAGS + REPETITIVE
+
+
 def test_content_that_a_reader_would_reject_is_not_compressed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,6 +107,7 @@ def test_largest_json_with_the_largest_fields_before_it_may_be_compressed() -> N
     # A length, a name of a collection, links, 255 key ids.
     fields = 4 + 16384 + 3 * 16 + 1 + 255 * 8
     assert MAX_CONTENT - json_text.MAX_BYTES >= fields
+    assert MAX_CONTENT == 268_500_992
 
 
 # --- Padmé ---------------------------------------------------------------------------------------
@@ -114,7 +122,7 @@ def by_the_paper(length: int) -> int:
     return (length + mask) // 2**last * 2**last if last > 0 else length
 
 
-@given(st.integers(2, 2**40))
+@given(st.integers(2, 2**40) | st.integers(0, 40).map(lambda bits: 2**bits + 1))
 def test_padme_is_that_of_the_paper(length: int) -> None:
     assert padme(length) == by_the_paper(length)
     assert length <= padme(length) <= 1.12 * length
@@ -185,8 +193,63 @@ def test_wrapped_keys_and_witnesses_have_no_flags(value: int) -> None:
     with pytest.raises(DecryptionError, match="has no flags") as info:
         flags.require_none(bytes([value]) + b"a secret")
     assert info.value.reason is Reason.UNKNOWN_FLAGS
-    with pytest.raises(TamperedError, match="empty"):
-        flags.require_none(b"")
+    assert flags.require_none(FLAGS + b"a key") == FLAGS + b"a key"
+
+
+@pytest.mark.parametrize("read", [expand, flags.require_none])
+def test_empty_plaintext_is_malformed(read: Any) -> None:
+    with pytest.raises(TamperedError, match="empty") as info:
+        read(b"")
+    assert info.value.reason is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("body", [b"", b"a", b"content"])
+def test_padding_may_be_empty(body: bytes) -> None:
+    for zeros in (0, 1, 9):
+        assert expand(bytes([PADDED]) + padded(body, zeros)) == FLAGS + body
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"",
+        bytes(3),
+        b"\x00\x00\x00\x01",
+        b"\x00\x00\x00\x02a",
+        b"\xff\xff\xff\xff" + bytes(99),
+        b"\xff\xff\xff\xf0" + bytes(99),  # as a signed number: -16
+        padded(b"a", 0) + b"b",
+        padded(b"a", 3) + b"b",
+        padded(b"a", 0) + b"b" + bytes(3),
+    ],
+)
+def test_padding_that_no_writer_makes_is_malformed(rest: bytes) -> None:
+    assert outcome(bytes([PADDED]) + rest) is Reason.MALFORMED
+
+
+def test_padding_holds_zeros_alone() -> None:
+    for value in range(1, 256):
+        rest = padded(b"a", 0) + bytes([value])
+        assert outcome(bytes([PADDED]) + rest) is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("content", [bytes(2000), REPETITIVE[:2000]])
+@pytest.mark.parametrize("name", NAMES)
+def test_more_or_less_than_one_compressed_content_is_malformed(name: str, content: bytes) -> None:
+    plaintext = packed(content, name)
+    for damaged in (plaintext + b"x", plaintext * 2, plaintext[:-1], plaintext[:1]):
+        for limit in (MAX_CONTENT, len(content)):
+            with pytest.raises(TamperedError, match="compressed content is malformed") as info:
+                expand(damaged, limit)
+            assert info.value.reason is Reason.MALFORMED
+
+
+@needs_zstd
+def test_zstandard_frame_with_a_window_above_8_mib_is_rejected() -> None:
+    """A reader allocates the window that the frame names."""
+    assert expand(b"\x02" + zstd_frame(b"content", b"\x00\x68")) == FLAGS + b"content"
+    for window in (0x69, 0x70, 0x78):
+        assert outcome(b"\x02" + zstd_frame(b"content", bytes([0, window]))) is Reason.MALFORMED
 
 
 # --- bombs ---------------------------------------------------------------------------------------

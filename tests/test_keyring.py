@@ -546,7 +546,7 @@ def marks_of(rows: Iterable[MasterKeyRow]) -> list[MasterMark]:
 
 def cipher_of(keys: DataKeys, row: DataKeyRow) -> Cipher:
     """Read *row*, and return the cipher for a record that names it."""
-    return loaded(keys, row).cipher(row.owner, pack(row.backend_id, row.id))
+    return loaded(keys, row).key_of(row.owner, pack(row.backend_id, row.id)).cipher
 
 
 async def test_record_of_a_new_data_key_is_decrypted_after_a_restart() -> None:

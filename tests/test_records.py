@@ -1,6 +1,7 @@
 """Records: their header, their context, and what is rejected."""
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,18 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import HEADER_LENGTH, context, open_record, seal, unpack
+from adk_secure_sessions.formats.flags import FLAGS, Packing
+from adk_secure_sessions.formats.records import (
+    HEADER_LENGTH,
+    context,
+    open_record,
+    open_whole,
+    open_with_flags,
+    open_without_flags,
+    seal,
+    seal_whole,
+    unpack,
+)
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.text(st.characters(codec=None), max_size=12)  # lone surrogates among them
@@ -25,6 +37,13 @@ PARTS = st.lists(TEXTS | st.binary(max_size=12), max_size=4).map(tuple)
 NUMBERS = st.lists(INT64, max_size=6).map(tuple)
 CIPHER = Aes256Gcm(bytes(32))
 CONTEXT = context(("event", "clinic", "ada"), 1, 2)
+
+
+# Every function that decrypts a record.
+opening = pytest.mark.parametrize(
+    "opens", [open_record, open_with_flags, open_whole, open_without_flags]
+)
+Opens = Callable[[bytes, bytes, Any], bytes]
 
 
 class Misbehaving:
@@ -134,19 +153,63 @@ def with_flags(plaintext: bytes) -> bytes:
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
+@pytest.mark.parametrize("opens", [open_record, open_with_flags, open_whole])
 @pytest.mark.parametrize("flags", [0x03, 0x07, 0x08, 0x80, 0xFF])
-def test_unknown_flags_are_rejected_by_name(flags: int) -> None:
+def test_unknown_flags_are_rejected_by_name(opens: Opens, flags: int) -> None:
     with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
-        open_record(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER)
+        opens(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER)
     assert info.value.reason is Reason.UNKNOWN_FLAGS
     assert not isinstance(info.value, TamperedError)
     assert "secret" not in str(info.value)
 
 
-def test_empty_plaintext_is_malformed() -> None:
+@opening
+def test_empty_plaintext_is_malformed(opens: Opens) -> None:
     with pytest.raises(TamperedError, match="empty") as info:
-        open_record(with_flags(b""), CONTEXT, CIPHER)
+        opens(with_flags(b""), CONTEXT, CIPHER)
     assert info.value.reason is Reason.MALFORMED
+
+
+CONTENT = b"content " * 300
+PACKED = {
+    "neither": FLAGS + CONTENT,
+    "compressed": Packing("zlib", None).pack(CONTENT),
+    "padded": Packing(None, "padme").pack(CONTENT),
+    "both": Packing("zlib", "padme").pack(CONTENT),
+}
+
+
+@pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
+def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
+    stored = seal_whole(CIPHER, 1, 7, CONTEXT, plaintext)
+    assert open_record(stored, CONTEXT, CIPHER) == CONTENT
+    assert open_with_flags(stored, CONTEXT, CIPHER) == FLAGS + CONTENT
+    assert open_whole(stored, CONTEXT, CIPHER) == plaintext
+
+
+@pytest.mark.parametrize("opens", [open_record, open_with_flags, open_whole])
+def test_plaintext_that_does_not_fit_its_flags_is_malformed(opens: Opens) -> None:
+    with pytest.raises(TamperedError, match="malformed") as info:
+        opens(with_flags(b"\x01a secret"), CONTEXT, CIPHER)
+    assert info.value.reason is Reason.MALFORMED
+
+
+def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
+    stored = seal(CIPHER, 1, 7, CONTEXT, b"a key")
+    assert open_without_flags(stored, CONTEXT, CIPHER) == b"a key"
+    for name in ("compressed", "padded", "both"):
+        with pytest.raises(DecryptionError, match="has no flags") as info:
+            open_without_flags(with_flags(PACKED[name]), CONTEXT, CIPHER)
+        assert info.value.reason is Reason.UNKNOWN_FLAGS
+
+
+@opening
+def test_record_moved_to_another_context_is_rejected(opens: Opens) -> None:
+    stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
+    for moved, where in ((stored, CONTEXT + b"x"), (records.pack(1, 8) + stored[13:], CONTEXT)):
+        with pytest.raises(TamperedError) as info:
+            opens(moved, where, CIPHER)
+        assert info.value.reason is Reason.AUTHENTICATION
 
 
 def assert_rejected(stored: bytes) -> None:
@@ -232,18 +295,21 @@ def test_cipher_that_fails_to_encrypt_stores_nothing(result: Any, failure: str) 
     assert info.value.__context__ is None
 
 
+@opening
 @pytest.mark.parametrize("result", [None, "text", ValueError("a secret"), KeyError("a secret")])
-def test_error_of_a_cipher_that_decrypts_is_a_rejection(result: Any) -> None:
-    with pytest.raises(TamperedError) as info:
-        open_record(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(result))
+def test_error_of_a_cipher_that_decrypts_is_a_rejection(opens: Opens, result: Any) -> None:
+    with pytest.raises(TamperedError, match="could not decrypt") as info:
+        opens(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(result))
+    assert info.value.reason is Reason.AUTHENTICATION
     assert "secret" not in str(info.value)
     assert info.value.__context__ is None
 
 
-def test_decryption_error_of_a_cipher_passes_unchanged() -> None:
+@opening
+def test_decryption_error_of_a_cipher_passes_unchanged(opens: Opens) -> None:
     refusal = UnknownKeyError("as raised")
     with pytest.raises(UnknownKeyError, match="as raised"):
-        open_record(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(refusal))
+        opens(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(refusal))
 
 
 # --- reasons -------------------------------------------------------------------------------------

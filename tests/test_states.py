@@ -171,6 +171,16 @@ def test_key_beyond_the_limit_is_rejected(prefix: str) -> None:
         assert len(str(info.value)) < 200
 
 
+@pytest.mark.parametrize(("prefix", "count"), [("", 2048), ("app:", 2047), ("user:", 2046)])
+def test_limit_of_keys_counts_the_prefix_and_bytes_of_few_characters(
+    prefix: str, count: int
+) -> None:
+    key = "🌱" * count  # 4 bytes each
+    assert loads(encode({key: 1}, prefix)) == {key: 1}
+    with pytest.raises(ValueError, match="8192 bytes"):
+        encode({key + "🌱": 1}, prefix)
+
+
 def test_state_that_no_record_can_hold_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_text, "MAX_BYTES", 10_000)
     state: dict[str, Any] = {"k": "x" * (10_000 - len('{"k":"","l":1}')), "l": 1}
@@ -249,6 +259,11 @@ def test_malformed_state_is_rejected_without_repeating_it(data: bytes) -> None:
     assert info.value.__context__ is None
 
 
+def test_malformed_state_is_called_the_state_by_default() -> None:
+    with pytest.raises(DecryptionError, match=r"^the state is not a JSON object"):
+        loads(b"[]")
+
+
 # --- as JSON -------------------------------------------------------------------------------------
 
 
@@ -270,8 +285,29 @@ def test_unusual_number_survives_storage(value: float) -> None:
     assert math.copysign(1, loaded) == math.copysign(1, value)
 
 
-def test_nan_survives_storage() -> None:
-    assert math.isnan(loads(dumps({"a": math.nan}))["a"])
+@pytest.mark.parametrize("write", [dumps, encode])
+def test_number_without_a_json_form_survives_storage(
+    write: Callable[[dict[str, Any]], bytes],
+) -> None:
+    loaded = loads(write({"a": math.nan, "b": [math.inf, -math.inf]}))
+    assert math.isnan(loaded["a"])
+    assert loaded["b"] == [math.inf, -math.inf]
+
+
+def test_bytes_are_stored_as_their_text() -> None:
+    for beside in ("text", "\ud800"):
+        assert loads(encode({"a": b"abc", "b": beside})) == {"a": "abc", "b": beside}
+
+
+def test_ordinary_state_is_encoded_without_converting_each_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the slow way")
+
+    monkeypatch.setattr(json_text, "to_values", fail)
+    state = {"a": [1, None, math.inf, {"b": "Grüße 🌱"}]}
+    assert loads(encode(state, "user:")) == state
 
 
 @pytest.mark.parametrize("text", ["\x00", "\ud800", "a\udfffb", "🌱", "\u2028", '"\\', "ß"])

@@ -54,9 +54,9 @@ _PYTEST = [
     "pytest_cov.plugin",
 ]
 _NOT_RUN = 99  # exit status
-# pytest must import its plugins itself, and each process the tests and this package.
+# pytest must import its plugins itself, and each process the tests, the examples and this package.
 _NOT_SHARED = re.compile(
-    rf"{PACKAGE}|tests\b|conftest|.*pytest|_hypothesis|xdist|anyio|sybil|__main"
+    rf"{PACKAGE}|examples\b|tests\b|conftest|.*pytest|_hypothesis|xdist|anyio|sybil|__main"
 )
 
 
@@ -182,6 +182,8 @@ def _prepare(name: str, tests: list[str]) -> float:
             importlib.import_module(one)
         except Exception:  # some modules can only be imported by others
             pass
+    if any(one.split(".")[0] == PACKAGE for one in sys.modules):  # no process would see a mutant
+        raise SystemExit(f"another module than those of {PACKAGE} imports it: see _NOT_SHARED")
     began = time.monotonic()
     if os.waitpid(_start(name, None, tests), 0)[1]:
         raise SystemExit(f"these tests fail in a second process: {' '.join(tests)}")

@@ -1,11 +1,11 @@
 """The tests of each module, in stages: files that run fast first, and slower ones after them."""
 
 _VECTORS = ["tests/test_known_answers.py", "tests/test_vectors.py"]
-_MEMORY = ["tests/integrations/test_memory_attacks.py", "tests/integrations/test_memory_search.py"]
-_LIMITS = ["tests/test_limits.py"]
 
 PLAN: dict[str, list[list[str]]] = {
     "formats/records.py": [["tests/test_records.py", "tests/test_plaintexts.py"], _VECTORS],
+    "formats/flags.py": [["tests/test_flags.py"]],
+    "formats/audit_records.py": [["tests/test_audit_records.py"]],
     "crypto/aead.py": [["tests/test_aead.py"], _VECTORS],
     "backends/aes_gcm.py": [["tests/test_backends.py"], _VECTORS],
     "backends/fernet.py": [["tests/test_known_answers.py", "tests/test_backends.py"], _VECTORS],
@@ -15,22 +15,25 @@ PLAN: dict[str, list[list[str]]] = {
     "keys/providers.py": [["tests/test_keys.py"], _VECTORS, ["tests/test_platforms.py"]],
     "formats/blobs.py": [["tests/test_blobs.py"]],
     "crypto/chunks.py": [["tests/test_blobs.py"]],
-    "crypto/key_material.py": [["tests/test_keys.py", "tests/test_backends.py"]],
+    "crypto/key_material.py": [["tests/test_key_material.py"]],
     "keys/specs.py": [["tests/test_keys.py"]],
     "keys/passphrase.py": [["tests/test_keys.py"], _VECTORS],
     "backends/noop.py": [["tests/test_backends.py"]],
     "backends/registry.py": [["tests/test_backends.py"]],
     "backends/protocol.py": [["tests/test_backends.py"]],
-    "backends/named.py": [["tests/integrations/test_adk_uris.py"]],
+    "backends/named.py": [["tests/test_named_backends.py"]],
     "crypto/package_1x.py": [["tests/test_package_1x_keys.py"]],
     "formats/envelopes_1x.py": [["tests/test_package_1x_keys.py"]],
     "formats/states.py": [["tests/test_states.py"]],
-    "formats/times.py": [["tests/test_states.py"]],
+    "formats/times.py": [["tests/test_times.py"]],
     "formats/json_text.py": [
+        ["tests/test_json_text.py"],
         ["tests/test_states.py"],
-        ["tests/test_events.py", "tests/test_limits.py"],
+        ["tests/test_events.py"],
+        ["tests/test_limits.py"],
     ],
-    "formats/memory_items.py": [_MEMORY],
+    "formats/memory_items.py": [["tests/test_memory_items.py"]],
     "formats/events.py": [["tests/test_events.py"]],
     "formats/event_parser.py": [["tests/test_event_parser.py"]],
+    "formats/event_copies.py": [["tests/test_event_copies.py"]],
 }

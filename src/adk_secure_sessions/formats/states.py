@@ -117,6 +117,7 @@ def encode(state: JsonObject, prefix: str = "") -> bytes:
 
 def _check_keys(state: JsonObject, prefix: str) -> None:
     for key in state:
-        if len(key) > MAX_KEY_BYTES // 4 and len(encode_text(prefix + key)) > MAX_KEY_BYTES:
-            path = json_text.shown([prefix + key])
+        name = prefix + key
+        if len(name) > MAX_KEY_BYTES // 4 and len(encode_text(name)) > MAX_KEY_BYTES:
+            path = json_text.shown([name])
             raise ValueError(f"state{path}: the key has more than {MAX_KEY_BYTES} bytes in UTF-8")

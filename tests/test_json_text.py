@@ -1,0 +1,257 @@
+"""The limits of JSON, conversion to JSON values, and the version at the start of an event."""
+
+import datetime
+import json
+import re
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import DecryptionError, Reason
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.json_text import (
+    MAX_BYTES,
+    MAX_DIGITS,
+    MAX_LEVELS,
+    fits,
+    largest,
+    loads,
+    read_event,
+    shown,
+    to_values,
+    version_end,
+)
+
+LONG = "x" * 5000  # a value with more bytes than an integer may have digits
+
+
+def test_limits_are_those_of_the_pages() -> None:
+    assert (MAX_LEVELS, MAX_DIGITS, MAX_BYTES) == (200, 4300, 268_435_456)
+
+
+# --- fits ----------------------------------------------------------------------------------------
+
+
+def nested(levels: int, bottom: Any = 1) -> Any:
+    """*levels* lists and objects; the outermost is an object."""
+    for level in range(levels - 1, -1, -1):
+        bottom = [bottom] if level % 2 else {"k": bottom}
+    return bottom
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("levels", [2, 190, 191, 199, 200])
+def test_json_of_so_many_levels_fits_and_one_more_does_not(levels: int, is_long: bool) -> None:
+    bottom = LONG if is_long else 1
+    assert fits(json.dumps(nested(levels, bottom)).encode(), levels)
+    assert not fits(json.dumps(nested(levels + 1, bottom)).encode(), levels)
+    assert fits(json.dumps(nested(levels, [] if levels % 2 else {})).encode(), levels)
+
+
+def test_levels_are_200_by_default() -> None:
+    assert fits(json.dumps(nested(200)).encode())
+    assert not fits(json.dumps(nested(201)).encode())
+
+
+def test_json_of_exactly_the_largest_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = json.dumps({"k": LONG}).encode()
+    monkeypatch.setattr(json_text, "MAX_BYTES", len(data))
+    assert fits(data)
+    assert not fits(data + b" ")
+
+
+def test_integer_of_4300_digits_fits_and_a_longer_one_does_not() -> None:
+    assert fits(b'{"k":%s}' % (b"7" * 4300))
+    assert not fits(b'{"k":%s}' % (b"7" * 4301))
+    assert fits(b'{"k":"%s"}' % (b"7" * 4301))
+
+
+@pytest.mark.parametrize("data", [b'{"k":"' + b"x" * 5000, b'["' + b"x" * 5000 + b'"]', b"[" * 300])
+def test_bytes_that_are_no_json_object_do_not_fit(data: bytes) -> None:
+    assert not fits(data)
+
+
+# --- dumps, largest, shown -----------------------------------------------------------------------
+
+
+def test_json_is_compact_and_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, data in (("é", b'{"k":["\xc3\xa9",1]}'), ("\ud800", b'{"k":["\\ud800",1]}')):
+        monkeypatch.setattr(json_text, "MAX_BYTES", len(data))
+        assert json_text.dumps({"k": [text, 1]}) == data
+        monkeypatch.setattr(json_text, "MAX_BYTES", len(data) - 1)
+        size = len(data)
+        with pytest.raises(ValueError, match=f"^{size} bytes .* the limit is {size - 1}$"):
+            json_text.dumps({"k": [text, 1]})
+
+
+def test_largest_value_is_that_of_the_longest_json() -> None:
+    assert largest({"a": [1, 2], "b": "\ud800", "c": "123"}) == "b"
+    assert largest({"a": [1, 2, 3, 4], "b": "\ud800", "c": {"1": None}}) == "c"
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ([], ""),
+        (["a", 0, "it's"], "['a'][0][\"it's\"]"),
+        (["k" * 60], f"['{'k' * 60}']"),
+        (["k" * 61], f"['{'k' * 60}…']"),
+        (list(range(10)), "[0][1][2][3][4][5][6][7][8][9]"),
+        (list(range(11)), "[0][1][2][3][4][5][6][7][8][9][…]"),
+    ],
+)
+def test_path_of_keys_is_shown_as_subscripts(keys: list[object], text: str) -> None:
+    assert shown(keys) == text
+
+
+# --- to_values -----------------------------------------------------------------------------------
+
+
+class Unserializable:
+    def __str__(self) -> str:
+        return "its text"
+
+
+class Broken:
+    def __str__(self) -> str:
+        raise ValueError("secret 7Qx")
+
+
+def converted(values: dict[Any, Any], levels: int = 200, mode: str = "utf8") -> Any:
+    return to_values(values, levels=levels, bytes_mode=mode)
+
+
+def test_values_with_a_json_form_are_converted() -> None:
+    shared = [1]
+    values = {
+        "plain": [None, True, 1, -1, 1.5, "text", 10**4300 - 1],
+        "tuple": (1, (2,)),
+        "set": {1},
+        "frozen": frozenset({2}),
+        "date": datetime.date(2024, 1, 2),
+        "bytes": b"abc",
+        "empty": [[], {}, ()],
+        "shared": [shared, shared, {"k": shared}],
+    }
+    assert converted(values) == (
+        {
+            "plain": [None, True, 1, -1, 1.5, "text", 10**4300 - 1],
+            "tuple": [1, [2]],
+            "set": [1],
+            "frozen": [2],
+            "date": "2024-01-02",
+            "bytes": "abc",
+            "empty": [[], {}, []],
+            "shared": [[1], [1], {"k": [1]}],
+        },
+        False,
+    )
+    assert converted({"k": b"\xff\x00"}, mode="base64") == ({"k": "_wA="}, False)
+
+
+def test_keys_become_text_and_the_last_of_equal_keys_is_kept() -> None:
+    values = {1: "one", None: 2, 1.5: 3, datetime.date(2024, 1, 2): 4, "1": "text"}
+    found, is_lossy = converted({"k": values})
+    assert found == {"k": {"1": "text", "None": 2, "1.5": 3, "2024-01-02": 4}}
+    assert not is_lossy
+    assert converted({"k": {(1, 2): 3}})[0]["k"] in ({"1,2": 3}, {"(1, 2)": 3})
+
+
+def test_values_without_a_json_form_become_text() -> None:
+    assert converted({"a": Unserializable(), "b": 1}) == ({"a": "its text", "b": 1}, True)
+    assert converted({"a": Broken()}) == ({"a": "<Unserializable Broken object>"}, True)
+    assert converted({"a": 10**4300})[1]
+    assert converted({"a": 10**4300})[0]["a"] == "1" + "0" * 4300
+    assert converted({"a": -(10**4300)})[0]["a"] == "-1" + "0" * 4300
+    assert converted({"a": 2**1_050_000})[0]["a"].startswith("0x1000")
+
+
+def test_value_beyond_the_levels_becomes_text() -> None:
+    assert converted(nested(3), levels=3) == ({"k": [{"k": 1}]}, False)
+    assert converted(nested(3), levels=2) == ({"k": ["{'k': 1}"]}, True)
+    assert converted({"k": [[]]}, levels=2) == ({"k": [[]]}, False)
+    assert converted({"k": [[[]]]}, levels=2) == ({"k": ["[[]]"]}, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"a": {"b": [0, 10**4300]}}, "['a']['b'][1]: an integer has more than 4300 digits"),
+        ({"a": -(10**4300)}, "['a']: an integer has more than 4300 digits"),
+        ({"a": [1, nested(2)]}, "['a'][1]['k']: the value is circular, or its depth exceeds"),
+    ],
+)
+def test_value_beyond_a_limit_is_rejected_by_its_path(values: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(f"name{text}")):
+        to_values(values, levels=3, bytes_mode="utf8", reject="name")
+
+
+def test_circular_value_is_rejected_where_it_begins_again() -> None:
+    inner: dict[str, Any] = {"x": [1]}
+    inner["x"].append(inner)
+    with pytest.raises(ValueError, match=re.escape("name['a']['x'][1]: the value is circular")):
+        to_values({"a": inner}, levels=200, bytes_mode="utf8", reject="name")
+
+
+# --- loads ---------------------------------------------------------------------------------------
+
+
+def test_error_of_reading_names_the_data_and_does_not_repeat_it() -> None:
+    for data in (b"[]", b"secret 7Qx", b'{"\\ud800": 7Qx}'):
+        for arguments, name in (((), "the plaintext"), (("the state",), "the state")):
+            with pytest.raises(DecryptionError, match=f"^{name} is not a JSON object") as info:
+                loads(data, *arguments)
+            assert info.value.reason is Reason.MALFORMED
+            assert info.value.__context__ is None
+            assert "7Qx" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["\\ud800", "\\uD9aF", "\\udbff", "\\udFFf", "\\ude00 \\u0020", "\\udAfA", "\\uDc99"]
+)
+def test_lone_surrogate_is_read_in_json_of_the_largest_size(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = f'{{"{text}":["{LONG}{text}",{"7" * 4300}]}}'.encode()
+    monkeypatch.setattr(json_text, "MAX_BYTES", len(data))
+    found = loads(data)
+    key = json.loads(f'"{text}"')
+    assert found == {key: [LONG + key, (10**4300 - 1) // 9 * 7]}
+
+
+# --- the version of an event ---------------------------------------------------------------------
+
+
+def with_version(text: bytes) -> bytes:
+    return bytes([len(text)]) + text + b'{"a":1}'
+
+
+@pytest.mark.parametrize(
+    "version",
+    [b"1.2", b"1.2.3", b"1.2.3.4", b"1234.123456", b"0.0.0a1", b"1.2" + b"a.+z0" * 4, b"2.0.0rc1"],
+)
+def test_version_of_google_adk_is_found(version: bytes) -> None:
+    assert version_end(with_version(version)) == 1 + len(version)
+    assert read_event(with_version(version)) == (version.decode(), {"a": 1})
+
+
+@pytest.mark.parametrize(
+    "plaintext",
+    [
+        b"",
+        b"\x00",
+        *map(
+            with_version,
+            [b"", b"1", b"1.", b".1", b"12345.1", b"1.2A", b"1.2 a", b"a.b"],
+        ),
+        with_version(b"1.2" + b"a" * 21),
+        with_version(b"1.2\n"),
+        b"\x061.2.3" + b'{"a":1}',
+        b"\x021.2" + b'{"a":1}',
+    ],
+)
+def test_text_that_is_no_version_is_malformed(plaintext: bytes) -> None:
+    assert version_end(plaintext) == 0
+    with pytest.raises(DecryptionError, match="a version of google-adk") as info:
+        read_event(plaintext)
+    assert info.value.reason is Reason.MALFORMED

@@ -1,0 +1,117 @@
+"""Objects with keys are not copied or shown, and errors carry no frame that holds a key."""
+
+import asyncio
+import copy
+import inspect
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames, without_frames
+
+KEY = b"needle"
+
+
+class Failed(BaseException):
+    """Not an Exception, as CancelledError is not."""
+
+
+class Held(KeyMaterial):
+    __slots__ = ("key",)
+
+    def __init__(self) -> None:
+        self.key = KEY
+
+
+@pytest.mark.parametrize(
+    "take", [pickle.dumps, copy.copy, copy.deepcopy, lambda held: pickle.dumps(held, 0)]
+)
+def test_object_with_a_key_is_neither_pickled_nor_copied(take: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match="Held holds key material"):
+        take(Held())
+
+
+def test_object_with_a_key_shows_its_class_alone() -> None:
+    assert repr(Held()) == str(Held()) == "<Held>"
+
+
+def chained(key: bytes) -> None:
+    try:
+        raise ValueError(key)
+    except ValueError as error:
+        raise Failed from error
+
+
+def failure() -> Failed:
+    """An error whose cause, context and traceback hold a key."""
+    with pytest.raises(Failed) as info:
+        chained(KEY)
+    return info.value
+
+
+def attached(error: BaseException) -> list[object]:
+    return [error.__cause__, error.__context__, error.__traceback__]
+
+
+def test_error_loses_its_frames_its_cause_and_its_context() -> None:
+    error = failure()
+    assert None not in attached(error)
+    assert without_frames(error) is error
+    assert attached(error) == [None, None, None]
+
+
+@hides_frames
+def takes(key: bytes, *, fails: bool = False) -> tuple[bytes, bool]:
+    """Documented."""
+    if fails:
+        raise failure()
+    return key, fails
+
+
+@hides_frames
+async def takes_async(key: bytes, *, fails: bool = False) -> tuple[bytes, bool]:
+    """Documented."""
+    await asyncio.sleep(0)
+    if fails:
+        raise failure()
+    return key, fails
+
+
+async def of(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+both = pytest.mark.parametrize("function", [takes, takes_async])
+
+
+@both
+async def test_decorated_function_returns_its_result(function: Callable[..., Any]) -> None:
+    assert await of(function(KEY)) == (KEY, False)
+    assert await of(function(key=KEY, fails=False)) == (KEY, False)
+
+
+@both
+def test_decorated_function_keeps_its_name_and_kind(function: Callable[..., Any]) -> None:
+    assert function.__name__ in ("takes", "takes_async")
+    assert function.__doc__ == "Documented."
+    assert inspect.iscoroutinefunction(function) == (function.__name__ == "takes_async")
+
+
+@both
+@pytest.mark.parametrize("named", [False, True])
+async def test_error_of_a_decorated_function_has_no_frame_with_a_key(
+    function: Callable[..., Any], named: bool
+) -> None:
+    arguments, options = ([], {"key": KEY}) if named else ([KEY], {})
+    with pytest.raises(Failed) as info:
+        await of(function(*arguments, **options, fails=True))
+    frames = [frame for frame, _ in traceback.walk_tb(info.value.__traceback__)]
+    inner = [one for one in frames if one.f_code.co_filename != __file__]
+    assert inner, "the frame of the decorator"
+    assert not {one.f_code.co_name for one in frames} & {"takes", "takes_async", "chained"}
+    assert not any("needle" in repr(one.f_locals) for one in inner)
+    assert info.value.__cause__ is None
+    assert info.value.__context__ is None
