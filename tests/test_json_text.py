@@ -121,6 +121,17 @@ def converted(values: dict[Any, Any], levels: int = 200, mode: str = "utf8") -> 
     return to_values(values, levels=levels, bytes_mode=mode)
 
 
+@pytest.mark.parametrize("first", [1, {"a": 1}, [1], datetime.datetime(2026, 1, 1), object()])
+@pytest.mark.parametrize("last", ["b", {"c": 2}, datetime.date(2026, 1, 2)])
+def test_last_value_of_keys_with_one_text_is_kept(first: object, last: object) -> None:
+    both: Any = {"k": {1: first, "1": last}}
+    alone: Any = {"k": {"1": last}}
+    assert (
+        to_values(both, levels=9, bytes_mode="utf8")[0]
+        == (to_values(alone, levels=9, bytes_mode="utf8")[0])
+    )
+
+
 def test_values_with_a_json_form_are_converted() -> None:
     shared = [1]
     values = {

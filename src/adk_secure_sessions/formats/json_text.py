@@ -148,7 +148,6 @@ def to_values(
     result: list[Any] = [None]
     replaced = False
     todo: list[tuple[Any, Any, Any, _Container | None]] = [(root, result, 0, None)]
-    # If two keys have the same JSON text, the last value must be kept.  So convert in order.
     for value, into, key, outer in todo:
         kind = type(value)
         if value is None or kind in (str, bool, float):
@@ -164,8 +163,10 @@ def to_values(
             if level <= levels + (not value) and not (outer and outer.contains(value)):
                 here = _Container(outer, key, value, level)
                 if kind is dict:
-                    into[key] = made = {_key(inner): None for inner in value}
-                    todo += [(item, made, _key(inner), here) for inner, item in value.items()]
+                    # Of keys with the same JSON text, the last value is kept.
+                    named = {_key(inner): item for inner, item in value.items()}
+                    into[key] = made = dict.fromkeys(named)
+                    todo += [(item, made, name, here) for name, item in named.items()]
                 else:
                     items = list(value)
                     into[key] = [None] * len(items)
