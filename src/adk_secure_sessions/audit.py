@@ -452,7 +452,7 @@ class Held(Generic[T]):
     __slots__ = ("value",)
 
     def __init__(self, value: T) -> None:
-        self.value = value
+        self.value: T = value
 
 
 class SecurityCall(_Call):
