@@ -204,7 +204,7 @@ INNER: dict[str, Callable[[Path], AbstractAsyncContextManager[Inner]]] = {
     "redis": redis,
     "mongodb": mongodb,
 }
-SLOW = {"mongodb"}  # only under `make soak`
+SLOW = {"redis", "mongodb"}  # each starts a server for each test: only under `make soak`
 each_inner = [
     pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in INNER
 ]

@@ -40,7 +40,7 @@ TEXTS = st.lists(st.text(ALPHABET, max_size=12) | st.text(max_size=8), max_size=
 
 
 @DIFFERENT
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(TEXTS, max_size=14), st.text(ALPHABET, max_size=12) | st.text(max_size=10))
 def test_random_texts_are_found_as_by_adk(stored: list[list[str]], query: str) -> None:
     async def both() -> None:

@@ -71,6 +71,11 @@ def service(inner: Inner, open_wrapper: Open) -> EncryptedSessionWrapper:
 STATE = {"app:a": 1, "user:u": [2], "s": {"three": None}}
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [pytest.param(name, marks=pytest.mark.soak if name == "mongodb" else ()) for name in INNER],
+    indirect=True,
+)
 async def test_what_is_stored_comes_back(service: EncryptedSessionWrapper) -> None:
     session = await create(service, state={**STATE, "temp:t": 1})
     assert session.state == STATE

@@ -36,6 +36,14 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'sessions.db'}"
 
 
+# What does not depend on the service: by default, Vault alone.
+on_one_service = pytest.mark.parametrize(
+    "key_service",
+    ["vault", *(pytest.param(name, marks=pytest.mark.soak) for name in ("aws", "gcp", "pkcs11"))],
+    indirect=True,
+)
+
+
 async def test_provider_keeps_every_rule(key_service: Service) -> None:
     await check_key_provider(
         key_service.make, key_service.other, hidden=key_service.hidden, every=key_service.every
@@ -166,6 +174,7 @@ async def test_start_calls_four_times_at_most_and_operations_never(
         assert 0 < key_service.calls() - before <= CALLS_FOR_A_START
 
 
+@on_one_service
 async def test_two_backends_may_have_one_key(key_service: Service, tmp_path: Path) -> None:
     aes, fernet = AesGcmBackend(key_service.make()), FernetBackend(key_service.make())
     async with EncryptedSessionService(url(tmp_path), aes, [fernet]) as service:
@@ -183,6 +192,7 @@ async def test_another_key_does_not_unwrap_the_keyring(
             await service.list_sessions(app_name="clinic")
 
 
+@on_one_service
 async def test_tampered_keyring_is_rejected(key_service: Service, tmp_path: Path) -> None:
     async with EncryptedSessionService(url(tmp_path), AesGcmBackend(key_service.make())) as service:
         await service.prepare_tables()
@@ -214,6 +224,7 @@ async def test_running_service_works_without_the_key_service(
     assert repr(key_service.make().key_id) in str(info.value)
 
 
+@on_one_service
 async def test_services_that_start_at_once_agree_on_the_keys(
     key_service: Service, tmp_path: Path
 ) -> None:
