@@ -2,7 +2,7 @@
 
 How it works: a file lists its drivers with `name = each_driver("sqlite", soak=["psycopg"])`, and
 imports the fixtures `server` and `url`: the server of that driver, and an empty database on it.  A
-test that is about some drivers alone names them: `parametrize("name", ["asyncpg"], indirect=True)`.
+test that is about some drivers alone names them: `@on_drivers("asyncpg", soak=["psycopg"])`.
 """
 
 from collections.abc import Collection, Iterator
@@ -29,12 +29,21 @@ DRIVERS: dict[str, tuple[str, str | None]] = {
 def each_driver(*names: str, soak: Collection[str] = ()) -> Any:
     """Make the fixture `name`: by default *names*; under `make soak` also those of *soak*."""
 
-    @pytest.fixture(params=[*names, *(pytest.param(name, marks=pytest.mark.soak) for name in soak)])
+    @pytest.fixture(params=_params(names, soak))
     def name(request: pytest.FixtureRequest) -> str:
         found: str = request.param
         return found
 
     return name
+
+
+def on_drivers(*names: str, soak: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Run one test of a file on other drivers than `each_driver` lists."""
+    return pytest.mark.parametrize("name", _params(names, soak), indirect=True)
+
+
+def _params(names: Collection[str], soak: Collection[str]) -> list[Any]:
+    return [*names, *(pytest.param(name, marks=pytest.mark.soak) for name in soak)]
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
 from tests.cli.support import run
-from tests.drivers import each_driver, server, url
+from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
 from tests.processes import children, results
 
@@ -336,7 +336,7 @@ def append_until_killed(say: Callable[[object], None], place: str) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["sqlite", "asyncpg"], indirect=True)
+@on_drivers("sqlite", "asyncpg")
 async def test_killed_process_leaves_no_change_without_its_record(url: sa.URL) -> None:
     place = url.render_as_string(hide_password=False)
     with children((append_until_killed, place)) as (child,):

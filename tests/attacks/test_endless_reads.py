@@ -17,16 +17,16 @@ from adk_secure_sessions import (
 )
 from tests.conformance.services import KEY
 from tests.conformance.support import APP, USER, create, event, find, reload
-from tests.drivers import each_driver, server, url
+from tests.drivers import each_driver, on_drivers, server, url
 from tests.servers import Server
 
 __all__ = ["server", "url"]
 
+LATER = ["aiosqlite-engine", "psycopg", "asyncpg-pgbouncer", "psycopg-pgbouncer"]
 name = each_driver(
     *("sqlite", "asyncpg", "asyncmy"),
-    soak=["aiosqlite-engine", "psycopg", "asyncpg-pgbouncer", "psycopg-pgbouncer"],
+    soak=LATER,
 )
-LATER = ["asyncmy", "aiosqlite-engine", "psycopg", "asyncpg-pgbouncer", "psycopg-pgbouncer"]
 
 Open = Callable[[float | None], EncryptedSessionService]
 
@@ -169,11 +169,7 @@ ENDLESS_TRIGGER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["sqlite", "asyncpg", *(pytest.param(one, marks=pytest.mark.soak) for one in LATER)],
-    indirect=True,
-)
+@on_drivers("sqlite", "asyncpg", soak=["asyncmy", *LATER])
 async def test_write_behind_a_trigger_that_never_ends_is_interrupted_after_its_time(
     open_service: Open, url: URL, server: Server | None
 ) -> None:
@@ -202,7 +198,7 @@ async def test_write_behind_a_trigger_that_never_ends_is_interrupted_after_its_t
             await service.append_event(one, event("goes on"))
 
 
-@pytest.mark.parametrize("name", ["sqlite", "asyncpg", "asyncmy"], indirect=True)
+@on_drivers("sqlite", "asyncpg", "asyncmy")
 async def test_service_closes_although_a_read_never_ends(
     open_service: Open, url: URL, server: Server | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +216,7 @@ async def test_service_closes_although_a_read_never_ends(
         await read
 
 
-@pytest.mark.parametrize("name", ["sqlite", "asyncpg", "asyncmy"], indirect=True)
+@on_drivers("sqlite", "asyncpg", "asyncmy")
 async def test_start_rejects_a_view_in_the_place_of_a_table(
     open_service: Open, url: URL, server: Server | None
 ) -> None:

@@ -224,7 +224,6 @@ class Lines(logging.Handler):
 def log() -> Iterator[Callable[[int], Lines]]:
     """A function that lets google-adk log at a level, to a new handler."""
     logger = logging.getLogger("google_adk")
-    before = logger.level
     handlers: list[Lines] = []
 
     def at(level: int) -> Lines:
@@ -234,7 +233,6 @@ def log() -> Iterator[Callable[[int], Lines]]:
         return handlers[-1]
 
     yield at
-    logger.setLevel(before)
     for handler in handlers:
         logger.removeHandler(handler)
 

@@ -17,7 +17,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     UnreadableSession,
 )
-from tests.drivers import each_driver, server, url  # noqa: F401 - fixtures
+from tests.drivers import each_driver, on_drivers, server, url  # noqa: F401 - fixtures
 from tests.migration.lookups import APP, said
 
 name = each_driver("sqlite", "asyncpg", "asyncmy", soak=["aiosqlite-engine", "psycopg"])
@@ -111,7 +111,7 @@ async def test_id_that_differs_is_not_found(adk: DatabaseSessionService, source:
             assert await source.app_state(odd) == {}
 
 
-@pytest.mark.parametrize("name", ["sqlite"], indirect=True)
+@on_drivers("sqlite")
 async def test_sessions_are_listed_in_batches(
     adk: DatabaseSessionService, source: AdkTables, tmp_path: Path
 ) -> None:
@@ -134,7 +134,7 @@ async def test_sessions_are_listed_in_batches(
     assert sorted(of_user) == sorted(session for session in found if session.user_id == "u3")
 
 
-@pytest.mark.parametrize("name", ["sqlite"], indirect=True)
+@on_drivers("sqlite")
 async def test_unreadable_row_is_reported(adk: DatabaseSessionService, source: AdkTables) -> None:
     await add(adk, "ada", "visit")
     async with adk.db_engine.begin() as connection:
@@ -149,7 +149,7 @@ async def test_unreadable_row_is_reported(adk: DatabaseSessionService, source: A
         assert "secret" not in found.reason  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["sqlite"], indirect=True)
+@on_drivers("sqlite")
 @pytest.mark.parametrize("form", ["CAST({} AS BLOB)", "CAST(x'ff' || {} AS TEXT)"])
 async def test_rows_whose_names_are_not_text_are_reported(
     adk: DatabaseSessionService, source: AdkTables, form: str

@@ -29,14 +29,14 @@ from adk_secure_sessions import (
 )
 from tests.conformance.services import KEY
 from tests.conformance.support import event
-from tests.drivers import each_driver, server, url
+from tests.drivers import each_driver, on_drivers, server, url
 from tests.reliability.results import Record, database_of
 from tests.servers import Server
 
 __all__ = ["server", "url"]
 
 name = each_driver("sqlite", "asyncpg", "asyncmy", soak=["aiosqlite-engine", "psycopg"])
-ON_POSTGRESQL = ["asyncpg", pytest.param("psycopg", marks=pytest.mark.soak)]
+on_postgresql = on_drivers("asyncpg", soak=["psycopg"])
 FOREIGN = ("sqlalchemy", "asyncpg", "psycopg", "asyncmy", "sqlite3", "aiosqlite")
 NEEDLE = "needle5309"
 
@@ -165,7 +165,7 @@ async def test_table_dropped_under_a_running_service(
     assert await provoke_maintenance(url)
 
 
-@pytest.mark.parametrize("name", ON_POSTGRESQL, indirect=True)
+@on_postgresql
 async def test_permission_denied(name: str, url: URL, behind: Callable[[str], None]) -> None:
     async with open_service(name, url) as service:
         session = await begin(service)
@@ -177,7 +177,7 @@ async def test_permission_denied(name: str, url: URL, behind: Callable[[str], No
     assert await provoke_maintenance(url)
 
 
-@pytest.mark.parametrize("name", ["asyncmy"], indirect=True)
+@on_drivers("asyncmy")
 async def test_permission_denied_by_mariadb(
     name: str, url: URL, admin: Callable[[str], None]
 ) -> None:
@@ -197,7 +197,7 @@ async def test_permission_denied_by_mariadb(
         admin(f"DROP USER {user}@localhost")
 
 
-@pytest.mark.parametrize("name", ON_POSTGRESQL, indirect=True)
+@on_postgresql
 async def test_server_that_became_read_only(
     name: str, url: URL, server: Server, admin: Callable[[str], None], record: Record
 ) -> None:
@@ -216,7 +216,7 @@ async def test_server_that_became_read_only(
     assert "primary" in str(error)
 
 
-@pytest.mark.parametrize("name", [*ON_POSTGRESQL, "asyncmy"], indirect=True)
+@on_drivers("asyncpg", "asyncmy", soak=["psycopg"])
 async def test_time_limit_of_the_server(
     name: str, url: URL, server: Server, record: Record
 ) -> None:
@@ -244,7 +244,7 @@ class AlmostFull(sqlite3.Connection):
         self.execute("PRAGMA max_page_count = 40").close()
 
 
-@pytest.mark.parametrize("name", ["sqlite"], indirect=True)
+@on_drivers("sqlite")
 async def test_full_disk(name: str, url: URL) -> None:
     async with open_service(name, url, connect_args={"factory": AlmostFull}) as service:
         session = await begin(service)
@@ -261,7 +261,7 @@ async def test_full_disk(name: str, url: URL) -> None:
         assert "free space" in str(found)
 
 
-@pytest.mark.parametrize("name", ["sqlite"], indirect=True)
+@on_drivers("sqlite")
 async def test_file_locked_by_another_process(name: str, url: URL, record: Record) -> None:
     async with open_service(name, url, connect_args={"timeout": 0.1}) as service:
         session = await begin(service)
@@ -275,7 +275,7 @@ async def test_file_locked_by_another_process(name: str, url: URL, record: Recor
     record.fault("file locked/sqlite", times=len(errors), errors=errors)
 
 
-@pytest.mark.parametrize("name", ["sqlite", "aiosqlite-engine"], indirect=True)
+@on_drivers("sqlite", "aiosqlite-engine")
 async def test_damaged_file(name: str, url: URL) -> None:
     async with open_service(name, url) as service:
         await begin(service)
@@ -311,7 +311,7 @@ async def test_server_that_cannot_be_reached(driver: str, why: str) -> None:
     assert expected in str(error)
 
 
-@pytest.mark.parametrize("name", ["asyncpg", "psycopg", "asyncmy"], indirect=True)
+@on_drivers("asyncpg", "psycopg", "asyncmy")
 async def test_account_that_the_server_rejects(name: str, url: URL) -> None:
     rejected = url.set(username="nobody_here", password=NEEDLE)
     async with open_service(name, rejected) as service:
@@ -322,7 +322,7 @@ async def test_account_that_the_server_rejects(name: str, url: URL) -> None:
     assert "nobody_here" in str(error)
 
 
-@pytest.mark.parametrize("name", ["asyncpg", "psycopg", "asyncmy"], indirect=True)
+@on_drivers("asyncpg", "psycopg", "asyncmy")
 @pytest.mark.parametrize("option", [{"nonsense": NEEDLE}, {"port": NEEDLE}], ids=str)
 async def test_option_that_the_driver_rejects(name: str, url: URL, option: dict[str, str]) -> None:
     async with open_service(name, url, connect_args=option) as service:
@@ -342,7 +342,7 @@ async def test_number_that_no_database_holds(name: str, url: URL) -> None:
         assert len(found.events) == 1
 
 
-@pytest.mark.parametrize("name", ["aiosqlite-engine", "asyncpg", "asyncmy"], indirect=True)
+@on_drivers("aiosqlite-engine", "asyncpg", "asyncmy")
 async def test_engine_that_was_disposed_of_connects_again(url: URL) -> None:
     engine = create_async_engine(url)
     async with EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY)) as service:

@@ -184,13 +184,10 @@ def texts(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("seconds", [60.0])
-def test_processes_that_write_to_all_nodes_lose_and_double_nothing(
-    cluster: Cluster, seconds: float
-) -> None:
+def test_processes_that_write_to_all_nodes_lose_and_double_nothing(cluster: Cluster) -> None:
     # The first use by all of them creates the tables and the keys.
     urls = texts(cluster)
-    jobs = [(write_much, urls[n % NODES], n, seconds) for n in range(NODES)]
+    jobs = [(write_much, urls[n % NODES], n, 60.0) for n in range(NODES)]
     said = [one for job in results(*jobs) for one in job]
     print(Counter(one[0] for one in said))
     assert {one[0] for one in said} == {"session", "event"}

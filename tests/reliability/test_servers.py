@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, DatabaseError, EncryptedSessionService
 from tests.conformance.support import create, delete, event, find, listed, reload
-from tests.drivers import each_driver, server, url
+from tests.drivers import each_driver, on_drivers, server, url
 from tests.on_servers.proxy import proxy_before
 from tests.reliability.results import Record, database_of
 from tests.servers import Server
@@ -25,11 +25,7 @@ KEY = bytes(range(32))
 LIMIT = 1.0  # seconds, for a read and for connecting; a write has ten times as long
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["asyncpg", *(pytest.param(one, marks=pytest.mark.soak) for one in ["asyncmy", "psycopg"])],
-    indirect=True,
-)
+@on_drivers("asyncpg", soak=["asyncmy", "psycopg"])
 async def test_slow_server_is_an_error_that_may_be_tried_again(url: sa.URL, record: Record) -> None:
     """The server gets what is sent, but its answers stop on the way."""
     async with (
