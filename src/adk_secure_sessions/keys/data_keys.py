@@ -215,6 +215,8 @@ class StagedKeys:
         self.new_rows: list[DataKeyRow] = []
         self.lacks_master: bool = False
         self.operation: telemetry.Operation | None = telemetry.current_operation()
+        if self.operation is not None:
+            self.operation.limit()
 
     @property
     def keyring(self) -> Keyring:
@@ -427,8 +429,9 @@ class StagedKeys:
         assert key is not None
         record = records.seal_whole(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
-            name = self.backend_name(key.backend_id)
-            self.operation.add_cost(name, "encrypt", size, began)
+            seconds = perf_counter() - began
+            name = self._keys.backends[key.backend_id].name
+            self.operation.values.append((name, "encrypt", size, seconds))
         return record
 
     def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
@@ -477,12 +480,9 @@ class StagedKeys:
             began: `time.perf_counter()` before the decryption.
         """
         if self.operation is not None:
-            name = self.backend_name(key.backend_id)
-            self.operation.add_cost(name, "decrypt", size, began)
-
-    def backend_name(self, backend_id: int) -> str:
-        """Return the name of the backend with this id; this process must have the backend."""
-        return self._keys.backends[backend_id].name
+            seconds = perf_counter() - began
+            name = self._keys.backends[key.backend_id].name
+            self.operation.values.append((name, "decrypt", size, seconds))
 
     def key_of(self, owner: bytes, stored: bytes) -> DataKey:
         """Return the data key that the header of the record *stored* names.
