@@ -121,7 +121,7 @@ AUDITED = ("append", "get, 5 events")
 # Scaling: processes that append at once; rows of events in PostgreSQL, by layout of the tables.
 PROCESSES, SCALING_TASKS = (1, 2, 4), 25
 FEW_EVENTS = 10_000
-MANY_EVENTS = int(os.environ.get("BENCH_EVENTS", "2_000_000"))
+MANY_EVENTS = int(os.environ.get("BENCH_EVENTS", "10_000_000"))
 LAYOUTS = {"one table": "postgresql", "partitioned": "postgresql-partitioned"}  # files in docs/sql
 SCALING_OPERATIONS = ("append", "get, 100 events")
 SCALING_GOAL = 1.10
