@@ -1,8 +1,9 @@
 """Which databases an attack runs on.
 
 1. Every case of every test runs on SQLite with AES-256-GCM.
-2. `@also_on("fernet", "postgresql")` lists where a test runs besides: with Fernet, on SQLite
-   through an engine of the caller's (which converts types), on PostgreSQL, on MariaDB.
+2. `@also_on("fernet", "postgresql")` lists where a test runs besides: with Fernet, on records that
+   are compressed and padded ("packed"), on SQLite through an engine of the caller's (which converts
+   types), on PostgreSQL, on MariaDB.
 3. There, only the first case of the test runs, or the cases that the list names: `cases=["event"]`.
 4. `make soak` runs every case of every test everywhere.
 
@@ -19,7 +20,7 @@ SERVERS = ("postgresql", "mariadb")
 # The fixtures of conftest.py that give the database, and those of their parameters that stand for
 # another one than SQLite with AES-256-GCM.
 FIXTURES = ("db", "typed_db", "aes_db", "file_db", "server_db")
-OTHERS = ("fernet", "engine", *SERVERS)
+OTHERS = ("fernet", "packed", "engine", *SERVERS)
 
 
 def also_on(*databases: str, cases: Collection[str] = ()) -> pytest.MarkDecorator:

@@ -42,6 +42,7 @@ from tests.attacks.world import (
     BOB,
     CAROL,
     NOTES,
+    OPTIONS,
     SECRET,
     START,
     VISIT,
@@ -77,6 +78,7 @@ class Database:
         self.replica = replica
         self.world: World = build_world(backend_name)
         self.backend: Callable[[], EncryptionBackend] = BACKENDS[backend_name]
+        self.options: dict[str, Any] = OPTIONS.get(backend_name, {})
         self.is_fernet = backend_name == "fernet"
         self._on_engine = on_engine
         self.restore()
@@ -117,7 +119,9 @@ class Database:
         backend = backend or self.backend()
         async with (
             self._url_or_engine() as database,
-            EncryptedSessionService(**database, backend=backend, **options) as service,
+            EncryptedSessionService(
+                **database, backend=backend, **self.options | options
+            ) as service,
         ):
             yield service
 

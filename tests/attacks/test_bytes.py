@@ -148,7 +148,7 @@ LENGTHS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@also_on("fernet", "postgresql", cases=["event"])
+@also_on("fernet", "packed", "postgresql", cases=["event"])
 @pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
 async def test_value_of_another_length_is_rejected(db: Database, cell: Cell) -> None:
     stored = cell.stored(db)

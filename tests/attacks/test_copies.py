@@ -62,7 +62,7 @@ from tests.attacks.world import (
     NOTES,
     VISIT,
     SessionIds,
-    append_two,
+    append_all,
 )
 
 _APPENDS = (append, append_user_state, append_app_state, append_large)
@@ -86,7 +86,8 @@ def written_again(copy: OlderCopy, times: int) -> OlderCopy:
         backend = copy.database.backend()
         async with EncryptedSessionService(f"sqlite:///{copy.path}", backend) as service:
             for number in range(times):
-                await append_two(service, 2 + 2 * number, large=8200)
+                for step in (2 + 2 * number, 3 + 2 * number):
+                    await append_all(service, step, large=8200, delta={})
 
     with ThreadPoolExecutor(1) as pool:  # a loop of its own
         pool.submit(asyncio.run, write()).result()

@@ -22,7 +22,7 @@ WITHIN_LAST_THREE = Impact((*HISTORY.rejected, get_last_three), HISTORY.unaffect
 AT_THE_END = Impact((*WITHIN_LAST_THREE.rejected, get_last), HISTORY.unaffected)
 
 
-@also_on("fernet", "postgresql")
+@also_on("fernet", "packed", "postgresql")
 @pytest.mark.parametrize(("target", "whose"), [(":notes", NOTES), (":bob_visit", BOB)])
 @pytest.mark.parametrize("seq", [0, LAST])
 async def test_event_moved_to_another_session_is_rejected(

@@ -118,7 +118,7 @@ def errors_for(source: Cell, target: Cell) -> set[type[Exception]]:
 OF_THE_APP = (APP_STATE, APP_WITNESS)
 
 
-@also_on("fernet", cases=["event"])
+@also_on("fernet", "packed", cases=["event"])
 @pytest.mark.parametrize("target", EVERY_CELL, ids=by_name)
 async def test_value_of_any_other_kind_is_rejected(db: Database, target: Cell) -> None:
     """Every pair: a user's state as a session's, an event as a snapshot, a key as a state..."""

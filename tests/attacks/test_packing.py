@@ -8,6 +8,7 @@ with it writes one such record; services with the proper backend meet the record
 import sqlite3
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +31,8 @@ from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from tests.attacks.needles import found_in, needle
+from tests.attacks.support import Database as Attacked
+from tests.attacks.world import ALL_SESSIONS
 
 KEY = bytes(range(32))
 MARK = "secret 7Qx"
@@ -208,6 +211,42 @@ async def test_flags_that_an_attacker_changes_in_plaintext_records_never_give_an
                 is_known = value in (1, 2, 4, 5, 6)
                 reason = Reason.MALFORMED if is_known else Reason.UNKNOWN_FLAGS
                 assert info.value.reason is reason, value
+
+
+# --- the world of the other attacks --------------------------------------------------------------
+
+
+class SeenCipher(EditingCipher):
+    def __init__(self, cipher: Cipher, seen: list[bytes]) -> None:
+        super().__init__(cipher, lambda plaintext: plaintext)
+        self._seen = seen
+
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        plaintext = super().decrypt(sealed, associated_data)
+        self._seen.append(plaintext)
+        return plaintext
+
+
+class SeenBackend(AesGcmBackend):
+    def __init__(self) -> None:
+        super().__init__(KEY)
+        self.seen: list[bytes] = []
+
+    def cipher(self, key: bytes) -> Any:
+        return SeenCipher(super().cipher(key), self.seen)
+
+
+async def test_every_attack_can_meet_packed_records(path: Path) -> None:
+    """Only a world with such records shows that they are attacked, too."""
+    db = Attacked(path, "packed")
+    for who in ALL_SESSIONS:
+        backend = SeenBackend()
+        async with db.service(backend) as service:
+            assert await service.get_session(**who._asdict())
+        keys_and_links = 100  # their length in bytes is lower
+        found = Counter(one[0] for one in backend.seen if len(one) > keys_and_links)
+        states = 3  # of the app, the user and the session
+        assert found == {0x00: 1, flags.ZLIB | flags.PADDED: states + 3}, who
 
 
 # --- lengths -------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ async def test_no_op_record_with_a_no_op_key_beside_it_is_rejected(db: Database)
     await assert_rejected(db, SESSION, PlaintextRefusedError)
 
 
-@also_on("fernet", cases=["event"])
+@also_on("fernet", "packed", cases=["event"])
 @pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 async def test_no_op_record_under_our_key_id_is_rejected_even_where_no_op_is_listed(
     db: Database, cell: Cell

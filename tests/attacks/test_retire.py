@@ -135,8 +135,11 @@ async def test_unknown_feature_that_was_added_since_the_start_stops_retire(db: D
     assert keys(db) == before
 
 
+LATER_FLAG = 0x08
+
+
 class LaterCipher:
-    """Encrypts as a later release does: records of *kind* have other flags."""
+    """Encrypts as a later release does: records of *kind* have another flag."""
 
     def __init__(self, cipher: object, kind: str) -> None:
         self._cipher = cipher
@@ -144,13 +147,13 @@ class LaterCipher:
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         if associated_data[HEADER:].startswith(self._part):
-            plaintext = b"\x08" + plaintext[1:]
+            plaintext = bytes([plaintext[0] | LATER_FLAG]) + plaintext[1:]
         sealed: bytes = self._cipher.encrypt(plaintext, associated_data)  # type: ignore[attr-defined]
         return sealed
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         plaintext: bytes = self._cipher.decrypt(sealed, associated_data)  # type: ignore[attr-defined]
-        return b"\x00" + plaintext[1:]
+        return bytes([plaintext[0] & ~LATER_FLAG]) + plaintext[1:]
 
 
 @pytest.mark.parametrize("kind", ["app", "user", "session", "base", "event", "witness"])

@@ -54,7 +54,7 @@ async def test_older_witness_of_an_app_is_rejected(older: OlderCopy) -> None:
     await assert_rejected(older.database, APP, TamperedError)
 
 
-@also_on("fernet", "postgresql")
+@also_on("fernet", "packed", "postgresql")
 async def test_older_session_row_is_rejected(older: OlderCopy) -> None:
     older.replay_row("secure_sessions", "id = :visit")
     await assert_rejected(older.database, SESSION, TamperedError)

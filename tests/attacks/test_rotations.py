@@ -164,7 +164,7 @@ async def test_old_root_key_and_copy_of_the_key_tables_open_records_until_data_k
 # --- an attacker replays what was replaced -------------------------------------------------------
 
 
-@also_on("fernet", "mariadb", cases=["event"])
+@also_on("fernet", "packed", "mariadb", cases=["event"])
 @pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 async def test_old_record_replayed_after_retire_is_rejected(db: Database, cell: Cell) -> None:
     """The same bytes as before, under a data key that was retired."""

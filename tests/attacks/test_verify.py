@@ -142,7 +142,7 @@ async def test_verify_finds_nothing_in_a_database_without_an_attack(db: Database
     assert found == Verification(2, 3, len(ALL_SESSIONS), events, 0, 0, 0, 0, ())
 
 
-@also_on("fernet", "mariadb", cases=["byte of an event", "user removed"])
+@also_on("fernet", "packed", "mariadb", cases=["byte of an event", "user removed"])
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_verify_names_the_tampered_rows_and_no_others(db: Database, name: str) -> None:
     attack = ATTACKS[name]

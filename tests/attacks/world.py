@@ -6,6 +6,10 @@ then); the ids of its rows by name, so that SQL can say `WHERE id = :visit`; and
 its owner loads it.  Each user has another role: alice has three sessions, one of them with a large
 state and so with a snapshot; bob is another user of the same app, carol one of another app.  Every
 id, key, value and text contains `SECRET`, which no error may repeat.
+
+The world "packed" has AES-256-GCM, and a long text in each state and each event.  Its records are
+compressed and padded, except for the first event of each session, which a service without these
+options has stored.
 """
 
 import asyncio
@@ -36,7 +40,11 @@ START = 1_700_000_000.0
 BACKENDS: dict[str, Callable[[], EncryptionBackend]] = {
     "aesgcm": lambda: AesGcmBackend(KEY),
     "fernet": lambda: FernetBackend(KEY),
+    "packed": lambda: AesGcmBackend(KEY),
 }
+PACKED: dict[str, Any] = {"compression": "zlib", "padding": "padme"}
+OPTIONS = {"packed": PACKED}  # of the services, by world
+LONG = " ".join(f"{SECRET}{number}" for number in range(300))  # a content with it is compressed
 
 
 class SessionIds(NamedTuple):
@@ -87,23 +95,30 @@ def build_world(backend_name: str) -> World:
     """Build it in a thread of its own, since an event loop may be running in this one."""
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(1) as pool:
         path = Path(directory) / "sessions.db"
-        return pool.submit(asyncio.run, _build(path, BACKENDS[backend_name])).result()
+        return pool.submit(asyncio.run, _build(path, backend_name)).result()
 
 
-async def _build(path: Path, backend: Callable[[], EncryptionBackend]) -> World:
+async def _build(path: Path, name: str) -> World:
     url = f"sqlite+aiosqlite:///{path}"
+    backend, options = BACKENDS[name], OPTIONS.get(name, {})
+    long = {"long-7Qx": LONG} if options else {}
     rows: dict[str, int] = {}
-    async with EncryptedSessionService(url, backend()) as service:
+    async with EncryptedSessionService(url, backend(), **options) as service:
         for who in ALL_SESSIONS:
             large = {"large-7Qx": "x" * 8300} if who == ARCHIVE else {}
             state = {"key-7Qx": who.user_id, "user:key-7Qx": who.user_id, "app:key-7Qx": 0}
+            state |= {prefix + key: long[key] for key in long for prefix in ("", "user:", "app:")}
             await service.create_session(**who._asdict(), state=large | state)
             for name, table in ROWS[who].items():
                 rows[name] = _newest(path, f"secure_{table}")
-        await append_two(service, 0, large=1000)
-    first = _content(path)
     async with EncryptedSessionService(url, backend()) as service:
-        await append_two(service, 2, large=8200)
+        await append_all(service, 0, large=1000, delta=long)
+    async with EncryptedSessionService(url, backend(), **options) as service:
+        await append_all(service, 1, large=1000, delta=long)
+    first = _content(path)
+    async with EncryptedSessionService(url, backend(), **options) as service:
+        for number in (2, 3):
+            await append_all(service, number, large=8200, delta=long)
     async with EncryptedSessionService(url, backend()) as service:
         loaded = {who: await service.get_session(**who._asdict()) for who in ALL_SESSIONS}
     found = {who: session for who, session in loaded.items() if session}
@@ -111,15 +126,17 @@ async def _build(path: Path, backend: Callable[[], EncryptionBackend]) -> World:
     return World((first, _content(path)), rows, found)
 
 
-async def append_two(service: EncryptedSessionService, first: int, large: int) -> None:
-    for number in (first, first + 1):
-        for who in ALL_SESSIONS:
-            session = await service.get_session(**who._asdict())
-            assert session is not None
-            delta: dict[str, Any] = {"step": number, "user:step": number, "app:step": number}
-            if who == ARCHIVE:  # enough, in the second round, for a new snapshot
-                delta["more-7Qx"] = "y" * large
-            await service.append_event(session, new_event(number, delta))
+async def append_all(
+    service: EncryptedSessionService, number: int, large: int, delta: dict[str, Any]
+) -> None:
+    """Append an event to each session."""
+    for who in ALL_SESSIONS:
+        session = await service.get_session(**who._asdict())
+        assert session is not None
+        steps: dict[str, Any] = {"step": number, "user:step": number, "app:step": number}
+        if who == ARCHIVE:  # enough, in the second round, for a new snapshot
+            steps["more-7Qx"] = "y" * large
+        await service.append_event(session, new_event(number, steps | delta))
 
 
 def _newest(path: Path, table: str) -> int:
