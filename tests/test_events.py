@@ -99,6 +99,16 @@ def test_lone_surrogate_in_a_key_survives_storage() -> None:
     assert roundtrip(event) == event
 
 
+@pytest.mark.parametrize("place", ["custom_metadata", "state_delta"])
+def test_lone_surrogate_in_no_more_than_a_key_survives_storage(place: str) -> None:
+    """`to_json` of a model does not raise for it, but writes U+FFFD."""
+    values = {"\ud800": 1}
+    event = made("text", custom_metadata=values)
+    if place == "state_delta":
+        event = made("text", actions=EventActions(state_delta=values))
+    assert roundtrip(event) == event
+
+
 def test_value_without_a_json_form_becomes_text() -> None:
     value = object()
     stored = roundtrip(made("text", custom_metadata={"a": value, "b": 1}))
@@ -130,6 +140,49 @@ def test_none_in_a_model_beside_a_value_without_json_form_is_kept() -> None:
     assert fields["actions"]["state_delta"] == kept
     assert fields["actions"]["agent_state"] == kept
     assert fields["custom_metadata"] == dropped
+    assert "error_code" not in fields
+
+
+def test_none_in_a_model_of_a_state_that_has_a_json_form_is_dropped() -> None:
+    """Even if other values have none."""
+    actions = EventActions(state_delta={"m": Inner()}, agent_state={"m": Inner()})
+    _, fields = parsed(events.encode(made(actions=actions, custom_metadata={"bad": print})))
+    assert fields["actions"]["state_delta"] == {"m": {"full": 1}}
+    assert fields["actions"]["agent_state"] == {"m": {"full": 1}}
+
+
+class Faulty(Inner):
+    """A model whose serializer fails."""
+
+    @pydantic.model_serializer
+    def fail(self) -> Any:
+        raise RuntimeError("secret 7Qx")
+
+
+def test_model_whose_serializer_fails_is_stored_without_other_none_fields() -> None:
+    response = types.FunctionResponse(name="f", response={"bad": Faulty(), "good": Inner()})
+    parts = [types.Part(text="plain"), types.Part(function_response=response)]
+    event = made(
+        content=types.Content(role="user", parts=parts),
+        custom_metadata={"bad": Faulty(), "text": "kept"},
+        actions=EventActions(requested_tool_confirmations={"call": ToolConfirmation(hint="h")}),
+    )
+    _, fields = parsed(events.encode(event))
+    assert fields["content"] == {
+        "role": "user",
+        "parts": [
+            {"text": "plain"},
+            {
+                "function_response": {
+                    "name": "f",
+                    "response": {"bad": {"full": 1}, "good": {"full": 1}},
+                }
+            },
+        ],
+    }
+    assert fields["custom_metadata"] == {"bad": {"full": 1}, "text": "kept"}
+    confirmation = fields["actions"]["requested_tool_confirmations"]["call"]
+    assert confirmation == ToolConfirmation(hint="h").model_dump(exclude_none=True)
     assert "error_code" not in fields
 
 
@@ -322,9 +375,10 @@ def test_event_of_a_subclass_is_stored_as_an_event() -> None:
     class Special(Event):
         special: str = "secret 7Qx"
 
-    plaintext = events.encode(Special(author="agent"))
-    assert b"7Qx" not in plaintext
-    assert type(events.decode(plaintext, 1, 0)) is Event
+    for metadata in (None, {"a": object()}):
+        plaintext = events.encode(Special(author="agent", custom_metadata=metadata))
+        assert b"7Qx" not in plaintext
+        assert type(events.decode(plaintext, 1, 0)) is Event
 
 
 def at_depth(frames: int, call: Callable[[], Any]) -> Any:
@@ -446,17 +500,17 @@ def test_bytes_in_an_item_become_base64() -> None:
     assert stored == {"value": ["_wA=", "\ud800"]}
 
 
-UNREADABLE_ITEMS: dict[str, Any] = {
-    "too deep": _nested(200),
-    "deeper than the stack": _nested(50_000),
-    "too many digits": 10**4300,
-    "no JSON": object(),
+UNREADABLE_ITEMS: dict[str, tuple[Any, str]] = {
+    "too deep": (_nested(200), r"^item\['value'\]\[0\].*depth"),
+    "deeper than the stack": (_nested(50_000), r"^item\['value'\]\[0\].*depth"),
+    "too many digits": (10**4300, r"^item\['value'\]: an integer"),
+    "no JSON": (object(), "^an item holds a value"),
 }
 
 
-@pytest.mark.parametrize("value", UNREADABLE_ITEMS.values(), ids=UNREADABLE_ITEMS)
-def test_item_that_could_not_be_read_back_is_not_encoded(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^an item holds a value|^item\['value'\]"):
+@pytest.mark.parametrize(("value", "text"), UNREADABLE_ITEMS.values(), ids=UNREADABLE_ITEMS)
+def test_item_that_could_not_be_read_back_is_not_encoded(value: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         events.encode_item({"value": value})
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+import pydantic
 import pytest
 
 from adk_secure_sessions import DecryptionError, Reason
@@ -117,6 +118,14 @@ class Broken:
         raise ValueError("secret 7Qx")
 
 
+class Failing(pydantic.BaseModel):
+    n: int
+
+    @pydantic.model_serializer
+    def fail(self) -> Any:
+        raise ValueError("secret 7Qx")
+
+
 def converted(values: dict[Any, Any], levels: int = 200, mode: str = "utf8") -> Any:
     return to_values(values, levels=levels, bytes_mode=mode)
 
@@ -166,11 +175,13 @@ def test_keys_become_text_and_the_last_of_equal_keys_is_kept() -> None:
     assert found == {"k": {"1": "text", "None": 2, "1.5": 3, "2024-01-02": 4}}
     assert not is_lossy
     assert converted({"k": {(1, 2): 3}})[0]["k"] in ({"1,2": 3}, {"(1, 2)": 3})
+    assert converted({"k": {True: 1, Unserializable(): 2}})[0]["k"] == {"true": 1, "its text": 2}
 
 
 def test_values_without_a_json_form_become_text() -> None:
     assert converted({"a": Unserializable(), "b": 1}) == ({"a": "its text", "b": 1}, True)
     assert converted({"a": Broken()}) == ({"a": "<Unserializable Broken object>"}, True)
+    assert converted({"a": Failing(n=1)}) == ({"a": "n=1"}, True)
     assert converted({"a": 10**4300})[1]
     assert converted({"a": 10**4300})[0]["a"] == "1" + "0" * 4300
     assert converted({"a": -(10**4300)})[0]["a"] == "-1" + "0" * 4300

@@ -159,15 +159,14 @@ def _rejected(values: JsonObject) -> list[str]:
 def _fields(event: Event) -> JsonObject:
     """Return the fields of *event* that google-adk stores.  Their values may have any type."""
     fields = _dumped(event)
-    actions = fields.get("actions")
     for name in ("state_delta", "agent_state"):
         # `_dumped` omits all fields that are None.  google-adk also omits them, with one exception:
         # if the value of `state_delta` or `agent_state` cannot be converted to JSON, google-adk
         # keeps the None fields of the models inside that value.  In this case, use the original
         # value, which still contains these models with all their fields.
         value = getattr(event.actions, name, None)
-        if isinstance(actions, dict) and name in actions and not _has_json_form(value):
-            actions[name] = value
+        if not _has_json_form(value):
+            fields["actions"][name] = value
     return fields
 
 
@@ -176,7 +175,7 @@ def _dumped(model: BaseModel) -> JsonObject:
     try:
         dumped: JsonObject = serializer.to_python(model, exclude_none=True, warnings=False)
         return dumped
-    except Exception:  # a value is circular, or a field's serializer rejects it
+    except Exception:  # the serializer of a value failed
         return {name: _dumped_value(value) for name, value in model if value is not None}
 
 
