@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+import pydantic
 import pytest
 from google.adk.events import Event
 from google.genai import types
@@ -279,6 +280,88 @@ def test_field_that_is_parsed_differently_gets_the_public_call(
 
     monkeypatch.setattr(event_parser, "SchemaValidator", validator)
     assert is_slow(EventParser())
+
+
+def fields_in(
+    schema: Any, value: Any, definitions: dict[str, Any], model: type | None = None
+) -> Iterator[tuple[type, str]]:
+    """Yield the fields of models that *value*, JSON of *schema*, holds: the model and the name."""
+    match schema["type"]:
+        case "definitions":
+            for one in schema["definitions"]:
+                definitions[one["ref"]] = one
+            yield from fields_in(schema["schema"], value, definitions)
+        case "definition-ref":
+            yield from fields_in(definitions[schema["schema_ref"]], value, definitions)
+        case "model":
+            yield from fields_in(schema["schema"], value, definitions, schema["cls"])
+        case "model-fields":
+            for name in value if isinstance(value, dict) else ():
+                if field := schema["fields"].get(name):
+                    assert model is not None
+                    yield model, name
+                    yield from fields_in(field["schema"], value[name], definitions)
+        case "list" | "set" | "dict":
+            of_item = schema.get("items_schema") or schema.get("values_schema")
+            items = value.values() if isinstance(value, dict) else value
+            for item in items if of_item and isinstance(value, dict | list) else ():
+                yield from fields_in(of_item, item, definitions)
+        case "union":
+            for choice in schema["choices"]:
+                yield from fields_in(choice, value, definitions)
+        case _ if "schema" in schema:
+            yield from fields_in(schema["schema"], value, definitions, model)
+
+
+def test_samples_of_the_comparison_hold_every_field_of_every_model() -> None:
+    schema = Event.__pydantic_core_schema__
+    every = set()
+    for one in models(schema):
+        inner = one["schema"]
+        while "fields" not in inner:
+            inner = inner["schema"]
+        every |= {(one["cls"], name) for name in inner["fields"]}
+    held = {
+        field for sample in event_parser._samples(schema) for field in fields_in(schema, sample, {})
+    }
+    assert held == every
+    assert len(every) > 200
+
+
+@pytest.mark.parametrize("accepted", [b'{"author": 1}', b'{"author": "a", "message": "m"}'])
+def test_parser_that_accepts_what_it_must_leave_to_the_public_call_is_not_used(
+    accepted: bytes,
+) -> None:
+    fast = EventParser()._fast
+    assert fast is not None
+
+    def lax(data: bytes) -> Event:
+        return Event(author="anybody") if data == accepted else fast(data)
+
+    samples = [json.loads(PLAIN)]
+    assert event_parser._is_equal(fast, samples)
+    assert not event_parser._is_equal(lax, samples)
+
+
+def test_events_are_the_same_only_if_all_their_types_and_set_fields_are() -> None:
+    class Open(pydantic.BaseModel, extra="allow"):
+        value: int | None = None
+        _private: int = 1
+
+    def made(**values: Any) -> Open:
+        return Open.model_validate(values)
+
+    assert same(made(value=1), made(value=1))
+    assert not same(made(value=1), made(value=2))
+    assert not same(made(), made(value=None)), "a field that was set"
+    assert same(made(more=1), made(more=1))
+    assert not same(made(more=1), made(more=True))
+    assert not same(made(more=[1, 2]), made(more=[1, 2.0]))
+    changed = made()
+    changed._private = True
+    assert not same(made(), changed)
+    assert not same({"a": 1, "b": 2}, {"b": 2, "a": 1}), "the order of keys"
+    assert not same([1], [1, 1])
 
 
 def test_parser_that_accepts_anything_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
