@@ -312,7 +312,7 @@ async def test_nothing_is_imported_after_a_tombstone(
 
 
 async def test_nothing_of_an_erased_user_is_imported(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Store, db: Database, kind: Kind
 ) -> None:
     await imported(store, of=history(2))
     await store.import_state(APP, USER, b'{"k":1}')
@@ -328,7 +328,9 @@ async def test_nothing_of_an_erased_user_is_imported(
     assert await imported(store, user_id="never copied") is ImportResult.DELETED
     assert await imported(store, "new", user_id="other") is ImportResult.CREATED
     assert await is_clean(db)
-    assert (await vacuum(db)).cleared
+    done = await vacuum(db)
+    # The tests' MariaDB server stores all tables in one file, which cannot be rewritten.
+    assert done.cleared or kind.server == "mariadb", done.obstacles
 
 
 async def test_separated_copy_has_no_imports(
@@ -371,7 +373,9 @@ async def test_table_is_not_created_if_the_application_forbids_it(
     db: Database, kind: Kind, url: URL
 ) -> None:
     store = Store(db.unit, create_tables=False)
-    with pytest.raises(ConfigurationError, match=r"docs/sql/sqlite-migration\.sql"):
+    names = {"mariadb": "mysql"}
+    name = names.get(url.get_backend_name(), url.get_backend_name())
+    with pytest.raises(ConfigurationError, match=rf"docs/sql/{name}-migration\.sql"):
         await imported(store)
     assert not await store.has_imports()
     with pytest.raises(ConfigurationError, match="create_tables is False"):

@@ -77,10 +77,12 @@ async def test_no_method_of_adks_base_class_is_inherited(service: BaseSessionSer
 
 @only_ours("about our class")
 async def test_methods_take_the_arguments_that_adks_take(service: BaseSessionService) -> None:
+    # Tests of the cache of events have subclasses of their own.
+    ours = next(one for one in type(service).__mro__ if not one.__module__.startswith("tests"))
     for name, method in inspect.getmembers(BaseSessionService, inspect.isfunction):
         if not name.startswith("_"):
             expected = inspect.signature(method).parameters
-            found = dict(inspect.signature(getattr(type(service), name)).parameters)
+            found = dict(inspect.signature(getattr(ours, name)).parameters)
             # create_session and get_session have one option each that ADK does not have.
             more = {key: found.pop(key) for key in found.keys() - expected.keys()}
             for option in more.values():
