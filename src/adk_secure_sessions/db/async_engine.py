@@ -94,6 +94,9 @@ class AsyncEngineExecutor:
         )
         if owns_engine and not self._is_sqlite:
             sa.event.listen(engine.sync_engine, "handle_error", _discard_read_only)
+        # How often the pool was disposed of.  A connection that was checked out before is closed
+        # after its operation: SQLAlchemy would return it to the former pool, and never close it.
+        self._disposals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         # The driver's connection of each task, except of tasks that still wait for a connection.
         # The value is None if the task is about to return its connection to the pool.
@@ -196,6 +199,7 @@ class AsyncEngineExecutor:
         The transaction is committed only if *commit* is True and *work* raises no error.  If
         *exclusive* is True, other calls with True in the same event loop wait until this one ends.
         """
+        disposals = self._disposals
         async with self._turn(exclusive), self._engine.connect() as connection:
             assert connection.sync_connection is not None
             self._mark_begun(connection.sync_connection.connection.driver_connection)
@@ -215,10 +219,10 @@ class AsyncEngineExecutor:
                     await connection.invalidate()
                 raise
             finally:
-                if self._mark_ended():
-                    # The request to end the query may still be on its way to the server.  If this
-                    # connection returned to the pool, another task could use it, and the request
-                    # would end the query of that task.
+                # The request to end the query may still be on its way to the server.  If this
+                # connection returned to the pool, another task could use it, and the request would
+                # end the query of that task.
+                if self._mark_ended() or disposals != self._disposals:
                     await connection.invalidate()
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
@@ -378,6 +382,7 @@ class AsyncEngineExecutor:
             await self._release_all()
 
     async def _release_all(self) -> None:
+        self._disposals += 1
         await self._engine.dispose()
 
 

@@ -56,6 +56,8 @@ _PLAN_IS_OUTDATED = "0A000"  # SQLSTATE: a table has changed since the statement
 _CLOSE_TIMEOUT = 5.0  # seconds to close a connection, including the cancel request
 # The key, in a connection's `info`, of the statements that were prepared on the connection.
 _PREPARED = "adk_secure_sessions.prepared"
+# The key of the executor's `_disposals` at the time of the connection's checkout.
+_DISPOSALS = "adk_secure_sessions.disposals"
 # Two options of a connection.  If one of them is 0, the application has disabled prepared
 # statements.
 _NO_CACHE = ("statement_cache_size", "prepared_statement_cache_size")
@@ -215,11 +217,14 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         raise meant
 
     def _checkout(self) -> PoolProxiedConnection:
-        return self._engine.sync_engine.raw_connection()
+        disposals = self._disposals  # may increase while SQLAlchemy opens a connection
+        pooled = self._engine.sync_engine.raw_connection()
+        pooled.info[_DISPOSALS] = disposals
+        return pooled
 
     async def _release(self, pooled: PoolProxiedConnection, *, usable: bool) -> None:
         try:
-            if not usable:
+            if not usable or pooled.info[_DISPOSALS] != self._disposals:
                 driver = pooled.driver_connection
                 # Remove the connection from the pool, so that the pool may open another one.
                 pooled.detach()
