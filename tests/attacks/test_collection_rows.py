@@ -26,9 +26,10 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage import opening
+from tests.attacks.world import LONG, PACKED
 from tests.maintenance.support import APP, OLD, event
 
-ITEMS = tuple(encode_item({"n": n}) for n in range(3))
+ITEMS = tuple(encode_item({"n": n, "long": LONG}) for n in range(3))  # long enough to compress
 OTHER_ITEMS = tuple(encode_item({"other": n}) for n in range(3))
 NEW = encode_item({"new": True})
 MISPLACED = (TamperedError, UnknownKeyError)  # the second names a key of another user
@@ -47,9 +48,12 @@ class Victim(NamedTuple):
     older: Path
     fork: Path
     tags: dict[str, bytes]
+    options: dict[str, Any]  # of its services
 
     def service(self, path: Path | None = None) -> EncryptedSessionService:
-        return EncryptedSessionService(f"sqlite:///{path or self.path}", AesGcmBackend(OLD))
+        return EncryptedSessionService(
+            f"sqlite:///{path or self.path}", AesGcmBackend(OLD), **self.options
+        )
 
     def maintained(self) -> Database:
         return Database(f"sqlite:///{self.path}", AesGcmBackend(OLD))
@@ -86,26 +90,32 @@ def copied(path: Path, name: str) -> Path:
     return Path(shutil.copy(path, path.with_name(name)))
 
 
-@pytest.fixture
-async def victim(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+OPTIONS: dict[str, dict[str, Any]] = {"unpacked": {}, "packed": PACKED}
+
+
+@pytest.fixture(params=["unpacked", pytest.param("packed", marks=pytest.mark.soak)])
+async def victim(
+    request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Victim:
     """A copy of files that are built once: that takes longer than an attack."""
-    if not _built:
-        _built.append(await build(tmp_path_factory.mktemp("collections")))
-    first = _built[0]
+    name = request.param
+    if name not in _built:
+        _built[name] = await build(tmp_path_factory.mktemp("collections"), OPTIONS[name])
+    first = _built[name]
     for file in first.path.parent.iterdir():
         shutil.copy(file, tmp_path)
     older, fork = tmp_path / first.older.name, tmp_path / first.fork.name
-    return Victim(tmp_path / first.path.name, older, fork, first.tags)
+    return Victim(tmp_path / first.path.name, older, fork, first.tags, first.options)
 
 
-_built: list[Victim] = []
+_built: dict[str, Victim] = {}
 
 
-async def build(directory: Path) -> Victim:
+async def build(directory: Path, options: dict[str, Any]) -> Victim:
     path = directory / "sessions.db"
 
     def service(path: Path) -> EncryptedSessionService:
-        return EncryptedSessionService(f"sqlite:///{path}", AesGcmBackend(OLD))
+        return EncryptedSessionService(f"sqlite:///{path}", AesGcmBackend(OLD), **options)
 
     async with service(path) as first:
         session = await first.create_session(app_name=APP, user_id="ada", session_id="session")
@@ -129,7 +139,10 @@ async def build(directory: Path) -> Victim:
             await last.collections.append(APP, "bob", "bobs", item)
     copied(path, "whole.db")
     copied(fork, "whole-fork.db")
-    return Victim(path, older, fork, tags)
+    victim = Victim(path, older, fork, tags, options)
+    longest = victim.value("SELECT max(length(event)) FROM secure_events")
+    assert (longest < len(ITEMS[0])) == bool(options), "the items are not packed as they should be"
+    return victim
 
 
 async def assert_rejected(victim: Victim, *names: str) -> None:

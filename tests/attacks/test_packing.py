@@ -6,6 +6,7 @@ with it writes one such record; services with the proper backend meet the record
 """
 
 import sqlite3
+import sys
 import warnings
 import zlib
 from collections import Counter
@@ -27,12 +28,24 @@ from adk_secure_sessions import (
     TamperedError,
 )
 from adk_secure_sessions.formats import flags
-from adk_secure_sessions.formats.records import Cipher
-from adk_secure_sessions.maintenance import Database, verify
+from adk_secure_sessions.formats.records import HEADER_LENGTH, Cipher
+from adk_secure_sessions.maintenance import Database, retire, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from tests.attacks.needles import found_in, needle
+from tests.attacks.support import (
+    HISTORY,
+    SESSION,
+    Impact,
+    OlderCopy,
+    append,
+    append_delta,
+    assert_works,
+    get,
+    list_user,
+    outcome,
+)
 from tests.attacks.support import Database as Attacked
-from tests.attacks.world import ALL_SESSIONS
+from tests.attacks.world import ALL_SESSIONS, LONG, PACKED, VISIT
 
 KEY = bytes(range(32))
 MARK = "secret 7Qx"
@@ -247,6 +260,130 @@ async def test_every_attack_can_meet_packed_records(path: Path) -> None:
         found = Counter(one[0] for one in backend.seen if len(one) > keys_and_links)
         states = 3  # of the app, the user and the session
         assert found == {0x00: 1, flags.ZLIB | flags.PADDED: states + 3}, who
+
+
+# --- what packing could add for an attacker without keys -----------------------------------------
+
+NONCE = 12
+FLAGS_AT = HEADER_LENGTH + NONCE  # AES-GCM encrypts the flags to this byte of a record
+
+
+@pytest.mark.parametrize("seq", [0, 1], ids=["neither", "compressed and padded"])
+async def test_changed_flags_of_an_encrypted_record_are_never_looked_at(
+    path: Path, seq: int
+) -> None:
+    """Authentication fails first: otherwise, errors would tell an attacker what flags do."""
+    db = Attacked(path, "packed")
+    where = f"session_row = :visit AND seq = {seq}"
+    record = db.value(f"SELECT event FROM secure_events WHERE {where}")
+    async with db.service() as service:
+        for difference in (*range(1, 8), 0x80, 0xFF):
+            changed = bytearray(record)
+            changed[FLAGS_AT] ^= difference
+            db.run(f"UPDATE secure_events SET event = :new WHERE {where}", new=bytes(changed))
+            error = await outcome(get(service, db, VISIT))
+            assert isinstance(error, TamperedError)
+            assert error.reason is Reason.AUTHENTICATION
+
+
+@pytest.mark.parametrize("where", ["session", "event"])
+async def test_bomb_that_is_not_authentic_is_not_decompressed(
+    url: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flags.expand, "__defaults__", (2**20,))
+    await write(url, where, bomb)
+    column = "event" if where == "event" else "state"
+    (record,) = _records(url, where)
+    with closing(sqlite3.connect(url.partition(":///")[2])) as connection, connection:
+        connection.execute(
+            f"UPDATE {TABLES[where]} SET {column} = ? WHERE {column} = ?",
+            (record[:-1] + bytes([record[-1] ^ 1]), record),
+        )
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
+        with pytest.raises(TamperedError) as info:
+            await service.get_session(**WHO)
+        assert_names(info.value, where, Reason.AUTHENTICATION)
+
+
+FORKED: dict[str, tuple[str, Impact]] = {
+    "event": ("session_row = :visit AND seq = 4", HISTORY),
+    "session": ("id = :visit", SESSION),
+}
+
+
+@pytest.mark.parametrize("table", FORKED)
+@pytest.mark.parametrize("ours", [{}, PACKED], ids=["ours unpacked", "ours packed"])
+async def test_record_of_a_copy_that_was_packed_otherwise_is_rejected(
+    path: Path, tmp_path: Path, ours: dict[str, Any], table: str
+) -> None:
+    """Two services write the same to two copies of the database, one with the options, one without.
+
+    The content is the same, and so is the event before it.  But the two records are of two
+    histories, which the session row tells apart.
+    """
+    db = Attacked(path, "packed")
+    fork = Attacked(tmp_path / "fork.db", "packed")
+    unpacked: dict[str, Any] = dict.fromkeys(PACKED)
+    for one, options in ((db, ours), (fork, {} if ours else PACKED)):
+        async with one.service(**unpacked | options) as service:
+            session = await service.get_session(**VISIT._asdict())
+            assert session is not None
+            said = event("agent", step=50, long=LONG)
+            said.id = "same"
+            await service.append_event(session, said)
+        with closing(sqlite3.connect(one.path)) as connection:
+            assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+    where, impact = FORKED[table]
+    column = "event" if table == "event" else "state"
+    lengths = [
+        one.value(f"SELECT length({column}) FROM {TABLES[table]} WHERE {where}")
+        for one in ((fork, db) if ours else (db, fork))
+    ]
+    assert lengths[0] > lengths[1] + 500, "the copies are packed alike"
+    OlderCopy(fork.path, db).replay_row(TABLES[table], where)
+    async with db.service() as service:
+        for operation in impact.rejected[:3]:
+            assert isinstance(await outcome(operation(service, db, VISIT)), TamperedError)
+        assert isinstance(await outcome(append(service, db, VISIT)), TamperedError)
+    async with db.maintained() as opened:
+        assert {one.table for one in (await verify(opened)).problems} == {"secure_sessions"}
+
+
+async def test_reader_without_zstandard_changes_and_deletes_nothing_that_it_cannot_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a reader must not take these records for damage: another one can read them."""
+    pytest.importorskip(flags._ZSTD_MODULE)
+    db = Attacked(path, "packed")
+    options: dict[str, Any] = {"compression": "zstd"}
+    new = VISIT._replace(user_id="dave", session_id="zstd")
+    async with db.service(**options) as service:
+        await service.create_session(**new._asdict(), state={"user:a": LONG, "b": LONG})
+        session = await service.get_session(**new._asdict())
+        assert session is not None
+        await append_delta(service, session, {"user:a": f"{LONG}!", "c": LONG})
+        expected = await service.get_session(**new._asdict())
+    before = db.dump()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, flags._ZSTD_MODULE, None)
+        async with db.service() as service:
+            for attempt in (
+                get(service, db, new),
+                list_user(service, db, new),
+                append_delta(service, session, {"d": 1}),
+                append_delta(service, session, {"user:d": 1}),
+            ):
+                error = await outcome(attempt)
+                assert type(error) is DecryptionError, error
+                assert error.reason is Reason.UNKNOWN_FLAGS
+        assert db.dump() == before
+        await assert_works(db, VISIT)
+        async with db.maintained() as opened:
+            assert {one.reason for one in (await verify(opened)).problems} == {Reason.UNKNOWN_FLAGS}
+            await rotate_data(opened)
+            await outcome(retire(opened))
+    async with db.service() as service:
+        assert await service.get_session(**new._asdict()) == expected
 
 
 # --- lengths -------------------------------------------------------------------------------------
