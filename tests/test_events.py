@@ -214,6 +214,27 @@ def test_ordinary_event_is_encoded_and_decoded_fast(event: Event) -> None:
     assert roundtrip(event).content == event.content
 
 
+@pytest.mark.usefixtures("no_slow_way")
+@pytest.mark.parametrize("text", ["text", "\ufb01"])  # its UTF-8 begins as that of U+FFFD
+def test_event_without_null_and_u_fffd_is_serialized_once(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the fields are serialized again")
+
+    monkeypatch.setattr(events, "to_json", fail)
+    assert parsed(events.encode(made(text)))
+
+
+@pytest.mark.usefixtures("no_slow_way")
+@pytest.mark.parametrize("version", ["1.2.3", f"{adk_version}.post10"])
+def test_event_of_another_adk_version_is_decoded_fast(version: str) -> None:
+    event = made("text")
+    _, fields = parsed(events.encode(event))
+    plaintext = bytes([len(version)]) + version.encode() + json.dumps(fields).encode()
+    assert events.decode(plaintext, 1, 0) == event
+
+
 def test_fields_that_are_none_are_not_stored_beside_a_null() -> None:
     _, fields = parsed(events.encode(NULLS))
     assert "error_code" not in fields
