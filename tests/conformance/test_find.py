@@ -6,6 +6,7 @@ from the states and compares them with the stored rows.
 """
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -18,6 +19,7 @@ from google.adk.sessions import Session
 from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import (
@@ -293,6 +295,27 @@ async def test_index_is_filled_while_services_write(
     await assert_kept(arguments)
     assert (await fill_index(db, APP, KEYS)).written == 0
     assert await found(services[0], "ticket", 39) == ["s39"]
+
+
+async def test_session_that_others_change_all_the_time_does_not_end_the_command(
+    opened: Opened, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random, "uniform", lambda low, high: 0)  # no pause after a conflict
+    await create(await opened([]), "s", ticket=1)
+    conflicts = 0
+
+    def change() -> None:
+        nonlocal conflicts
+        conflicts += 1
+        if conflicts <= 50:
+            raise Conflict
+
+    db, faults = with_faults(lambda: Database(**arguments))
+    async with db:
+        faults.data.before(Point.APPLY, change, nth=None)
+        await fill(db)
+    assert conflicts > 50
+    assert await found(await opened(), "ticket", 1) == ["s"]
 
 
 async def test_writes_of_a_service_that_was_not_restarted_are_found_by_verify(

@@ -6,10 +6,12 @@ another client's of the same name.
 """
 
 import asyncio
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
 
+import asyncpg  # type: ignore[import-untyped]
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import URL
@@ -76,6 +78,31 @@ async def test_maintenance_works_behind_a_pooler(url: URL) -> None:
             await maintenance.retire(db)
             assert not (await maintenance.verify(db)).problems
             await maintenance.erase_user(db, "app", "u1")
+
+
+def open_connections() -> set[asyncpg.Connection]:
+    gc.collect()
+    return {
+        one
+        for one in gc.get_objects()
+        if isinstance(one, asyncpg.Connection) and not one.is_closed()
+    }
+
+
+@pytest.mark.parametrize("driver", ["postgresql+asyncpg"], indirect=True)
+async def test_connections_that_are_in_use_when_a_pooler_is_found_are_closed(url: URL) -> None:
+    """Finding it disposes of SQLAlchemy's pool, to which they would return."""
+    backend = AesGcmBackend(KEY)
+    async with EncryptedSessionService(url, backend) as service:
+        await together(*(converse(service, n) for n in range(4)))
+    before = open_connections()
+    for _ in range(4):
+        async with maintenance.Database(url, backend) as db:
+            await together(
+                *(maintenance.status(db) for _ in range(4)),
+                *(maintenance.verify(db) for _ in range(8)),
+            )
+        assert open_connections() <= before
 
 
 @pytest.mark.parametrize("driver", ["postgresql+asyncpg"], indirect=True)

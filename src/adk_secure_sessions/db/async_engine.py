@@ -94,8 +94,9 @@ class AsyncEngineExecutor:
         )
         if owns_engine and not self._is_sqlite:
             sa.event.listen(engine.sync_engine, "handle_error", _discard_read_only)
-        # How often the pool was disposed of.  A connection that was checked out before is closed
-        # after its operation: SQLAlchemy would return it to the former pool, and never close it.
+        # Increases when the pool is disposed of.  A connection that was checked out before is
+        # closed after its operation.  SQLAlchemy would return it to the former pool, and would
+        # never close it.
         self._disposals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         # The driver's connection of each task, except of tasks that still wait for a connection.
@@ -384,6 +385,7 @@ class AsyncEngineExecutor:
     async def _release_all(self) -> None:
         self._disposals += 1
         await self._engine.dispose()
+        self._disposals += 1  # until here, connections were checked out of the former pool
 
 
 async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:

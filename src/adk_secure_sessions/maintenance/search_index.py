@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
 from adk_secure_sessions.formats.states import USER_PREFIX
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
@@ -46,6 +46,9 @@ from adk_secure_sessions.storage import (
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.
 _AT_ONCE = 8
+# How often a row is tried again, alone, that other transactions have changed during all attempts.
+# An application that writes to a session all the time should not end the command.
+_TRIES = 10
 
 
 class IndexFill(NamedTuple):
@@ -227,13 +230,24 @@ class _Filler:
         for start in range(0, len(work), _AT_ONCE):
             some = work[start : start + _AT_ONCE]
             results = await asyncio.gather(*(one() for *_, one in some), return_exceptions=True)
-            for (table, row, _), error in zip(some, results, strict=True):
+            for (table, row, one), error in zip(some, results, strict=True):
+                for _ in range(_TRIES):
+                    if not _is_contended(error):
+                        break
+                    (error,) = await asyncio.gather(one(), return_exceptions=True)
                 if isinstance(error, UNREADABLE):
                     self.problems.add_error(error, table, row)
                     self.bad += 1
                 elif error is not None:
                     raise error
             await self.meter.advance(len(some))
+
+
+def _is_contended(error: BaseException | None) -> bool:
+    """Return whether *error* says that other transactions changed a row during all attempts."""
+    if not isinstance(error, SecureSessionError) or isinstance(error, DatabaseError):
+        return False
+    return error.retryable
 
 
 # --- rows without a session or user ---------------------------------------------------------------
