@@ -123,6 +123,47 @@ def test_event_with_a_value_that_json_cannot_hold_is_parsed_again(
     assert first is not second
 
 
+class Open(BaseModel, extra="allow"):
+    """A model with extra fields and a private attribute."""
+
+    value: Any = None
+    _private: Any = None
+
+
+class WithSlots(BaseModel):
+    __slots__ = ("more",)
+
+
+def restored(value: Any) -> Any:
+    mould = event_copies._mould(value, [])
+    return mould[0](mould)
+
+
+def test_extra_fields_and_private_attributes_are_copied() -> None:
+    model = Open.model_validate({"value": [1], "more": {"a": [{"b": []}]}, "plain": [1]})
+    model._private = {"c": [{}]}
+    first, second = restored(model), restored(model)
+    assert same(first, model)
+    assert same(second, model)
+    own = [set(map(id, mutable(one))) for one in (model, first, second)]
+    assert len(set.union(*own)) == sum(map(len, own))
+
+
+@pytest.mark.parametrize("value", [WithSlots(), ([1],), {(1, (2,))}, frozenset({(1,)})])
+def test_value_that_a_copy_could_share_or_lack_has_no_mould(value: Any) -> None:
+    with pytest.raises(event_copies._Unsupported):
+        event_copies._mould(value, [])
+
+
+def test_immutable_values_are_shared() -> None:
+    value = {"tuple": (1, "a", None), "frozen": frozenset({1}), "set": {1}}
+    copy = restored(value)
+    assert copy == value
+    assert copy["set"] is not value["set"]
+    assert copy["tuple"] is value["tuple"]
+    assert copy["frozen"] is value["frozen"]
+
+
 def test_plaintexts_that_were_not_converted_are_parsed() -> None:
     plaintexts = [encode(event) for event in turn(1)]
     for shares in (False, True):

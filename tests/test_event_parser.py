@@ -343,6 +343,33 @@ def test_parser_that_accepts_what_it_must_leave_to_the_public_call_is_not_used(
     assert not event_parser._is_equal(lax, samples)
 
 
+@pytest.mark.parametrize(("rejected", "is_enough"), [(1, True), (2, False)])
+def test_comparison_proves_enough_if_nine_of_ten_samples_are_accepted(
+    rejected: int, is_enough: bool
+) -> None:
+    fast = EventParser()._fast
+    assert fast is not None
+    samples = [json.loads(PLAIN)] * (10 - rejected) + [{"author": 1}] * rejected
+    assert event_parser._is_equal(fast, samples) is is_enough
+
+
+def test_hooks_that_are_left_out_exist_in_the_installed_versions() -> None:
+    """With other names they would stay, and parsing would take longer."""
+
+    def hooks(schema: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(schema, dict):
+            if schema.get("type") == "function-before":
+                hook = schema["function"]["function"]
+                yield hook.__module__, hook.__qualname__
+            for value in schema.values():
+                yield from hooks(value)
+        elif isinstance(schema, list | tuple):
+            for value in schema:
+                yield from hooks(value)
+
+    assert set(hooks(Event.__pydantic_core_schema__)) >= event_parser._IDLE_HOOKS
+
+
 def test_events_are_the_same_only_if_all_their_types_and_set_fields_are() -> None:
     class Open(pydantic.BaseModel, extra="allow"):
         value: int | None = None
