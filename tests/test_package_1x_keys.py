@@ -52,10 +52,14 @@ def keys() -> Package1xKeys:
 
 @pytest.mark.parametrize("stored", VALUES)
 def test_value_is_decrypted_with_the_key_that_fits(keys: Package1xKeys, stored: str) -> None:
-    assert is_envelope(stored[:4])
+    envelope = base64.b64decode(stored)
+    for start in (stored[:4], stored, stored.encode(), envelope[:4], envelope):
+        assert is_envelope(start)
+    assert parse_envelope(stored).is_base64 is True
+    assert parse_envelope(envelope).is_base64 is False
     assert decrypt(keys, stored) == PLAINTEXT
     assert decrypt(keys, stored.encode()) == PLAINTEXT
-    assert decrypt(keys, base64.b64decode(stored)) == PLAINTEXT  # as releases before 1.1 stored it
+    assert decrypt(keys, envelope) == PLAINTEXT  # as releases before 1.1 stored it
 
 
 @pytest.mark.parametrize("stored", VALUES)
@@ -121,6 +125,13 @@ def test_malformed_value_is_rejected(keys: Package1xKeys, stored: object, reason
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("stored", [b"\x01\x01", "AQE=", "AgEAAAAA", b"\x02\x01" + bytes(50)])
+def test_malformed_envelope_is_rejected_before_a_key_is_used(stored: str | bytes) -> None:
+    with pytest.raises(TamperedError) as caught:
+        parse_envelope(stored)
+    assert caught.value.reason is Reason.MALFORMED
+
+
 @pytest.mark.parametrize("bad", [[], [""], [b""], [5], [PASSPHRASE, None]])
 def test_keys_that_cannot_be_used_are_named(bad: list[object]) -> None:
     with pytest.raises(ConfigurationError, match="key"):
@@ -137,6 +148,8 @@ def test_keys_are_not_shown(keys: Package1xKeys) -> None:
     assert "package_1x.py" not in frames
 
 
-@pytest.mark.parametrize("start", ["{", "AQ", "", "AQMA", "gASV", b"\x80\x04", b"\x01\x03", "AQI"])
+@pytest.mark.parametrize(
+    "start", ["{", "AQ", "", "AQMA", "gASV", b"\x80\x04", b"\x01\x03", "AQI", "\ud800"]
+)
 def test_other_values_are_not_taken_for_an_envelope(start: str | bytes) -> None:
     assert not is_envelope(start)
