@@ -6,10 +6,11 @@ import tracemalloc
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from google.adk.events import Event
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from adk_secure_sessions.formats import event_copies, events
 from adk_secure_sessions.formats.event_copies import EventKeeper
@@ -147,6 +148,25 @@ def test_extra_fields_and_private_attributes_are_copied() -> None:
     assert same(second, model)
     own = [set(map(id, mutable(one))) for one in (model, first, second)]
     assert len(set.union(*own)) == sum(map(len, own))
+
+
+class Fresh(BaseModel):
+    """A model whose default is another one each time."""
+
+    value: str = Field(default_factory=lambda: uuid4().hex)
+
+
+class Plain(BaseModel):
+    value: int = 1
+
+
+class LikePlain(BaseModel):
+    value: int = 1
+
+
+def test_models_without_set_fields_share_a_mould_only_if_they_are_equal() -> None:
+    for model in (Fresh(), Fresh(), Plain(), LikePlain(), Plain()):
+        assert same(restored(model), model)
 
 
 @pytest.mark.parametrize("value", [WithSlots(), ([1],), {(1, (2,))}, frozenset({(1,)})])

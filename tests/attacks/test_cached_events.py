@@ -60,7 +60,7 @@ OLDER_EVENTS = {
 }
 
 
-@also_on("fernet", "postgresql", "mariadb")
+@also_on("fernet", "postgresql")
 @pytest.mark.parametrize("attack", OLDER_EVENTS)
 @pytest.mark.parametrize("shares", [False, True], ids=["copies", "shared"])
 async def test_older_event_that_was_tampered_with_is_returned_as_written_and_verify_names_it(

@@ -156,7 +156,7 @@ async def test_search_finds_what_is_not_encrypted(tmp_path: Path) -> None:
 # --- servers -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["postgresql", "mariadb"])
+@pytest.fixture(params=["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)])
 def logging_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that logs every statement and its parameters."""
     if request.param == "postgresql":

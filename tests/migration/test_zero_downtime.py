@@ -18,7 +18,7 @@ from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, erase_user, verify
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService, compare, migrate
 from adk_secure_sessions.service import StaleSessionError
-from tests.drivers import each_driver, server, url  # noqa: F401 - fixtures
+from tests.drivers import each_driver, on_drivers, server, url  # noqa: F401 - fixtures
 from tests.migration.lookups import APP, said
 
 # The source and the target are the same database, as for most applications.
@@ -204,6 +204,7 @@ async def working(told: Acknowledged, tasks: list["asyncio.Task[None]"], steps: 
         await asyncio.sleep(0.01)
 
 
+@on_drivers("sqlite", soak=["asyncpg", "asyncmy", "psycopg"])
 async def test_nothing_is_lost_while_sessions_move(
     place: Place, acknowledged: Acknowledged, services: list[PlaintextFallbackService]
 ) -> None:

@@ -1,9 +1,5 @@
 """The tests of each module, in stages: files that run fast first, and slower ones after them."""
 
-_SERVICE = {
-    name: ["tests/key_services/test_every_service.py", "-k", name]
-    for name in ("aws", "gcp", "pkcs11", "vault")
-}
 _VECTORS = ["tests/test_known_answers.py", "tests/test_vectors.py"]
 
 PLAN: dict[str, list[list[str]]] = {
@@ -40,10 +36,4 @@ PLAN: dict[str, list[list[str]]] = {
     "formats/events.py": [["tests/test_events.py"]],
     "formats/event_parser.py": [["tests/test_event_parser.py"]],
     "formats/event_copies.py": [["tests/test_event_copies.py"]],
-    # A mutant starts the servers of its tests anew.
-    "keys/remote.py": [_SERVICE["vault"]],
-    "keys/vault.py": [["tests/key_services/test_vault.py"], _SERVICE["vault"]],
-    "keys/pkcs11.py": [["tests/key_services/test_pkcs11.py"], _SERVICE["pkcs11"]],
-    "keys/gcp.py": [["tests/key_services/test_gcp.py"], _SERVICE["gcp"]],
-    "keys/aws.py": [["tests/key_services/test_aws.py"], _SERVICE["aws"]],
 }

@@ -28,7 +28,7 @@ from tests.conformance.services import KEY
 from tests.conformance.support import create, event, reload, together
 from tests.servers import PgBouncer, PostgreSQL
 
-DRIVERS = ["postgresql+asyncpg", "postgresql+psycopg"]
+DRIVERS = ["postgresql+asyncpg", pytest.param("postgresql+psycopg", marks=pytest.mark.soak)]
 
 
 @pytest.fixture(params=DRIVERS)
@@ -61,11 +61,6 @@ async def test_services_share_the_connections_of_a_pooler(url: URL) -> None:
         await together(*(converse((one, other)[n % 2], n) for n in range(16)))
 
 
-@pytest.mark.parametrize(
-    "driver",
-    ["postgresql+asyncpg", pytest.param("postgresql+psycopg", marks=pytest.mark.soak)],
-    indirect=True,
-)
 async def test_maintenance_works_behind_a_pooler(url: URL) -> None:
     backend = AesGcmBackend(KEY)
     async with EncryptedSessionService(url, backend) as service:
