@@ -223,8 +223,8 @@ class Operation:
     """The measured times, sizes and lookups of one call of a service or one maintenance command.
 
     The values are added up once, when the call ends.  Several threads may append values at the same
-    time.  An append to a list needs no lock, and no method here: calling one took 2 µs of CPU time,
-    as nothing of it is in the processor's caches by then.
+    time, which needs no lock.  They append directly: a method of this class for each value made an
+    append of an event 1 % slower.
 
     Attributes:
         name: The name of the method or the command.
@@ -372,7 +372,7 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
         otel = _instruments()
         operation = Operation(operation_name)
         before = _current.get()
-        _current.set(operation)
+        _current.set(operation)  # as `loops.bound` does, which takes longer
         try:
             with _Span(otel, name, otel.internal, otel.operation_duration, attributes):
                 return await method(*args, **kwargs)
