@@ -367,7 +367,11 @@ def test_hooks_that_are_left_out_exist_in_the_installed_versions() -> None:
             for value in schema:
                 yield from hooks(value)
 
-    assert set(hooks(Event.__pydantic_core_schema__)) >= event_parser._IDLE_HOOKS
+    names = event_parser._IDLE_HOOKS
+    if not hasattr(Event, "_accept_convenience_kwargs"):  # google-adk 1.x
+        names = {name for name in names if name[0] != Event.__module__}
+    assert set(hooks(Event.__pydantic_core_schema__)) >= names
+    assert names
 
 
 def test_events_are_the_same_only_if_all_their_types_and_set_fields_are() -> None:
