@@ -1,12 +1,29 @@
 """Timeouts and retries of key services, and the addresses they may have."""
 
 import asyncio
+import inspect
+import logging
+import threading
 import time
 
 import pytest
 
-from adk_secure_sessions import ConfigurationError, KeyServiceError, TamperedError
-from adk_secure_sessions.keys.remote import RemoteKey, check_transport
+from adk_secure_sessions import (
+    AwsKmsKey,
+    ConfigurationError,
+    GcpKmsKey,
+    KeyServiceError,
+    Pkcs11Key,
+    TamperedError,
+    VaultKey,
+)
+from adk_secure_sessions.keys.remote import (
+    RemoteKey,
+    check_transport,
+    in_thread,
+    is_plain_http,
+    require,
+)
 
 
 class Failing(RemoteKey):
@@ -15,8 +32,15 @@ class Failing(RemoteKey):
     pause = 0.001
     _kind = b"?"
 
-    def __init__(self, failures: int, *, attempts: int = 3, retryable: bool = True) -> None:
-        super().__init__("failing", timeout=0.05, attempts=attempts)
+    def __init__(
+        self,
+        failures: int,
+        *address: object,
+        attempts: int = 3,
+        retryable: bool = True,
+        key_id: str = "failing",
+    ) -> None:
+        super().__init__(key_id, *address, timeout=0.05, attempts=attempts)
         self.failures = failures
         self.hangs = False
         self.retryable = retryable
@@ -45,6 +69,30 @@ async def test_service_is_called_again_after_growing_pauses() -> None:
     # Pauses of 0.1, 0.2 and again 0.2, each less up to a half.
     assert 0.25 <= time.perf_counter() - began < 0.25 * 2 + 0.5
     assert key.asked == 4
+
+
+async def test_pauses_are_random_and_have_the_documented_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    monkeypatch.setattr(Failing, "pause", RemoteKey.pause)
+    for _ in range(200):
+        assert await Failing(5, attempts=6).wrap(b"key", b"") == b"?key"
+    for number, limit in enumerate([0.25, 0.5, 1, 2, 2]):
+        found = pauses[number::5]
+        assert limit * 0.5 <= min(found) < limit * 0.55
+        assert limit * 0.95 < max(found) <= limit
+
+
+@pytest.mark.parametrize("kind", [AwsKmsKey, GcpKmsKey, Pkcs11Key, VaultKey])
+def test_default_is_three_attempts_of_five_seconds(kind: type[RemoteKey]) -> None:
+    parameters = inspect.signature(kind).parameters
+    assert (parameters["timeout"].default, parameters["attempts"].default) == (5.0, 3)
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
@@ -117,3 +165,89 @@ def test_address_that_keeps_keys_private_is_accepted(url: str) -> None:
 def test_address_that_does_not_is_rejected(url: str) -> None:
     with pytest.raises(ConfigurationError):
         check_transport(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_plain"),
+    [("http://127.0.0.1:8200", True), ("https://kms.example/http://", False), ("kms", True)],
+)
+def test_plain_http_is_what_has_no_tls(url: str, is_plain: bool) -> None:
+    assert is_plain_http(url) is is_plain
+
+
+def test_objects_are_equal_if_they_name_the_same_key_of_the_same_service() -> None:
+    key = Failing(0, "address", key_id="a")
+    assert key == Failing(9, "address", key_id="a", attempts=1)
+    assert hash(key) == hash(Failing(9, "another", key_id="a"))
+    for other in (
+        Failing(0, "address", key_id="b"),
+        Failing(0, "another", key_id="a"),
+        Failing(0, key_id="a"),
+        Slow(0, "address", key_id="a"),
+        "a",
+    ):
+        assert key != other
+
+
+def test_key_id_is_checked() -> None:
+    with pytest.raises(ConfigurationError, match="255"):
+        Failing(0, key_id="x" * 256)
+
+
+# --- logs of other libraries ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "library",
+    ["botocore", "google", "grpc", "hpack", "httpcore", "httpx", "pkcs11", "requests", "urllib3"],
+)
+async def test_debug_log_of_a_library_is_discarded_in_our_calls_only(
+    library: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loggers = [logging.getLogger(name) for name in (library, f"{library}.part.of_it")]
+    for logger in loggers:
+        caplog.set_level(logging.DEBUG, logger.name)
+
+    class Logging(Failing):
+        async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
+            for logger in loggers:
+                logger.debug("within a call")
+                logger.info("within a call")
+            logging.getLogger(f"{library}2").warning("another library")
+            logging.getLogger("tests").debug("another library")
+            return plaintext
+
+    caplog.set_level(logging.DEBUG, "tests")
+    for _ in range(2):
+        await Logging(0).wrap(b"key", b"")
+        for logger in loggers:
+            logger.debug("outside")
+    expected = [
+        *((logger.name, logging.INFO) for logger in loggers),
+        (f"{library}2", logging.WARNING),
+        ("tests", logging.DEBUG),
+        *((logger.name, logging.DEBUG) for logger in loggers),
+    ]
+    assert [(record.name, record.levelno) for record in caplog.records] == expected * 2
+    debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert set(debug) == {"outside", "another library"}
+
+
+# --- threads and libraries -----------------------------------------------------------------------
+
+
+async def test_blocking_call_runs_in_a_thread() -> None:
+    assert await in_thread(lambda: threading.current_thread().name.encode()) != b"MainThread"
+
+
+async def test_error_of_a_blocking_call_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: bytes(1 // 0))
+
+
+def test_first_of_several_missing_modules_is_named_with_its_user() -> None:
+    require("vault", "json")
+    with pytest.raises(ConfigurationError, match=r"^this key needs no_module_a: pip install "):
+        require("vault", "json", "no_module_a", "no_module_b")
+    with pytest.raises(ConfigurationError, match=r"^that store needs no_module_a: pip install "):
+        require("vault", "no_module_a", "json", user="that store")

@@ -17,7 +17,7 @@ from functools import cache, lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from time import perf_counter
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.metrics import Counter, Histogram
     from opentelemetry.metrics import _Gauge as Gauge  # the API has no other name for it
-    from opentelemetry.trace import SpanKind, Tracer
+    from opentelemetry.trace import Span, SpanKind, Tracer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -298,62 +298,56 @@ _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", defaul
 current_operation: Callable[[], Operation | None] = _current.get
 
 
-class _Span:
-    """A context manager that records a span and a duration for its block.
+# A span and, if it is recorded, the token that ends its part as parent of other spans.
+_Span = tuple["Span", "Token[Context] | None"]
 
-    Spans that begin in the block become children of this span.
+
+def _begin(otel: _Instruments, name: str, kind: "SpanKind", attributes: dict[str, str]) -> _Span:
+    """Start a span, which becomes the parent of the spans that start before `_end`.
 
     Args:
-        otel: The tracer and the instruments.
+        otel: The tracer.
         name: The name of the span.
-        kind: The kind of the span: client if the block sends a request to another service,
-            otherwise internal.
-        duration: The histogram that receives the duration.
-        attributes: The attributes of both the span and the duration.
+        kind: The kind of the span: client if it covers a request to another service, otherwise
+            internal.
+        attributes: The attributes of the span.
     """
+    span = otel.tracer.start_span(name, kind=kind, attributes=attributes)
+    if not span.is_recording():
+        return span, None  # without a tracer provider, no span needs to find its parent
+    return span, otel.context.attach(otel.trace.set_span_in_context(span))
 
-    __slots__ = ("_attributes", "_began", "_duration", "_otel", "_span", "_token")
 
-    def __init__(
-        self,
-        otel: _Instruments,
-        name: str,
-        kind: "SpanKind",
-        duration: "Histogram",
-        attributes: dict[str, str],
-    ) -> None:
-        self._otel = otel
-        self._duration = duration
-        self._attributes = attributes
-        self._span = otel.tracer.start_span(name, kind=kind, attributes=attributes)
-        # Without a tracer provider, no span needs to find its parent.
-        self._token: Token[Context] | None = None
-        if self._span.is_recording():
-            self._token = otel.context.attach(otel.trace.set_span_in_context(self._span))
-        self._began = perf_counter()
+def _end(
+    otel: _Instruments,
+    begun: _Span,
+    duration: "Histogram",
+    seconds: float,
+    attributes: dict[str, str],
+    failed: type[BaseException] | None,
+) -> None:
+    """Record the duration of what the span *begun* covers, and end the span.
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        seconds = perf_counter() - self._began
-        attributes = self._attributes
-        if error is not None:
-            attributes = {**attributes, ERROR: _error_names(type(error).__qualname__)}
-        self._duration.record(seconds, attributes)
-        if self._token is not None:
-            self._otel.context.detach(self._token)
-            if error is not None:
-                # Do not call `record_exception`, which records the text of the error: an error
-                # from other code may contain plaintext.
-                self._span.set_attribute(ERROR, attributes[ERROR])
-                self._span.set_status(self._otel.trace.StatusCode.ERROR)
-        self._span.end()
+    Args:
+        otel: The context of spans.
+        begun: What `_begin` returned.
+        duration: The histogram that receives the duration.
+        seconds: The duration.
+        attributes: The attributes of the duration.
+        failed: The class of the error that was raised; None if none was.
+    """
+    span, token = begun
+    if failed is not None:
+        attributes = {**attributes, ERROR: _error_names(failed.__qualname__)}
+    duration.record(seconds, attributes)
+    if token is not None:
+        otel.context.detach(token)
+        if failed is not None:
+            # Do not call `record_exception`, which records the text of the error: an error from
+            # other code may contain plaintext.
+            span.set_attribute(ERROR, attributes[ERROR])
+            span.set_status(otel.trace.StatusCode.ERROR)
+    span.end()
 
 
 def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -373,10 +367,17 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
         operation = Operation(operation_name)
         before = _current.get()
         _current.set(operation)  # as `loops.bound` does, which takes longer
+        failed = None
+        span = _begin(otel, name, otel.internal, attributes)
+        began = perf_counter()
         try:
-            with _Span(otel, name, otel.internal, otel.operation_duration, attributes):
-                return await method(*args, **kwargs)
+            return await method(*args, **kwargs)
+        except BaseException as error:
+            failed = type(error)
+            raise
         finally:
+            seconds = perf_counter() - began
+            _end(otel, span, otel.operation_duration, seconds, attributes, failed)
             _current.set(before)
             operation.record(otel)
 
@@ -395,9 +396,17 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
         return await call()
     otel, provider = _instruments(), _provider_names(provider)
     attributes = {PROVIDER: provider, OPERATION: operation}
-    name = f"{provider}.{operation}"
-    with _Span(otel, name, otel.client, otel.key_service_duration, attributes):
+    failed = None
+    span = _begin(otel, f"{provider}.{operation}", otel.client, attributes)
+    began = perf_counter()
+    try:
         return await call()
+    except BaseException as error:
+        failed = type(error)
+        raise
+    finally:
+        seconds = perf_counter() - began
+        _end(otel, span, otel.key_service_duration, seconds, attributes, failed)
 
 
 def count_rejected(error: DecryptionError) -> None:

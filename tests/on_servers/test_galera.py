@@ -19,6 +19,7 @@ from adk_secure_sessions import (
     AesGcmBackend,
     DatabaseError,
     EncryptedSessionService,
+    SecureSessionError,
     TamperedError,
 )
 from adk_secure_sessions.db.connect import executors_for
@@ -112,7 +113,8 @@ def changing(delta: dict[str, object]) -> Event:
 def write_much(say: Say, url: str, process: int, seconds: float) -> None:
     """Create users and sessions and append events; say what was acknowledged.
 
-    After an error that leaves open what was stored, say which event it was.
+    After an error that leaves open what was stored, say which event it was.  A `SecureSessionError`
+    that is not a `DatabaseError` means that nothing was stored: all attempts met conflicts.
     """
 
     async def converse(service: EncryptedSessionService, task: int, end: float) -> None:
@@ -139,7 +141,7 @@ def write_much(say: Say, url: str, process: int, seconds: float) -> None:
                         raise
                     say(("unknown", user, session.id, event.id))
                     session = None
-            except DatabaseError as error:  # the node of this process does not run
+            except SecureSessionError as error:  # conflicts, or the node of this process is down
                 if not error.retryable:
                     raise
                 session = None

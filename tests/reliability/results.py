@@ -48,6 +48,7 @@ _DRIVERS = {
     "postgresql+asyncpg": "postgresql",
     "postgresql+psycopg": "postgresql, psycopg",
     "mariadb+asyncmy": "mariadb",
+    "mysql+asyncmy": "mariadb",
 }
 
 
