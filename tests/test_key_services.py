@@ -5,6 +5,7 @@ import inspect
 import logging
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -14,8 +15,10 @@ from adk_secure_sessions import (
     GcpKmsKey,
     KeyServiceError,
     Pkcs11Key,
+    Reason,
     TamperedError,
     VaultKey,
+    telemetry,
 )
 from adk_secure_sessions.keys.remote import (
     RemoteKey,
@@ -95,6 +98,22 @@ def test_default_is_three_attempts_of_five_seconds(kind: type[RemoteKey]) -> Non
     assert (parameters["timeout"].default, parameters["attempts"].default) == (5.0, 3)
 
 
+async def test_each_call_is_measured_with_its_class_and_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tests/test_telemetry.py reads what is recorded then."""
+    measured = []
+
+    async def note(provider: str, operation: str, call: Callable[[], Awaitable[bytes]]) -> bytes:
+        measured.append((provider, operation))
+        return await call()
+
+    monkeypatch.setattr(telemetry, "key_service_call", note)
+    key = Failing(1)
+    await key.unwrap(await key.wrap(b"key", b""), b"")
+    assert measured == [("Failing", "wrap"), ("Failing", "wrap"), ("Failing", "unwrap")]
+
+
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 async def test_attempts_are_bounded(attempts: int) -> None:
     key = Failing(9, attempts=attempts)
@@ -145,8 +164,9 @@ async def test_timeout_of_the_caller_stays_a_timeout() -> None:
 
 async def test_key_wrapped_by_another_kind_is_rejected_without_a_call() -> None:
     key = Failing(0)
-    with pytest.raises(TamperedError):
+    with pytest.raises(TamperedError) as info:
         await key.unwrap(b"!key", b"")
+    assert info.value.reason is Reason.MALFORMED
     assert key.asked == 0
 
 
@@ -163,8 +183,10 @@ def test_address_that_keeps_keys_private_is_accepted(url: str) -> None:
      "http://127.0.0.1@kms.example", "https://"],
 )  # fmt: skip
 def test_address_that_does_not_is_rejected(url: str) -> None:
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match=r"^the address of a key service begins"):
         check_transport(url)
+    with pytest.raises(ConfigurationError, match=r"^the address of that store begins"):
+        check_transport(url, "that store")
 
 
 @pytest.mark.parametrize(

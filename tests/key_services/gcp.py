@@ -34,6 +34,7 @@ class CloudKms:
         self.requests: list[Any] = []
         self.failures: list[str] = []  # names of status codes, for the next calls
         self.delay = 0.0  # seconds, before each answer
+        self.mismatch = "the crc32c does not match"  # the text about a wrong checksum
         # What happens to requests and answers on the way.
         self.change_request: Callable[[Any], None] = lambda request: None
         self.change: Callable[[Any], None] = lambda response: None
@@ -104,7 +105,7 @@ class CloudKms:
         sealed, associated = asked.ciphertext, asked.additional_authenticated_data
         given = asked.ciphertext_crc32c, asked.additional_authenticated_data_crc32c
         if given != (google_crc32c.value(sealed), google_crc32c.value(associated)):
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the crc32c does not match")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.mismatch)
         try:
             plaintext = key.decrypt(sealed[:12], sealed[12:], associated)
         except (InvalidTag, ValueError):

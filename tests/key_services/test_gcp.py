@@ -5,12 +5,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import google.auth
 import pytest
+from google.auth.exceptions import TransportError
 
 from adk_secure_sessions import (
     ConfigurationError,
     GcpKmsKey,
     KeyServiceError,
+    Reason,
     TamperedError,
     key_provider,
 )
@@ -95,6 +98,8 @@ async def test_request_that_is_corrupted_on_the_way_is_noticed_by_its_checksum(
         setattr(request, field, b"x" + getattr(request, field)[1:])
 
     cloud_kms.change_request = corrupt
+    if field == "ciphertext":
+        cloud_kms.mismatch = "The Checksum was not verified"
     with pytest.raises(KeyServiceError, match="corrupted in transit") as info:
         await getattr(key, operation)(value, CONTEXT)
     assert info.value.retryable
@@ -113,6 +118,9 @@ CODES = {
     "INTERNAL": ("cannot answer now", True),
     "ABORTED": ("cannot answer now", True),
     "DEADLINE_EXCEEDED": ("cannot answer now", True),
+    "CANCELLED": ("cannot answer now", True),
+    "UNKNOWN": ("cannot answer now", True),
+    "OUT_OF_RANGE": ("Cloud KMS rejects the call", False),
 }
 
 
@@ -149,6 +157,47 @@ async def test_missing_credentials_are_named(
     assert not error.retryable
 
 
+async def test_default_credentials_are_asked_for_with_the_scope_of_cloud_kms(
+    cloud_kms: CloudKms, key: GcpKmsKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    find = google.auth.default
+
+    def note(**options: Any) -> Any:
+        asked.append(options)
+        return find(**options)
+
+    monkeypatch.setattr(google.auth, "default", note)
+    await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT)
+    (options,) = asked
+    assert options["scopes"] == ("https://www.googleapis.com/auth/cloudkms",)
+    assert options["request"].session.adapters["http://"] is not None
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_error_of_the_credentials_is_retryable_if_google_says_so(
+    cloud_kms: CloudKms, key: GcpKmsKey, monkeypatch: pytest.MonkeyPatch, retryable: bool
+) -> None:
+    tried = []
+
+    def fail(**_options: Any) -> None:
+        tried.append(1)
+        raise TransportError("needle", retryable=retryable)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(google.auth, "default", fail)
+    error = await failure(key)
+    assert "(TransportError)" in str(error)
+    assert error.retryable is retryable
+    assert len(tried) == (3 if retryable else 1)
+
+
+def test_keys_of_two_endpoints_differ() -> None:
+    keys = [GcpKmsKey(f"{RING}/a", endpoint=endpoint) for endpoint in ("one", "one", "two", None)]
+    assert keys[0] == keys[1]
+    assert keys[2] not in keys[:2]
+    assert keys[3] not in keys[:3]
+
+
 async def test_credentials_may_be_given(
     cloud_kms: CloudKms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,8 +213,9 @@ async def test_credentials_may_be_given(
 async def test_shortened_wrap_is_rejected_without_a_call(
     cloud_kms: CloudKms, key: GcpKmsKey
 ) -> None:
-    with pytest.raises(TamperedError):
+    with pytest.raises(TamperedError) as info:
         await key.unwrap(b"\x04", CONTEXT)
+    assert info.value.reason is Reason.MALFORMED
     assert cloud_kms.operations == []
 
 

@@ -17,6 +17,8 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     KeyServiceError,
     Pkcs11Key,
+    Reason,
+    TamperedError,
     key_provider,
 )
 from tests.key_services.softhsm import PIN, SoftHsm
@@ -84,6 +86,15 @@ async def test_spec_names_a_key(softhsm: SoftHsm) -> None:
     assert named("a", key_id="the old token").key_id == "the old token"
 
 
+async def test_label_may_contain_slashes(softhsm: SoftHsm) -> None:
+    softhsm.new_key("a/b")
+    assert await named("a/b").wrap(MASTER, CONTEXT)
+
+
+def test_keys_of_two_modules_differ(softhsm: SoftHsm) -> None:
+    assert named("a") == named("a", module=softhsm.module) != named("a", module="/another.so")
+
+
 @pytest.mark.parametrize("name", ["", "clinic", "clinic/", "/a"])
 def test_invalid_name_is_rejected(softhsm: SoftHsm, name: str) -> None:
     with pytest.raises(ConfigurationError, match="TOKEN/LABEL"):
@@ -105,8 +116,12 @@ async def test_pin_may_be_in_a_private_file(
     file = tmp_path / "pin"
     file.write_text(f"{PIN}\n")
     file.chmod(0o600)
+    monkeypatch.setenv("PKCS11_PIN_FILE", str(tmp_path / "missing"))
+    await named("a").wrap(MASTER, CONTEXT)  # the variable with the PIN comes first
+    monkeypatch.setenv("PKCS11_PIN", "wrong")
     await named("a", pin_file=file).wrap(MASTER, CONTEXT)
     monkeypatch.delenv("PKCS11_PIN")
+    await named("a", pin_file=file).wrap(MASTER, CONTEXT)
     monkeypatch.setenv("PKCS11_PIN_FILE", str(file))
     await named("a").wrap(MASTER, CONTEXT)
     file.write_bytes(b"needle\xff")
@@ -167,11 +182,105 @@ async def test_wrong_pin_is_tried_once_only(
 
 
 async def test_login_by_other_code_of_the_process_does_not_matter(
-    softhsm: SoftHsm, key: Pkcs11Key
+    softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with softhsm.token.open(user_pin=PIN):
+    monkeypatch.setattr("adk_secure_sessions.keys.pkcs11._modules", {})  # as in a new process
+    key = named("a")
+    with softhsm.token.open(user_pin=PIN) as session:
         wrapped = await key.wrap(MASTER, CONTEXT)
+        assert session.get_key(label="b")  # the session of the other code is still open
     assert await key.unwrap(wrapped, CONTEXT) == MASTER
+
+
+# --- errors of the module ------------------------------------------------------------------------
+
+ADVICE = {
+    "MechanismInvalid": "use a module with CKM_AES_GCM",
+    "MechanismParamInvalid": "accepts nonces",
+    "MultipleTokensReturned": "give each a different label",
+    "NoSuchToken": "check the label",
+    "PinExpired": "set a new PIN",
+    "PinIncorrect": "correct it",
+    "PinLocked": "have the security officer unlock it",
+    "Unmapped error code 0x68": "has CKA_ENCRYPT and CKA_DECRYPT",
+    "KeyTypeInconsistent": "has CKA_ENCRYPT and CKA_DECRYPT",
+    "UserNotLoggedIn": "has CKA_ENCRYPT and CKA_DECRYPT",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*ADVICE, "DeviceRemoved", "PKCS11Error", "Unmapped error code 0x800000a1"]
+)
+async def test_error_says_what_to_check_and_whether_to_try_again(
+    softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tried = []
+
+    def fail(pin: str) -> None:
+        tried.append(pin)
+        # python-pkcs11 has no classes for some codes, among them all that vendors define.
+        raise getattr(pkcs11.exceptions, name, lambda: pkcs11.PKCS11Error(name))()
+
+    before_each_login(monkeypatch, fail)
+    error = await failure(named("a"))
+    is_temporary = name not in ADVICE
+    assert ADVICE.get(name, "check that it is plugged in and works") in str(error)
+    assert f"({name.removeprefix('Unmapped error code ')})" in str(error)
+    assert error.retryable == is_temporary
+    assert len(tried) == (3 if is_temporary else 1)
+
+
+async def test_rejected_pin_is_not_tried_again_but_other_errors_are(
+    softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [pkcs11.exceptions.NoSuchToken, pkcs11.exceptions.PinLocked]
+    tried = []
+
+    def fail(pin: str) -> None:
+        tried.append(pin)
+        raise errors[len(tried) - 1]
+
+    before_each_login(monkeypatch, fail)
+    key = named("a")
+    for expected in ("no token", "PIN is locked", "PIN is locked"):
+        assert expected in str(await failure(key))
+    assert len(tried) == 2
+
+
+class BrokenKey:
+    """A key in a token that cannot decrypt anything any more."""
+
+    def __init__(self, key: Any) -> None:
+        self._key = key
+
+    def encrypt(self, *arguments: Any, **options: Any) -> Any:
+        return self._key.encrypt(*arguments, **options)
+
+    def decrypt(self, _data: bytes, **_options: Any) -> bytes:
+        raise pkcs11.exceptions.GeneralError
+
+
+async def test_token_that_fails_is_told_from_a_modified_key(
+    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokens report both as a general error."""
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    find = Pkcs11Key._key
+    monkeypatch.setattr(Pkcs11Key, "_key", lambda self, session: BrokenKey(find(self, session)))
+    with pytest.raises(KeyServiceError, match=r"the token failed \(GeneralError\)") as info:
+        await key.unwrap(wrapped, CONTEXT)
+    assert info.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("length", "reason"),
+    [(0, Reason.MALFORMED), (1 + 27, Reason.MALFORMED), (1 + 28, Reason.AUTHENTICATION)],
+)
+async def test_shortened_wrap_is_rejected(key: Pkcs11Key, length: int, reason: Reason) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    with pytest.raises(TamperedError) as info:
+        await key.unwrap(wrapped[:length], CONTEXT)
+    assert info.value.reason is reason
 
 
 # --- unplugged tokens, calls that hang, forks ----------------------------------------------------
@@ -245,6 +354,36 @@ def fork_and_unwrap(say: Callable[[object], None], environment: dict[str, str]) 
     if pid := os.fork():
         _, status = os.waitpid(pid, 0)
         asyncio.run(key.unwrap(wrapped, CONTEXT))  # the parent still works, too
+        say(os.waitstatus_to_exitcode(status))
+    else:
+        opened = asyncio.run(key.unwrap(wrapped, CONTEXT))
+        os._exit(opened != MASTER)
+
+
+def test_forked_process_does_not_wait_for_a_thread_that_it_lacks(softhsm: SoftHsm) -> None:
+    environment = {name: os.environ[name] for name in ("SOFTHSM2_CONF", "PKCS11_MODULE")}
+    assert results((fork_during_a_call, environment)) == [[0]]
+
+
+def fork_during_a_call(say: Callable[[object], None], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    key = Pkcs11Key("clinic/a", pin=PIN, timeout=5.0, attempts=1)
+    wrapped = asyncio.run(key.wrap(MASTER, CONTEXT))
+    free, hangs = threading.Event(), threading.Event()
+
+    def hang(_pin: str) -> None:
+        hangs.set()
+        free.wait(20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_login(patch, hang)
+        thread = threading.Thread(target=lambda: asyncio.run(key.wrap(MASTER, CONTEXT)))
+        thread.start()
+        hangs.wait(20)
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        free.set()
+        thread.join()
         say(os.waitstatus_to_exitcode(status))
     else:
         opened = asyncio.run(key.unwrap(wrapped, CONTEXT))

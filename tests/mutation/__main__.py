@@ -1,32 +1,31 @@
 """Run the tests of a module on each of its mutants: `make mutants`.
 
 How it works.  `PLAN` names the tests of each module.  The process imports everything that these
-tests import from other packages.  For each mutant, it forks: the child imports this package with
-the changed module, and runs the tests until the first one fails.  So nothing is written to the
-source tree, and a mutant takes half a second instead of five.  Slow tests run only on the mutants
-that the fast ones have not noticed.
+tests import from other packages.  For each mutant, it forks: the child runs the tests until the
+first one fails.  It imports a copy of this package, which consists of the changed module and of
+links to all other files, and so do the processes that its tests start.  So nothing is written to
+the source tree, and a mutant takes half a second instead of five.  Slow tests run only on the
+mutants that the fast ones have not noticed.
 
 A mutant that no test notices has *survived*.  `survivors.md` explains each survivor that cannot be
 noticed or need not be; any other one is an error.
 """
 
 import argparse
+import atexit
 import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import pytest
 from hypothesis import Phase, settings
@@ -208,7 +207,12 @@ def _start(name: str, source: str | None, tests: list[str], file: IO[bytes] | No
             os.dup2(null, 1)
             os.dup2(null, 2)
         if source is not None:
-            sys.meta_path.insert(0, _Finder(name, source))
+            copy = _copy(name, source)
+            sys.path.insert(0, copy)
+            os.environ["PYTHONPATH"] = copy  # of the processes that tests start
+            # The byte code beside the links is that of the unchanged package.
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            sys.dont_write_bytecode = True
         status = int(pytest.main([*_PYTEST, *tests]))
         if file is not None:
             names = [one for one in sys.modules if not _NOT_SHARED.match(one)]
@@ -221,28 +225,27 @@ def _start(name: str, source: str | None, tests: list[str], file: IO[bytes] | No
         os._exit(status)
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Imports the module *name* from *source*."""
+_copies = Path(tempfile.mkdtemp())
+atexit.register(shutil.rmtree, _copies)
 
-    def __init__(self, name: str, source: str) -> None:
-        self._name = name
-        self._source = source
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        file = ROOT / "src" / Path(*self._name.split(".")).with_suffix(".py")
-        spec = spec_from_loader(fullname, self, origin=str(file))
-        if spec is not None:
-            spec.has_location = True
-        return spec
+def _copy(name: str, source: str) -> str:
+    """Make a copy of this package in which the module *name* has the text *source*.
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        code = compile(self._source, str(module.__spec__ and module.__spec__.origin), "exec")
-        exec(code, module.__dict__)
+    Return the directory in which the copy is: an entry for `sys.path`.
+    """
+    directory = Path(tempfile.mkdtemp(dir=_copies))
+    original, copy = ROOT / "src", directory
+    for part in name.split("."):
+        for entry in original.iterdir() if copy != directory else ():
+            (copy / entry.name).symlink_to(entry)
+        original, copy = original / part, copy / part
+        copy.unlink(missing_ok=True)
+        if original.is_dir():
+            copy.mkdir()
+    copy.with_suffix(".py").unlink()
+    copy.with_suffix(".py").write_text(source)
+    return str(directory)
 
 
 def _module_name(module: str) -> str:

@@ -23,7 +23,8 @@ from mutmut import node_mutation
 
 # Calls whose arguments are texts for people, and calls that only matter to type checkers.
 _SPEAKING = re.compile(
-    r"(\w*Error|\w*Refused|UnsafePickle|_\w*malformed|_reject\w*|warn|\w*replayed)"
+    r"(\w*Error|\w*Refused|UnsafePickle|_\w*malformed|_reject\w*|warn|\w*replayed|_failure"
+    r"|_unreachable)"
 )
 _LOGGING = ("logger", "logging")
 _CRUDE = (node_mutation.operator_assignment, node_mutation.operator_augmented_assignment)
@@ -32,6 +33,8 @@ _OPERATORS = [
     for kind, operator in node_mutation.mutation_operators
     if operator not in _CRUDE
 ]
+# Constants with pairs of texts: what happened and what to do.
+_ADVICE = ("_ADVICE", "_CREDENTIALS", "_NOT_ALLOWED", "_PENDING")
 _TYPING = ("TypeVar", "ParamSpec", "NewType", "cast")
 
 
@@ -86,19 +89,23 @@ def _changes(module: cst.Module) -> Iterator[tuple[str, cst.CSTNode, cst.CSTNode
     """Yield each change: the function, the changed node and the new node."""
 
     def visit(
-        node: cst.CSTNode, names: tuple[str, ...], speaks: bool
+        node: cst.CSTNode, names: tuple[str, ...], constant: str, speaks: bool
     ) -> Iterator[tuple[str, cst.CSTNode, cst.CSTNode]]:
         if _is_left_out(node):
             return
         if isinstance(node, cst.FunctionDef | cst.ClassDef):
             names = (*names, node.name.value)
         function = ".".join(names) or "module"
+        if isinstance(node, cst.Assign):
+            constant = _last_name(node.targets[0].target)
         if isinstance(node, cst.Call):
             name = _last_name(node.func)
             if name in _TYPING or _first_name(node.func) == "logging":
                 return
             speaks = speaks or bool(_SPEAKING.fullmatch(name))
             speaks = speaks or _first_name(node.func) in _LOGGING
+        if isinstance(node, cst.Tuple) and constant in _ADVICE:
+            speaks = True
         if isinstance(node, cst.Raise):
             yield function, node, cst.Pass()
         if isinstance(node, cst.If | cst.IfExp):
@@ -110,9 +117,9 @@ def _changes(module: cst.Module) -> Iterator[tuple[str, cst.CSTNode, cst.CSTNode
                         if not (_is_crude(node, new) or (speaks and _drops_text(node, new))):
                             yield function, node, new
         for child in node.children:
-            yield from visit(child, names, speaks)
+            yield from visit(child, names, constant, speaks)
 
-    yield from visit(module, (), False)
+    yield from visit(module, (), "", False)
 
 
 def _is_left_out(node: cst.CSTNode) -> bool:

@@ -1,6 +1,13 @@
 """The tests of each module, in stages: files that run fast first, and slower ones after them."""
 
 _VECTORS = ["tests/test_known_answers.py", "tests/test_vectors.py"]
+# Tests of all key services: `-k` chooses those of one.
+_SHARED = [
+    "tests/key_services/test_extras.py",
+    "tests/key_services/test_every_service.py",
+    "tests/key_services/test_proxies.py",
+    "tests/key_services/test_forks.py",
+]
 
 PLAN: dict[str, list[list[str]]] = {
     "formats/records.py": [["tests/test_records.py", "tests/test_plaintexts.py"], _VECTORS],
@@ -36,4 +43,13 @@ PLAN: dict[str, list[list[str]]] = {
     "formats/events.py": [["tests/test_events.py"]],
     "formats/event_parser.py": [["tests/test_event_parser.py"]],
     "formats/event_copies.py": [["tests/test_event_copies.py"]],
+    "keys/remote.py": [
+        ["tests/test_key_services.py", "tests/key_services/test_extras.py"],
+        ["tests/key_services/test_vault.py"],
+        [*_SHARED, "-k", "vault"],
+    ],
+    "keys/vault.py": [["tests/key_services/test_vault.py"], [*_SHARED, "-k", "vault"]],
+    "keys/aws.py": [["tests/key_services/test_aws.py"], [*_SHARED, "-k", "aws"]],
+    "keys/gcp.py": [["tests/key_services/test_gcp.py"], [*_SHARED, "-k", "gcp or google"]],
+    "keys/pkcs11.py": [["tests/key_services/test_pkcs11.py"], [*_SHARED, "-k", "pkcs11"]],
 }

@@ -36,9 +36,13 @@ _ADVICE = {
 }
 # The class names of exceptions for temporary failures, after which a call is repeated.
 _RETRYABLE = {
-    "Aborted", "BadGateway", "Cancelled", "DeadlineExceeded", "GatewayTimeout",
-    "InternalServerError", "ResourceExhausted", "ServiceUnavailable", "TooManyRequests", "Unknown",
-}  # fmt: skip
+    "Aborted",
+    "Cancelled",
+    "DeadlineExceeded",
+    "InternalServerError",
+    "ResourceExhausted",
+    "Unknown",
+}
 
 
 class GcpKmsKey(RemoteKey):
@@ -127,7 +131,7 @@ class GcpKmsKey(RemoteKey):
             failure: Exception = self._failure(
                 f"no credentials were found ({type(error).__name__})",
                 "check the application default credentials",
-                retryable=bool(getattr(error, "retryable", False)),
+                retryable=error.retryable,
             )
         except GoogleAPICallError as error:
             failure = self._explained(error, operation)

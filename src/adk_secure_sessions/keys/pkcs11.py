@@ -4,6 +4,7 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thr
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
-# Maps the class name of an exception of python-pkcs11 to the cause and the advice in our error.
+# Maps an error of python-pkcs11 to the cause and the advice in our error.  An error is named by its
+# class, or if it has no class of its own, by its code: vendors define codes, too.
+_UNMAPPED = re.compile(r"Unmapped error code (0x[0-9a-f]+)")
 _ADVICE = {
     "MechanismInvalid": ("the module has no AES-GCM", "use a module with CKM_AES_GCM"),
     "MechanismParamInvalid": (
@@ -35,8 +38,9 @@ _NOT_ALLOWED = (
     "the key may not be used",
     "check that it has CKA_ENCRYPT and CKA_DECRYPT, and is for this user",
 )
+_KEY_FUNCTION_NOT_PERMITTED = "0x68"
 _ADVICE |= dict.fromkeys(
-    ("KeyFunctionNotPermitted", "KeyTypeInconsistent", "UserNotLoggedIn"), _NOT_ALLOWED
+    (_KEY_FUNCTION_NOT_PERMITTED, "KeyTypeInconsistent", "UserNotLoggedIn"), _NOT_ALLOWED
 )
 
 
@@ -79,6 +83,11 @@ class _Module:
             yield library
         finally:
             self._lock.release()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the library was loaded and initialized once."""
+        return self._pid is not None
 
     def mark_failed(self) -> None:
         """Make the next call of `held` initialize the library again, because a call has failed."""
@@ -169,7 +178,8 @@ class Pkcs11Key(RemoteKey):
                 with _session(library.get_token(token_label=self._token), self._pin) as session:
                     return use(self._key(session))
         except pkcs11.PKCS11Error as error:
-            failure = self._explained(type(error).__name__)
+            unmapped = _UNMAPPED.fullmatch(str(error))
+            failure = self._explained(unmapped[1] if unmapped else type(error).__name__)
         raise failure
 
     def _key(self, session: Any) -> Any:
@@ -196,7 +206,7 @@ class Pkcs11Key(RemoteKey):
         return key
 
     def _explained(self, name: str) -> KeyServiceError:
-        if name == "PKCS11Error":  # only loading a library raises the base class itself
+        if name == "PKCS11Error" and not self._module.is_loaded:
             return self._failure(
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
             )
