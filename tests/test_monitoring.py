@@ -66,6 +66,7 @@ def text() -> str:
 
 # A replica needs a server.  tests/test_telemetry.py reads this metric.
 WITHOUT_EXAMPLE = {"adk_secure_sessions.replica.reads"}
+QUERIED_WITHOUT_EXAMPLE = {f"{metric.replace('.', '_')}_total" for metric in WITHOUT_EXAMPLE}
 LABELS = {"adk_secure_sessions_replica_outcome"}
 
 
@@ -76,7 +77,7 @@ def names(text: str) -> set[str]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found |= {sample.name, *sample.labels}
-    return found | {f"{metric.replace('.', '_')}_total" for metric in WITHOUT_EXAMPLE} | LABELS
+    return found | QUERIED_WITHOUT_EXAMPLE | LABELS
 
 
 def test_example_prints_each_metric_of_the_page(text: str) -> None:
@@ -222,6 +223,8 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
 def test_prometheus_has_data_for_each_query_and_raises_the_alert(prometheus: Prometheus) -> None:
     for target in TARGETS:
         sent = query(target, "30s")
+        if QUERIED_WITHOUT_EXAMPLE.intersection(NAMES.findall(sent)):
+            continue
 
         def has_data(sent: str = sent) -> bool:
             values = prometheus.values(sent)
