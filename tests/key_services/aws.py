@@ -32,6 +32,7 @@ class Kms:
         self.contexts: list[dict[str, str]] = []
         self.signers: list[tuple[str, str]] = []  # access key id and region of each signature
         self.failures: list[tuple[str, int]] = []  # code and status, for the next calls
+        self.answer: bytes | None = None  # sent instead of every answer
         self.delay = 0.0  # seconds, before each answer
         self.port = 0
         self._thread: threading.Thread | None = None
@@ -41,6 +42,7 @@ class Kms:
         self.contexts.clear()
         self.signers.clear()
         self.failures.clear()
+        self.answer = None
         self.delay = 0.0
 
     def start(self) -> None:
@@ -82,6 +84,8 @@ class Kms:
             self.signers.append((access.rpartition("=")[2], region))
             self.contexts.append(json.loads(content)["EncryptionContext"])
             time.sleep(self.delay)
+            if self.answer is not None:
+                return Response(self.answer, 200)(environ, start_response)
             if self.failures:
                 code, status = self.failures.pop(0)
                 # A server may repeat what it was sent.  Our errors must not.

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import logging
+import ssl
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from adk_secure_sessions import (
     key_provider,
 )
 from tests.key_services.aws import ACCESS, REGION, Kms
+from tests.key_services.certificates import certificate
 from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
+from tests.key_services.vault import Vault, running
 
 ARN = f"arn:aws:kms:{REGION}:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
 
@@ -166,11 +169,22 @@ ANSWERS = {
     ("UnrecognizedClientException", 400): ("credentials were rejected", False),
     ("ExpiredTokenException", 400): ("credentials were rejected", False),
     ("InvalidSignatureException", 400): ("clock", False),
+    ("IncompleteSignature", 400): ("clock", False),
+    ("InvalidClientTokenId", 403): ("credentials were rejected", False),
+    ("MissingAuthenticationToken", 403): ("credentials were rejected", False),
+    ("RequestExpired", 400): ("clock", False),
     ("ValidationException", 400): ("AWS KMS rejects the call (400)", False),
+    ("Unheard", 499): ("AWS KMS rejects the call (499)", False),
     ("ThrottlingException", 400): ("quotas", True),
-    ("KeyUnavailableException", 500): ("cannot answer now", True),
-    ("KMSInternalException", 500): ("cannot answer now", True),
-    ("DependencyTimeoutException", 503): ("cannot answer now", True),
+    ("Throttling", 400): ("quotas", True),
+    ("LimitExceededException", 400): ("quotas", True),
+    ("RequestLimitExceeded", 400): ("quotas", True),
+    ("ServiceUnavailable", 400): ("cannot answer now (400)", True),
+    ("TooManyRequestsException", 400): ("quotas", True),
+    ("KeyUnavailableException", 400): ("cannot answer now", True),
+    ("KMSInternalException", 400): ("cannot answer now", True),
+    ("DependencyTimeoutException", 400): ("cannot answer now", True),
+    ("Unheard", 500): ("cannot answer now", True),
     ("Unheard", 502): ("cannot answer now", True),
     ("Unheard", 429): ("cannot answer now", True),
 }
@@ -218,6 +232,23 @@ async def test_failure_that_botocore_stubs_is_the_same(
     assert not kms.operations
 
 
+async def test_answer_of_another_kind_of_server_is_rejected(kms: Kms, key: AwsKmsKey) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    for answer in (
+        b"<html>needle</html>", b"", b"[]", b"7", b"\xff", b'{"needle": 7}',
+        b'{"CiphertextBlob": 7, "Plaintext": 7}',
+        b'{"CiphertextBlob": null, "Plaintext": null}',
+        b'{"CiphertextBlob": "needle!", "Plaintext": "needle!"}',
+    ):  # fmt: skip
+        kms.answer = answer
+        error = await failure(key)
+        assert "does not come from AWS KMS" in str(error), answer
+        assert not error.retryable
+        with pytest.raises(KeyServiceError, match="check endpoint_url") as info:
+            await key.unwrap(wrapped, CONTEXT)
+        assert "needle" not in str(info.value)
+
+
 async def test_throttled_call_is_repeated(kms: Kms, key: AwsKmsKey) -> None:
     kms.failures = [("ThrottlingException", 400), ("KMSInternalException", 500)]
     assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
@@ -248,6 +279,32 @@ async def test_missing_server_cannot_be_reached(kms: Kms, key: AwsKmsKey) -> Non
     kms.start()
     assert "cannot be reached (EndpointConnectionError)" in str(error)
     assert error.retryable
+
+
+async def test_server_is_trusted_by_its_certificate_only(
+    kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any server with TLS will do: botocore refuses to send anything to it."""
+    ours, both = certificate().write(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(both)
+    with running(Vault(tls=context)) as server:
+        error = await failure(AwsKmsKey(ARN, endpoint_url=server.address))
+        assert "certificate of the endpoint is not trusted (SSLError)" in str(error)
+        assert not error.retryable
+        assert server.requests == []
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(ours))
+        server.answer = b"{}"
+        with pytest.raises(KeyServiceError, match="rejects the call"):
+            await AwsKmsKey(ARN, endpoint_url=server.address).wrap(MASTER, CONTEXT)
+        assert len(server.requests) == 1
+
+
+def test_keys_of_two_services_differ(kms: Kms) -> None:
+    one = AwsKmsKey(ARN, endpoint_url=kms.address)
+    assert one == AwsKmsKey(ARN, endpoint_url=kms.address)
+    assert one != AwsKmsKey(ARN, endpoint_url="http://localhost:1")
+    assert one != AwsKmsKey(ARN, endpoint_url=kms.address, region="us-east-1")
 
 
 async def test_slow_server_times_out(kms: Kms) -> None:
