@@ -97,6 +97,8 @@ class Vault:
     def respond(self, path: str, headers: Any, body: dict[str, str]) -> Answer:
         self.requests.append(path)
         time.sleep(self.delay)
+        if headers.get("X-Vault-Request") != "true":  # agents and proxies of Vault may require it
+            return 412, {"errors": ["missing 'X-Vault-Request' header"]}
         if self.failures:
             # A server may repeat what it was sent.  Our errors must not.
             return self.failures.pop(0), {"errors": [f"needle {json.dumps(body)}"]}
@@ -154,7 +156,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         vault = self.server.vault
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status, answer = vault.respond(self.path.removeprefix("/v1/"), self.headers, body)
+        path = self.requestline.split()[1]  # self.path has no repeated slashes
+        status, answer = vault.respond(path.removeprefix("/v1/"), self.headers, body)
         content = json.dumps(answer).encode() if vault.answer is None else vault.answer
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))

@@ -4,7 +4,6 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import base64
-import binascii
 import hashlib
 import hmac
 import os
@@ -213,7 +212,6 @@ class VaultKey(RemoteKey):
         import httpx
 
         headers = {} if token is None else {"X-Vault-Token": token}
-        untrusted = False
         try:
             return await client.post(f"{self._url}/{path}", json=body, headers=headers)
         except httpx.TransportError as error:
@@ -261,8 +259,9 @@ class VaultKey(RemoteKey):
 
     def _bytes(self, text: object) -> bytes:
         try:
-            return base64.b64decode(str(text), validate=True)
-        except binascii.Error:
+            if isinstance(text, str):
+                return base64.b64decode(text, validate=True)
+        except ValueError:
             pass
         raise self._unexpected_answer()
 
