@@ -158,8 +158,11 @@ class AwsKmsKey(RemoteKey):
             failure = self._service_error(error.response)
         except BotoCoreError as error:
             failure = self._call_error(error)
-        except Exception:  # botocore's parsers have no common error for an answer of another form
-            failure = self._failure("the answer does not come from AWS KMS", "check endpoint_url")
+        except Exception as error:  # botocore's parsers have no common error for a malformed answer
+            failure = self._failure(
+                f"the answer does not come from AWS KMS ({type(error).__name__})",
+                "check endpoint_url and the AWS configuration",
+            )
         raise failure
 
     def _service_error(self, response: Any) -> Exception:
