@@ -207,8 +207,9 @@ async def test_token_in_a_file_is_read_for_each_call(vault: Vault, tmp_path: Pat
     file = tmp_path / "token"
     key = VaultKey("transit/clinic", address=vault.address, token_file=file)
     assert "check that file" in str(await failure(key))
-    file.write_text("hvs.né")
-    assert "check that file" in str(await failure(key))
+    for wrong in ("hvs.né", "hvs.a\nhvs.b", "hvs.a b", "\n"):
+        file.write_text(wrong)
+        assert "check that file" in str(await failure(key))
     file.write_text("hvs.old\n")
     assert "token is valid" in str(await failure(key))
     file.write_text(vault.root_token + "\n")
@@ -266,6 +267,24 @@ def test_variable_that_is_missing_is_named(
 def test_invalid_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigurationError, match="MOUNT/KEY"):
         VaultKey(name, address="http://127.0.0.1", token="needle")
+
+
+@pytest.mark.parametrize("wrong", ["needle\n", "needle é", "needle needle", "needle\0"])
+def test_token_or_namespace_that_is_no_http_header_is_rejected_without_repeating_it(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    address = "http://127.0.0.1"
+    with pytest.raises(ConfigurationError, match=r"^the token for Vault has") as by_argument:
+        VaultKey("transit/clinic", address=address, token=wrong)
+    with pytest.raises(ConfigurationError, match=r"^the namespace for Vault has") as namespace:
+        VaultKey("transit/clinic", address=address, token="t", namespace=wrong)
+    texts = [str(by_argument.value), str(namespace.value)]
+    if "\0" not in wrong:
+        monkeypatch.setenv("VAULT_TOKEN", wrong)
+        with pytest.raises(ConfigurationError, match=r"^the token for Vault has") as by_variable:
+            VaultKey("transit/clinic", address=address)
+        texts.append(str(by_variable.value))
+    assert not any("needle" in text for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +356,7 @@ async def test_call_is_repeated_while_vault_is_sealed(vault: Vault, key: VaultKe
         b'{"data": {"ciphertext": "vault:v1:A", "plaintext": "A"}}',
         b'{"data": {"ciphertext": "vault:v0:AAAA"}}',
         b'{"data": {"ciphertext": 7}, "auth": {"client_token": ""}}',
+        b'{"data": {"ciphertext": 7}, "auth": {"client_token": "needle\\n"}}',
         '{"data": {"ciphertext": "vault:v1:é", "plaintext": "é"}}'.encode(),
         b'{"data": {"ciphertext": null, "plaintext": null}}',
     ],
@@ -350,6 +370,15 @@ async def test_answer_of_another_kind_of_server_is_rejected(
     assert "check the address" in str(await failure(with_approle(vault)))
     with pytest.raises(KeyServiceError, match="check the address"):
         await key.unwrap(wrapped, CONTEXT)
+
+
+async def test_answer_that_is_not_compressed_as_it_says_is_rejected(
+    vault: Vault, key: VaultKey
+) -> None:
+    vault.headers["Content-Encoding"] = "gzip"
+    error = await failure(key)
+    assert "check the address" in str(error)
+    assert not error.retryable
 
 
 async def test_missing_server_cannot_be_reached(key: VaultKey, vault: Vault) -> None:

@@ -70,6 +70,7 @@ class Vault:
     sealed: bool = False
     ignores_associated_data: bool = False  # as Vault before 1.13
     answer: bytes | None = None  # sent instead of every answer
+    headers: dict[str, str] = field(default_factory=dict)  # sent with every answer
     port: int = 0
 
     def start(self) -> None:
@@ -161,6 +162,8 @@ class Handler(BaseHTTPRequestHandler):
         content = json.dumps(answer).encode() if vault.answer is None else vault.answer
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
+        for name, value in vault.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)+", re.ASCII)
 _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
+# A token and a namespace are sent as HTTP headers.
+_HEADER_VALUE = re.compile(r"[!-~]+")
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
 _LOGIN_IS_NEEDED = 403
@@ -103,6 +105,8 @@ class VaultKey(RemoteKey):
         address = (address or read_environment("VAULT_ADDR")).rstrip("/")
         check_transport(address)
         namespace = namespace or os.environ.get("VAULT_NAMESPACE") or ""
+        if namespace and not _HEADER_VALUE.fullmatch(namespace):
+            raise _not_printable("namespace")
         super().__init__(
             key_id or f"vault:{key}", address, namespace, timeout=timeout, attempts=attempts
         )
@@ -123,6 +127,8 @@ class VaultKey(RemoteKey):
             self._login = {"role_id": role_id, "secret_id": secret_id}
         elif not token and not token_file:
             self._token = read_environment("VAULT_TOKEN")
+        if self._token and not _HEADER_VALUE.fullmatch(self._token):
+            raise _not_printable("token")
         self._logging_in = LoopLocks()
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
@@ -187,7 +193,9 @@ class VaultKey(RemoteKey):
 
     def _read_token(self, path: Path) -> str:
         try:
-            return path.read_text(encoding="ascii").strip()
+            token = path.read_text(encoding="ascii").strip()
+            if _HEADER_VALUE.fullmatch(token):
+                return token
         except (OSError, ValueError):
             pass
         raise self._failure(f"cannot read the token in {str(path)!r}", "check that file")
@@ -196,7 +204,7 @@ class VaultKey(RemoteKey):
         response = await self._post(client, self._login_path, login, None)
         if response.is_success:
             token = self._part(response, "auth").get("client_token")
-            if isinstance(token, str) and token:
+            if isinstance(token, str) and _HEADER_VALUE.fullmatch(token):
                 return token
             raise self._unexpected_answer()
         retryable = response.status_code in _RETRYABLE
@@ -216,6 +224,8 @@ class VaultKey(RemoteKey):
             return await client.post(f"{self._url}/{path}", json=body, headers=headers)
         except httpx.TransportError as error:
             failure, untrusted = type(error).__name__, _is_certificate_error(error)
+        except httpx.DecodingError:  # the server named a compression that it did not use
+            raise self._unexpected_answer() from None
         if untrusted:
             raise self._failure(
                 "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
@@ -267,6 +277,12 @@ class VaultKey(RemoteKey):
 
     def _unexpected_answer(self) -> KeyServiceError:
         return self._failure("the answer does not come from a transit engine", "check the address")
+
+
+def _not_printable(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the {what} for Vault has characters other than printable ASCII, or spaces"
+    )
 
 
 def _text(data: bytes) -> str:
