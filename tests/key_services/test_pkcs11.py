@@ -188,6 +188,7 @@ async def test_login_by_other_code_of_the_process_does_not_matter(
     key = named("a")
     with softhsm.token.open(user_pin=PIN) as session:
         wrapped = await key.wrap(MASTER, CONTEXT)
+        assert await key.unwrap(wrapped, CONTEXT) == MASTER
         assert session.get_key(label="b")  # the session of the other code is still open
     assert await key.unwrap(wrapped, CONTEXT) == MASTER
 
@@ -256,7 +257,8 @@ class BrokenKey:
     def encrypt(self, *arguments: Any, **options: Any) -> Any:
         return self._key.encrypt(*arguments, **options)
 
-    def decrypt(self, _data: bytes, **_options: Any) -> bytes:
+    def decrypt(self, data: bytes, **_options: Any) -> bytes:
+        assert isinstance(data, bytes)
         raise pkcs11.exceptions.GeneralError
 
 
