@@ -184,6 +184,10 @@ async def test_token_that_is_given_is_used_instead_of_a_role_of_the_environment(
     await with_token(vault).wrap(MASTER, CONTEXT)
     await VaultKey("transit/clinic", address=vault.address, token_file=file).wrap(MASTER, CONTEXT)
     assert vault.requests == ["transit/encrypt/clinic"] * 2
+    vault.requests.clear()
+    wrong = VaultKey("transit/clinic", address=vault.address, token="wrong")
+    assert "denies permission" in str(await failure(wrong))
+    assert vault.requests == ["transit/encrypt/clinic"]
 
 
 async def test_approle_without_permission_logs_in_again_once(vault: Vault) -> None:
@@ -223,6 +227,12 @@ async def test_namespace_is_sent(vault: Vault) -> None:
         await with_token(vault).unwrap(wrapped, CONTEXT)
     assert "namespace" in str(await failure(with_token(vault, namespace="nowhere")))
     assert with_token(vault, namespace="team") != with_token(vault)
+
+
+async def test_address_may_have_a_path(vault: Vault) -> None:
+    address = f"{vault.address}/X//"
+    await failure(VaultKey("transit/clinic", address=address, token=vault.root_token))
+    assert vault.requests == ["/X/v1/transit/encrypt/clinic"]
 
 
 def test_keys_of_two_servers_differ() -> None:
