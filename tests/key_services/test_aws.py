@@ -4,8 +4,10 @@ import asyncio
 import base64
 import hashlib
 import logging
+import socket
 import ssl
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +316,39 @@ async def test_slow_server_times_out(kms: Kms) -> None:
     error = await failure(key)
     assert time.perf_counter() - began < 0.9
     assert error.retryable
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_thread_of_a_call_without_an_answer_ends(kms: Kms, accepts: bool) -> None:
+    """asyncio.run waits for the thread, which nothing but botocore's own time-outs can end."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as mute, ExitStack() as stack:
+        address = mute.getsockname()[:2]
+        for _ in range(0 if accepts else 3):  # more than fit into the queue of this server
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        url = f"http://127.0.0.1:{address[1]}"
+        key = AwsKmsKey(ARN, endpoint_url=url, timeout=0.2, attempts=1)
+        began = time.perf_counter()
+        assert asyncio.run(failure(key)).retryable
+        assert time.perf_counter() - began < 5
+
+
+async def test_process_reads_the_configuration_of_aws_once_for_each_key(
+    kms: Kms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make = botocore.session.Session
+
+    def note(**options: Any) -> botocore.session.Session:
+        made.append(options)
+        return make(**options)
+
+    monkeypatch.setattr(botocore.session, "Session", note)
+    key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address)
+    made.clear()
+    await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT)
+    assert made == []
 
 
 async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from adk_secure_sessions import AwsKmsKey, GcpKmsKey, VaultKey
+from adk_secure_sessions import AwsKmsKey, GcpKmsKey, KeyServiceError, VaultKey
 from tests.key_services import aws, gcp
 from tests.key_services.certificates import certificate
 from tests.key_services.proxy import Proxy, recording
@@ -117,6 +117,26 @@ async def test_tls_to_vault_uses_the_proxy_for_tls_through_a_tunnel(
     await use(
         VaultKey("transit/clinic", address=server.address, token=server.root_token, ca_file=ca_file)
     )
+    assert bool(proxy.tunnels) == tunnels
+    assert proxy.tunnels == proxy.requests
+
+
+@pytest.mark.parametrize(("names", "tunnels"), [(PLAIN, False), (TLS, True)], ids=["http", "https"])
+@pytest.mark.usefixtures("kms")
+async def test_tls_to_aws_uses_the_proxy_for_tls_through_a_tunnel(
+    proxy: Proxy,
+    tls_vault: tuple[Vault, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, ...],
+    tunnels: bool,
+) -> None:
+    """The server is not that of AWS: all that matters is how the call gets there."""
+    server, ca_file = tls_vault
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
+    set_all(monkeypatch, names, proxy.address)
+    with pytest.raises(KeyServiceError):
+        await AwsKmsKey("alias/clinic", endpoint_url=server.address).wrap(MASTER, CONTEXT)
+    assert len(server.requests) == 1
     assert bool(proxy.tunnels) == tunnels
     assert proxy.tunnels == proxy.requests
 

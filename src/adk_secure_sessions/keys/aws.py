@@ -166,8 +166,8 @@ class AwsKmsKey(RemoteKey):
         raise failure
 
     def _service_error(self, response: Any) -> Exception:
-        code = str(response.get("Error", {}).get("Code"))
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = str(response["Error"].get("Code"))
+        status = response["ResponseMetadata"]["HTTPStatusCode"]
         if code == "InvalidCiphertextException":
             return TamperedError()
         if code == "IncorrectKeyException":
@@ -210,7 +210,6 @@ class AwsKmsKey(RemoteKey):
                 connect_timeout=self._timeout,
                 read_timeout=self._timeout,
                 retries={"total_max_attempts": 1},  # RemoteKey retries
-                max_pool_connections=1,
                 proxies=proxies,
             )
             return current.botocore.create_client(
