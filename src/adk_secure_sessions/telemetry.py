@@ -249,14 +249,13 @@ class Operation:
 
     def record(self, otel: _Instruments) -> None:
         """Record the sums of all values in the instruments of *otel*."""
-        for (name, done), (amount, seconds) in _added_up(self.values, self._sums).items():
-            if isinstance(done, bool):
-                otel.cache_lookups.add(amount, _lookup_attributes(name, done))
+        for kind, (amount, seconds) in _added_up(self.values, self._sums).items():
+            of_amount, of_duration = _attributes(kind)
+            if of_duration is None:
+                otel.cache_lookups.add(amount, of_amount)
             else:
-                size_class = _SIZE_CLASSES[bisect_left(_SIZES, amount)]
-                of_io, of_duration = _cipher_attributes(name, done, size_class)
-                otel.plaintext_io.add(amount, of_io)
-                otel.cipher_duration.record(seconds, of_duration)
+                otel.plaintext_io.add(amount, of_amount)
+                otel.cipher_duration.record(seconds, of_duration[bisect_left(_SIZES, amount)])
 
 
 _adding_up = Lock()
@@ -278,19 +277,21 @@ def _added_up(
     return sums
 
 
+_Attributes = dict[str, str | bool]
+
+
 # The SDK only reads attributes, so that all records can share them.
 @lru_cache(maxsize=256)
-def _cipher_attributes(
-    backend: str, direction: str, size_class: str
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the attributes for the bytes of plaintext, and those for the duration."""
-    attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
-    return attributes, {**attributes, SIZE: size_class}
+def _attributes(kind: _Kind) -> tuple[_Attributes, list[_Attributes] | None]:
+    """Return the attributes of the amounts of *kind*, and those of the durations.
 
-
-@cache
-def _lookup_attributes(name: str, hit: bool) -> dict[str, str | bool]:
-    return {CACHE: name, HIT: hit}
+    The attributes of durations are a list by size class; None for lookups in a cache.
+    """
+    name, done = kind
+    if isinstance(done, bool):
+        return {CACHE: name, HIT: done}, None
+    of_amount: _Attributes = {BACKEND: _backend_names(name), DIRECTION: done}
+    return of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES]
 
 
 _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)
