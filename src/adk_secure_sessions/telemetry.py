@@ -369,16 +369,18 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
         before = _current.get()
         _current.set(operation)  # as `loops.bound` does, which takes longer
         failed = None
-        span = _begin(otel, name, otel.internal, attributes)
-        began = perf_counter()
         try:
-            return await method(*args, **kwargs)
-        except BaseException as error:
-            failed = type(error)
-            raise
+            span = _begin(otel, name, otel.internal, attributes)
+            began = perf_counter()
+            try:
+                return await method(*args, **kwargs)
+            except BaseException as error:
+                failed = type(error)
+                raise
+            finally:
+                seconds = perf_counter() - began
+                _end(otel, span, otel.operation_duration, seconds, attributes, failed)
         finally:
-            seconds = perf_counter() - began
-            _end(otel, span, otel.operation_duration, seconds, attributes, failed)
             _current.set(before)
             operation.record(otel)
 

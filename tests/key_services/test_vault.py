@@ -388,6 +388,7 @@ async def test_answer_that_is_not_compressed_as_it_says_is_rejected(
     vault.headers["Content-Encoding"] = "gzip"
     error = await failure(key)
     assert "check the address" in str(error)
+    assert error.__context__ is None  # httpx's error contains the request
     assert not error.retryable
 
 

@@ -166,8 +166,9 @@ class AwsKmsKey(RemoteKey):
         raise failure
 
     def _service_error(self, response: Any) -> Exception:
-        code = str(response["Error"].get("Code"))
-        status = response["ResponseMetadata"]["HTTPStatusCode"]
+        # The parts may be missing if STS, which gives credentials, answers with a page of a proxy.
+        code = str(response.get("Error", {}).get("Code"))
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "InvalidCiphertextException":
             return TamperedError()
         if code == "IncorrectKeyException":

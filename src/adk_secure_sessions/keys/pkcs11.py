@@ -31,6 +31,8 @@ _ADVICE = {
     "MultipleTokensReturned": ("several tokens have this label", "give each a different label"),
     "NoSuchToken": ("no token has this label", "check the label, and that the token is plugged in"),
     "PinExpired": ("the PIN has expired", "set a new PIN"),
+    "PinInvalid": ("the PIN has characters that the token rejects", "correct it"),
+    "PinLenRange": ("the PIN is too short or too long", "correct it"),
     "PinIncorrect": ("the PIN is wrong", "correct it: tokens lock after a few wrong PINs"),
     "PinLocked": ("the PIN is locked", "have the security officer unlock it"),
 }
@@ -170,16 +172,20 @@ class Pkcs11Key(RemoteKey):
     def _in_session(self, use: Callable[[Any], bytes]) -> bytes:
         import pkcs11
 
+        is_open = False
         try:
             with self._module.held(self._timeout) as library:
                 # A token locks after a few wrong PINs, so do not try a rejected PIN again.
                 if self._pin_error is not None:
                     raise self._pin_error
                 with _session(library.get_token(token_label=self._token), self._pin) as session:
+                    is_open = True
                     return use(self._key(session))
         except pkcs11.PKCS11Error as error:
             unmapped = _UNMAPPED.fullmatch(str(error))
             failure = self._explained(unmapped[1] if unmapped else type(error).__name__)
+            if unmapped and not is_open:  # the code of a vendor may be about the PIN
+                failure.retryable = False
         raise failure
 
     def _key(self, session: Any) -> Any:

@@ -220,12 +220,16 @@ class VaultKey(RemoteKey):
         import httpx
 
         headers = {} if token is None else {"X-Vault-Token": token}
+        failure: str | None
         try:
             return await client.post(f"{self._url}/{path}", json=body, headers=headers)
         except httpx.TransportError as error:
             failure, untrusted = type(error).__name__, _is_certificate_error(error)
         except httpx.DecodingError:  # the server named a compression that it did not use
-            raise self._unexpected_answer() from None
+            failure, untrusted = None, False
+        # Errors are raised here: httpx's error contains the request, and with it the key.
+        if failure is None:
+            raise self._unexpected_answer()
         if untrusted:
             raise self._failure(
                 "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
