@@ -110,6 +110,15 @@ def test_variable_that_is_missing_is_named(
         named("a")
 
 
+def test_pin_that_is_not_text_is_rejected_without_repeating_it(
+    softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PKCS11_PIN", "needle\udcff")  # what Python makes of the byte FF
+    with pytest.raises(ConfigurationError, match="'PKCS11_PIN' is not text in UTF-8") as info:
+        named("a")
+    assert "needle" not in repr(info.value)
+
+
 async def test_pin_may_be_in_a_private_file(
     softhsm: SoftHsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +137,9 @@ async def test_pin_may_be_in_a_private_file(
     with pytest.raises(ConfigurationError, match="does not hold a PIN") as info:
         named("a")
     assert "needle" not in str(info.value)
+    file.write_text("\n")
+    with pytest.raises(ConfigurationError, match="does not hold a PIN"):
+        named("a")
     file.chmod(0o644)
     with pytest.raises(ConfigurationError, match="chmod 600"):
         named("a")

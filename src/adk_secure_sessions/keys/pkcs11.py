@@ -276,7 +276,8 @@ def _find_pin(file: str | os.PathLike[str] | None) -> str:
     if not file:
         return read_environment("PKCS11_PIN")
     try:
-        return read_private_file(Path(file)).decode().strip()
+        if pin := read_private_file(Path(file)).decode().strip():
+            return pin
     except UnicodeDecodeError:
         pass
     raise ConfigurationError(f"the file {os.fspath(file)!r} does not hold a PIN as text")

@@ -203,11 +203,14 @@ def read_environment(name: str) -> str:
     """Return the value of the environment variable *name*.
 
     Raises:
-        ConfigurationError: The variable is not set, or is empty.
+        ConfigurationError: The variable is not set, is empty, or is not text in UTF-8.
     """
     value = os.environ.get(name)
     if not value:
         raise ConfigurationError(f"the environment variable {name!r} is not set or is empty")
+    # Such bytes become surrogates.  An error about them, raised by a library, contains the value.
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigurationError(f"the environment variable {name!r} is not text in UTF-8")
     return value
 
 
