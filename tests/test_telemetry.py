@@ -653,3 +653,20 @@ def test_operation_may_end_in_another_context(monkeypatch: pytest.MonkeyPatch) -
     call.close()  # as the collector of garbage does
     assert entered != [None]
     assert telemetry.current_operation() is None
+
+
+@pytest.mark.parametrize("fails", ["_begin", "_end"])
+async def test_span_processor_that_raises_leaves_no_operation_behind(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise ZeroDivisionError
+
+    async def method() -> None:
+        pass
+
+    monkeypatch.setattr(telemetry, "_is_on", lambda: True)
+    monkeypatch.setattr(telemetry, fails, fail)
+    with pytest.raises(ZeroDivisionError):
+        await telemetry.measured(method)()
+    assert telemetry.current_operation() is None
