@@ -1,5 +1,6 @@
 import json
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from adk_secure_sessions import AwsKmsKey, GcpKmsKey, Pkcs11Key, VaultKey
 from adk_secure_sessions.keys.remote import RemoteKey
 from tests.key_services import aws, gcp
 from tests.key_services import softhsm as hsm
+from tests.key_services.certificates import certificate
 from tests.key_services.support import Service
 from tests.key_services.vault import Vault, running
 
@@ -28,6 +30,23 @@ def vault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vault]:
     server = Vault()
     server.add_key("clinic")
     server.add_key("other")
+    with running(server):
+        yield server
+
+
+@pytest.fixture
+def ca_file(tmp_path: Path) -> Path:
+    """The certificate of `tls_vault`."""
+    return certificate().write(tmp_path)[0]
+
+
+@pytest.fixture
+def tls_vault(vault: Vault, ca_file: Path) -> Iterator[Vault]:
+    """A second server, with TLS, and with the key `clinic`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(ca_file.with_name("both.pem"))
+    server = Vault(tls=context)
+    server.add_key("clinic")
     with running(server):
         yield server
 

@@ -5,7 +5,6 @@ import base64
 import hashlib
 import logging
 import socket
-import ssl
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,9 +23,8 @@ from adk_secure_sessions import (
     key_provider,
 )
 from tests.key_services.aws import ACCESS, REGION, Kms
-from tests.key_services.certificates import certificate
 from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
-from tests.key_services.vault import Vault, running
+from tests.key_services.vault import Vault
 
 ARN = f"arn:aws:kms:{REGION}:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
 
@@ -284,22 +282,18 @@ async def test_missing_server_cannot_be_reached(kms: Kms, key: AwsKmsKey) -> Non
 
 
 async def test_server_is_trusted_by_its_certificate_only(
-    kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kms: Kms, tls_vault: Vault, ca_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any server with TLS will do: botocore refuses to send anything to it."""
-    ours, both = certificate().write(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(both)
-    with running(Vault(tls=context)) as server:
-        error = await failure(AwsKmsKey(ARN, endpoint_url=server.address))
-        assert "certificate of the endpoint is not trusted (SSLError)" in str(error)
-        assert not error.retryable
-        assert server.requests == []
-        monkeypatch.setenv("AWS_CA_BUNDLE", str(ours))
-        server.answer = b"{}"
-        with pytest.raises(KeyServiceError, match="rejects the call"):
-            await AwsKmsKey(ARN, endpoint_url=server.address).wrap(MASTER, CONTEXT)
-        assert len(server.requests) == 1
+    error = await failure(AwsKmsKey(ARN, endpoint_url=tls_vault.address))
+    assert "certificate of the endpoint is not trusted (SSLError)" in str(error)
+    assert not error.retryable
+    assert tls_vault.requests == []
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
+    tls_vault.answer = b"{}"
+    with pytest.raises(KeyServiceError, match="rejects the call"):
+        await AwsKmsKey(ARN, endpoint_url=tls_vault.address).wrap(MASTER, CONTEXT)
+    assert len(tls_vault.requests) == 1
 
 
 def test_keys_of_two_services_differ(kms: Kms) -> None:

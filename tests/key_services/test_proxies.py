@@ -6,7 +6,6 @@ HTTP never goes there; TLS goes there if the variable for TLS says so, and only 
 
 import asyncio
 import json
-import ssl
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,10 +18,9 @@ import pytest
 
 from adk_secure_sessions import AwsKmsKey, GcpKmsKey, KeyServiceError, VaultKey
 from tests.key_services import aws, gcp
-from tests.key_services.certificates import certificate
 from tests.key_services.proxy import Proxy, recording
 from tests.key_services.support import CONTEXT, MASTER
-from tests.key_services.vault import Vault, running
+from tests.key_services.vault import Vault
 
 PLAIN = ("http_proxy", "HTTP_PROXY")
 TLS = ("https_proxy", "HTTPS_PROXY")
@@ -89,17 +87,6 @@ async def test_plain_http_to_aws_uses_no_proxy(
     assert proxy.requests == []
 
 
-@pytest.fixture
-def tls_vault(vault: Vault, tmp_path: Path) -> Iterator[tuple[Vault, Path]]:
-    ours, both = certificate().write(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(both)
-    server = Vault(tls=context)
-    server.add_key("clinic")
-    with running(server):
-        yield server, ours
-
-
 @pytest.mark.parametrize(
     ("names", "tunnels"),
     [(PLAIN, False), (TLS, True), (("all_proxy", "ALL_PROXY"), True)],
@@ -107,15 +94,17 @@ def tls_vault(vault: Vault, tmp_path: Path) -> Iterator[tuple[Vault, Path]]:
 )
 async def test_tls_to_vault_uses_the_proxy_for_tls_through_a_tunnel(
     proxy: Proxy,
-    tls_vault: tuple[Vault, Path],
+    tls_vault: Vault,
+    ca_file: Path,
     monkeypatch: pytest.MonkeyPatch,
     names: tuple[str, ...],
     tunnels: bool,
 ) -> None:
-    server, ca_file = tls_vault
     set_all(monkeypatch, names, proxy.address)
     await use(
-        VaultKey("transit/clinic", address=server.address, token=server.root_token, ca_file=ca_file)
+        VaultKey(
+            "transit/clinic", address=tls_vault.address, token=tls_vault.root_token, ca_file=ca_file
+        )
     )
     assert bool(proxy.tunnels) == tunnels
     assert proxy.tunnels == proxy.requests
@@ -125,18 +114,18 @@ async def test_tls_to_vault_uses_the_proxy_for_tls_through_a_tunnel(
 @pytest.mark.usefixtures("kms")
 async def test_tls_to_aws_uses_the_proxy_for_tls_through_a_tunnel(
     proxy: Proxy,
-    tls_vault: tuple[Vault, Path],
+    tls_vault: Vault,
+    ca_file: Path,
     monkeypatch: pytest.MonkeyPatch,
     names: tuple[str, ...],
     tunnels: bool,
 ) -> None:
     """The server is not that of AWS: all that matters is how the call gets there."""
-    server, ca_file = tls_vault
     monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
     set_all(monkeypatch, names, proxy.address)
     with pytest.raises(KeyServiceError):
-        await AwsKmsKey("alias/clinic", endpoint_url=server.address).wrap(MASTER, CONTEXT)
-    assert len(server.requests) == 1
+        await AwsKmsKey("alias/clinic", endpoint_url=tls_vault.address).wrap(MASTER, CONTEXT)
+    assert len(tls_vault.requests) == 1
     assert bool(proxy.tunnels) == tunnels
     assert proxy.tunnels == proxy.requests
 

@@ -3,9 +3,7 @@
 import asyncio
 import hashlib
 import sqlite3
-import ssl
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,8 @@ from adk_secure_sessions import (
     VaultKey,
     key_provider,
 )
-from tests.key_services.certificates import certificate
 from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
-from tests.key_services.vault import Vault, new_key, running
+from tests.key_services.vault import Vault, new_key
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -429,21 +426,6 @@ def test_impossible_timeout_or_attempts_are_rejected(vault: Vault, options: dict
 
 
 # --- TLS -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ca_file(tmp_path: Path) -> Path:
-    return certificate().write(tmp_path)[0]
-
-
-@pytest.fixture
-def tls_vault(vault: Vault, ca_file: Path) -> Iterator[Vault]:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(ca_file.with_name("both.pem"))
-    server = Vault(tls=context)
-    server.add_key("clinic")
-    with running(server):
-        yield server
 
 
 async def test_server_is_trusted_by_its_certificate_only(
