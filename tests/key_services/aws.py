@@ -33,6 +33,7 @@ class Kms:
         self.signers: list[tuple[str, str]] = []  # access key id and region of each signature
         self.failures: list[tuple[str, int]] = []  # code and status, for the next calls
         self.answer: bytes | None = None  # sent instead of every answer
+        self.credentials: tuple[int, bytes] | None = None  # status and answer of STS
         self.delay = 0.0  # seconds, before each answer
         self.port = 0
         self._thread: threading.Thread | None = None
@@ -43,6 +44,7 @@ class Kms:
         self.signers.clear()
         self.failures.clear()
         self.answer = None
+        self.credentials = None
         self.delay = 0.0
 
     def start(self) -> None:
@@ -92,6 +94,10 @@ class Kms:
                 text = json.dumps({"__type": code, "message": f"needle {content!r}"})
                 return Response(text, status)(environ, start_response)
             environ["wsgi.input"] = io.BytesIO(content)
+        elif self.credentials is not None:
+            request.get_data()
+            status, answer = self.credentials
+            return Response(answer, status)(environ, start_response)
         return self._moto(environ, start_response)
 
 

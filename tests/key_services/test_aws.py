@@ -158,6 +158,18 @@ def test_address_at_which_keys_would_travel_unencrypted_is_rejected(
         AwsKmsKey(ARN)
 
 
+@pytest.mark.parametrize("by", ["argument", "variable"])
+@pytest.mark.parametrize("wrong", ["needle", "https://", "https://[needle", "https://aws:99999999"])
+def test_address_that_is_no_url_is_rejected(
+    kms: Kms, monkeypatch: pytest.MonkeyPatch, wrong: str, by: str
+) -> None:
+    if by == "variable":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", wrong)
+    with pytest.raises(ConfigurationError) as info:
+        AwsKmsKey(ARN, endpoint_url=wrong if by == "argument" else None)
+    assert "needle" not in str(info.value)
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 ANSWERS = {
@@ -243,7 +255,7 @@ async def test_answer_of_another_kind_of_server_is_rejected(kms: Kms, key: AwsKm
         kms.answer = answer
         error = await failure(key)
         assert "does not come from AWS KMS" in str(error), answer
-        assert not error.retryable
+        assert error.retryable
         with pytest.raises(KeyServiceError, match="check endpoint_url") as info:
             await key.unwrap(wrapped, CONTEXT)
         assert "needle" not in str(info.value)
@@ -271,6 +283,67 @@ async def test_missing_credentials_are_named(kms: Kms, monkeypatch: pytest.Monke
     assert "NoCredentialsError" in str(error)
     assert not error.retryable
     assert kms.operations == []
+
+
+@pytest.fixture
+def role(kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a token, for which STS gives credentials, as in a cluster of Kubernetes."""
+    for name in ACCESS:
+        monkeypatch.delenv(name.upper())
+    file = tmp_path / "token"
+    file.write_text("needle-of-a-token")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", kms.address)
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/clinic")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(file))
+    return file
+
+
+STS_REFUSAL = b"""<ErrorResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><Error>
+<Type>Sender</Type><Code>AccessDenied</Code><Message>needle</Message></Error></ErrorResponse>"""
+
+
+@pytest.mark.usefixtures("role")
+@pytest.mark.parametrize(
+    ("status", "answer", "expected", "retryable"),
+    [
+        (
+            403,
+            STS_REFUSAL,
+            "no credentials (AssumeRoleWithWebIdentity: 403); check the role",
+            False,
+        ),
+        (429, STS_REFUSAL, "no credentials (AssumeRoleWithWebIdentity: 429)", True),
+        (503, b"<html>needle</html>", "no credentials (AssumeRoleWithWebIdentity: 503)", True),
+        (403, b"<html>needle</html>", "no credentials (AssumeRoleWithWebIdentity: 403)", False),
+        (503, b"needle", "does not come from AWS", True),
+    ],
+)
+async def test_missing_credentials_of_a_role_are_named(
+    kms: Kms, key: AwsKmsKey, status: int, answer: bytes, expected: str, retryable: bool
+) -> None:
+    kms.credentials = (status, answer)
+    error = await failure(key)
+    assert expected in str(error)
+    assert error.retryable is retryable
+    assert kms.operations == []
+
+
+async def test_missing_token_of_a_role_is_a_matter_of_the_credentials(
+    role: Path, key: AwsKmsKey
+) -> None:
+    role.unlink()
+    error = await failure(key)
+    assert "could not be sent (FileNotFoundError); check the AWS credentials" in str(error)
+    assert not error.retryable
+
+
+async def test_session_token_with_a_line_break_is_a_matter_of_the_credentials(
+    kms: Kms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "needle\nneedle")
+    error = await failure(AwsKmsKey(ARN, endpoint_url=kms.address))
+    assert "could not be sent (HTTPClientError); check the AWS credentials" in str(error)
+    assert not error.retryable
 
 
 async def test_missing_server_cannot_be_reached(kms: Kms, key: AwsKmsKey) -> None:

@@ -117,6 +117,9 @@ def test_pin_that_is_not_text_is_rejected_without_repeating_it(
     with pytest.raises(ConfigurationError, match="'PKCS11_PIN' is not text in UTF-8") as info:
         named("a")
     assert "needle" not in repr(info.value)
+    with pytest.raises(ConfigurationError, match="the PIN is not text in UTF-8") as info:
+        named("a", pin="needle\udcff")
+    assert "needle" not in repr(info.value)
 
 
 async def test_pin_may_be_in_a_private_file(
@@ -148,6 +151,18 @@ async def test_pin_may_be_in_a_private_file(
 async def test_library_that_cannot_be_loaded_is_named(softhsm: SoftHsm) -> None:
     error = await failure(named("a", module="/nowhere/module.so"))
     assert "'/nowhere/module.so' cannot be loaded" in str(error)
+    assert not error.retryable
+
+
+async def test_library_that_other_code_has_initialized_is_named(
+    softhsm: SoftHsm, tmp_path: Path
+) -> None:
+    """Through another path, the library is the same for the system, but not for python-pkcs11."""
+    assert softhsm.token
+    another = tmp_path / "module.so"
+    another.symlink_to(softhsm.module)
+    error = await failure(named("a", module=another))
+    assert f"other code of this process has initialized the library {str(another)!r}" in str(error)
     assert not error.retryable
 
 

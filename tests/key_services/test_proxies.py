@@ -16,7 +16,13 @@ from urllib.request import urlopen
 
 import pytest
 
-from adk_secure_sessions import AwsKmsKey, GcpKmsKey, KeyServiceError, VaultKey
+from adk_secure_sessions import (
+    AwsKmsKey,
+    ConfigurationError,
+    GcpKmsKey,
+    KeyServiceError,
+    VaultKey,
+)
 from tests.key_services import aws, gcp
 from tests.key_services.proxy import Proxy, recording
 from tests.key_services.support import CONTEXT, MASTER
@@ -70,6 +76,16 @@ async def test_plain_http_to_vault_uses_no_proxy(
     for options in ({"token": vault.root_token}, login):
         await use(VaultKey("transit/clinic", address=vault.address, **options))
     assert proxy.requests == []
+
+
+@pytest.mark.parametrize("address", ["ftp://127.0.0.1", "socks5://127.0.0.1"])
+def test_proxy_that_cannot_be_used_is_a_configuration_error(
+    tls_vault: Vault, ca_file: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # the package that SOCKS needs
+    monkeypatch.setenv("ALL_PROXY", address)
+    with pytest.raises(ConfigurationError, match="proxy for Vault cannot be used"):
+        VaultKey("transit/clinic", address=tls_vault.address, token="t", ca_file=ca_file)
 
 
 @pytest.mark.parametrize("names", [PLAIN, ALL], ids=["http", "all"])

@@ -303,6 +303,34 @@ def test_address_at_which_keys_would_travel_unencrypted_is_rejected(address: str
         VaultKey("transit/clinic", address=address, token="needle")
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["https://vault\n.example", "https://va ult", "https://vault:99999999", "https://[vault"],
+)
+def test_address_that_is_no_url_is_rejected(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not a URL"):
+        VaultKey("transit/clinic", address=address, token="needle")
+
+
+@pytest.mark.parametrize("mount", ["app\nrole", "approle?", "../sys", "/approle", ""])
+def test_approle_mount_that_is_no_path_is_rejected(vault: Vault, mount: str) -> None:
+    with pytest.raises(ConfigurationError, match="approle_mount"):
+        with_approle(vault, approle_mount=mount)
+
+
+async def test_approle_may_be_enabled_at_another_path(vault: Vault) -> None:
+    key = with_approle(vault, approle_mount="team/approle")
+    assert "check role_id, secret_id" in str(await failure(key))
+    assert vault.requests == ["auth/team/approle/login"]
+
+
+@pytest.mark.parametrize("name", ["role_id", "secret_id"])
+def test_secret_that_is_not_text_is_rejected_without_repeating_it(vault: Vault, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} is not text in UTF-8") as info:
+        with_approle(vault, **{name: "needle\udcff"})
+    assert "needle" not in repr(info.value)
+
+
 def test_key_id_may_be_given(vault: Vault) -> None:
     assert with_token(vault, key_id="the old vault").key_id == "the old vault"
     for wrong in ("x" * 256, "line\nbreak"):
@@ -366,6 +394,7 @@ async def test_call_is_repeated_while_vault_is_sealed(vault: Vault, key: VaultKe
         b'{"data": {"ciphertext": 7}, "auth": {"client_token": "needle\\n"}}',
         '{"data": {"ciphertext": "vault:v1:é", "plaintext": "é"}}'.encode(),
         b'{"data": {"ciphertext": null, "plaintext": null}}',
+        b'{"data":' * 100_000,
     ],
 )  # fmt: skip
 async def test_answer_of_another_kind_of_server_is_rejected(
@@ -384,8 +413,29 @@ async def test_answer_that_is_not_compressed_as_it_says_is_rejected(
 ) -> None:
     vault.headers["Content-Encoding"] = "gzip"
     error = await failure(key)
-    assert "check the address" in str(error)
+    assert "cannot be reached (DecodingError)" in str(error)
     assert error.__context__ is None  # httpx's error contains the request
+    assert error.retryable
+
+
+@pytest.mark.parametrize("charset", ["hex", "undefined", "needle"])
+async def test_charset_of_an_answer_does_not_matter(
+    vault: Vault, key: VaultKey, charset: str
+) -> None:
+    vault.headers["Content-Type"] = f"application/json; charset={charset}"
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
+    vault.failures = [404]
+    assert "rejects the call (404)" in str(await failure(key))
+
+
+async def test_error_that_the_library_does_not_document_is_not_passed_on(
+    vault: Vault, key: VaultKey
+) -> None:
+    vault.failures = [302]
+    vault.headers["Location"] = "mailto:needle"
+    error = await failure(key)
+    assert "the call failed (" in str(error)
+    assert error.__context__ is None
     assert not error.retryable
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
@@ -22,6 +22,9 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
+
+if TYPE_CHECKING:
+    from botocore.exceptions import ClientError
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
 _NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
@@ -128,7 +131,9 @@ class AwsKmsKey(RemoteKey):
             self._region = self._region or self._default_region()
             with closing(self._client()) as client:
                 check_transport(client.meta.endpoint_url)
-        except BotoCoreError as error:
+        except ConfigurationError:
+            raise
+        except (BotoCoreError, ValueError) as error:  # ValueError: the URL is invalid
             failure = type(error).__name__
         if failure is not None:
             raise ConfigurationError(f"the AWS configuration cannot be used ({failure})")
@@ -155,20 +160,28 @@ class AwsKmsKey(RemoteKey):
                 said = ask(KeyId=self._key, EncryptionContext={_CONTEXT: digest}, **data)
                 return bytes(said[answer])
         except ClientError as error:
-            failure = self._service_error(error.response)
-        except BotoCoreError as error:
+            failure = self._service_error(error)
+        except (BotoCoreError, OSError) as error:  # OSError: a file of credentials
             failure = self._call_error(error)
         except Exception as error:  # botocore's parsers have no common error for a malformed answer
             failure = self._failure(
                 f"the answer does not come from AWS KMS ({type(error).__name__})",
                 "check endpoint_url and the AWS configuration",
+                retryable=True,  # it may come from a proxy, for a moment
             )
         raise failure
 
-    def _service_error(self, response: Any) -> Exception:
+    def _service_error(self, error: "ClientError") -> Exception:
         # The parts may be missing if STS, which gives credentials, answers with a page of a proxy.
-        code = str(response.get("Error", {}).get("Code"))
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = str(error.response.get("Error", {}).get("Code"))
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        retryable = code in _RETRYABLE or status == _TOO_MANY or status >= _SERVER_ERROR
+        if error.operation_name not in ("Encrypt", "Decrypt"):
+            return self._failure(
+                f"AWS gave no credentials ({error.operation_name}: {status})",
+                "check the role, its trust policy and the AWS credentials",
+                retryable=retryable,
+            )
         if code == "InvalidCiphertextException":
             return TamperedError()
         if code == "IncorrectKeyException":
@@ -179,7 +192,7 @@ class AwsKmsKey(RemoteKey):
         if code in _ADVICE:
             what, check = _ADVICE[code]
             return self._failure(f"{what} ({code})", check)
-        if code in _RETRYABLE or status == _TOO_MANY or status >= _SERVER_ERROR:
+        if retryable:
             return self._failure(
                 f"AWS KMS cannot answer now ({status})",
                 "check its status and quotas",
@@ -189,7 +202,7 @@ class AwsKmsKey(RemoteKey):
             f"AWS KMS rejects the call ({status})", "check the kind and state of the key"
         )
 
-    def _call_error(self, error: Exception) -> Exception:
+    def _call_error(self, error: Any) -> Exception:
         from botocore import exceptions
 
         name = type(error).__name__
@@ -197,9 +210,14 @@ class AwsKmsKey(RemoteKey):
             return self._failure(
                 f"the certificate of the endpoint is not trusted ({name})", "check AWS_CA_BUNDLE"
             )
-        if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError):
+        is_of_client = isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError)
+        # A ValueError of the HTTP client is about the request, such as a token with a line break.
+        if is_of_client and not isinstance(error.kwargs.get("error"), ValueError):
             return self._unreachable(f"cannot be reached ({name})")
-        return self._failure(f"the call could not be sent ({name})", "check the AWS credentials")
+        return self._failure(
+            f"the call could not be sent ({name})",
+            "check the AWS credentials and the proxy settings",
+        )
 
     def _client(self) -> Any:
         from botocore.config import Config

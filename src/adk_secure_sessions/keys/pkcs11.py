@@ -14,7 +14,7 @@ from typing import Any
 
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
-from adk_secure_sessions.keys.providers import read_environment, read_private_file
+from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
 
 _KEY_BITS = 256
@@ -22,6 +22,7 @@ _NONCE_LENGTH, _TAG_BITS = 12, 128
 # Maps an error of python-pkcs11 to the cause and the advice in our error.  An error is named by its
 # class, or if it has no class of its own, by its code: vendors define codes, too.
 _UNMAPPED = re.compile(r"Unmapped error code (0x[0-9a-f]+)")
+_INITIALIZED = "already initialized"  # a part of the text for CKR_CRYPTOKI_ALREADY_INITIALIZED
 _ADVICE = {
     "MechanismInvalid": ("the module has no AES-GCM", "use a module with CKM_AES_GCM"),
     "MechanismParamInvalid": (
@@ -157,6 +158,7 @@ class Pkcs11Key(RemoteKey):
         super().__init__(key_id or f"pkcs11:{key}", path, timeout=timeout, attempts=attempts)
         self._module = _modules.setdefault(path, _Module(path))
         self._pin = pin or _find_pin(pin_file)
+        check_text(self._pin, "the PIN")
         self._pin_error: KeyServiceError | None = None
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
@@ -182,10 +184,7 @@ class Pkcs11Key(RemoteKey):
                     is_open = True
                     return use(self._key(session))
         except pkcs11.PKCS11Error as error:
-            unmapped = _UNMAPPED.fullmatch(str(error))
-            failure = self._explained(unmapped[1] if unmapped else type(error).__name__)
-            if unmapped and not is_open:  # the code of a vendor may be about the PIN
-                failure.retryable = False
+            failure = self._explained(error, is_open=is_open)
         raise failure
 
     def _key(self, session: Any) -> Any:
@@ -211,7 +210,14 @@ class Pkcs11Key(RemoteKey):
             raise self._failure(f"the key has {key.key_length} bits", f"use a {_KEY_BITS}-bit key")
         return key
 
-    def _explained(self, name: str) -> KeyServiceError:
+    def _explained(self, error: Exception, *, is_open: bool) -> KeyServiceError:
+        unmapped = _UNMAPPED.fullmatch(str(error))
+        name = unmapped[1] if unmapped else type(error).__name__
+        if _INITIALIZED in str(error):
+            return self._failure(
+                f"other code of this process has initialized the library {self._module.path!r}",
+                "let that code use python-pkcs11 and the same path, or use another process",
+            )
         if name == "PKCS11Error" and not self._module.is_loaded:
             return self._failure(
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
@@ -224,7 +230,10 @@ class Pkcs11Key(RemoteKey):
             return failure
         self._module.mark_failed()
         return self._failure(
-            f"the token failed ({name})", "check that it is plugged in and works", retryable=True
+            f"the token failed ({name})",
+            "check that it is plugged in and works",
+            # Before a session is open, the code of a vendor may be about the PIN.
+            retryable=is_open or unmapped is None,
         )
 
 

@@ -208,10 +208,21 @@ def read_environment(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise ConfigurationError(f"the environment variable {name!r} is not set or is empty")
-    # Such bytes become surrogates.  An error about them, raised by a library, contains the value.
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ConfigurationError(f"the environment variable {name!r} is not text in UTF-8")
+    check_text(value, f"the environment variable {name!r}")
     return value
+
+
+def check_text(secret: str, name: str) -> None:
+    """Check that *secret* can be encoded as UTF-8; *name* says what it is.
+
+    Python puts surrogates into a text for bytes that are not UTF-8.  Without this check, a library
+    would raise an error about the surrogates, and that error contains the text.
+
+    Raises:
+        ConfigurationError: *secret* contains surrogates; the message does not repeat it.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in secret):
+        raise ConfigurationError(f"{name} is not text in UTF-8")
 
 
 def read_private_file(path: Path) -> bytes:

@@ -17,6 +17,7 @@ from adk_secure_sessions.errors import (
     ConfigurationError,
     KeyServiceError,
     Reason,
+    SecureSessionError,
     TamperedError,
     install_command,
 )
@@ -143,9 +144,18 @@ class RemoteKey(KeyMaterial):
             with bound(_is_calling, True):
                 async with asyncio.timeout(self._timeout):
                     return await call_once()
+        except SecureSessionError:
+            raise
         except TimeoutError:
-            pass
-        raise self._unreachable(f"gave no answer within {self._timeout:g} s")
+            failure = self._unreachable(f"gave no answer within {self._timeout:g} s")
+        except Exception as error:
+            # The subclasses handle the errors that the libraries document.  Settings, proxies and
+            # answers that nobody expected lead to others, which may contain the key.
+            failure = self._failure(
+                f"the call failed ({type(error).__name__})",
+                "check the address, the credentials, and the proxy settings",
+            )
+        raise failure
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
         """Return an error without the text of the service's answer, which may contain a key."""
@@ -212,7 +222,15 @@ def check_transport(url: str, service: str = "a key service") -> None:
     Raises:
         ConfigurationError: *url* is neither an https:// URL nor an http:// URL of this machine.
     """
-    parts = urlsplit(url)
+    parts = None
+    try:
+        split = urlsplit(url)
+        if split.port != 0 and url.isprintable() and " " not in url:
+            parts = split
+    except ValueError:  # of `urlsplit` or of `port`
+        pass
+    if parts is None:
+        raise ConfigurationError(f"the address of {service} is not a URL")
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")
     if not parts.hostname or (parts.scheme != "https" and not (here and parts.scheme == "http")):
         raise ConfigurationError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
-from adk_secure_sessions.keys.providers import read_environment
+from adk_secure_sessions.keys.providers import check_text, read_environment
 from adk_secure_sessions.keys.remote import (
     ATTEMPTS,
     TIMEOUT,
@@ -29,13 +29,13 @@ from adk_secure_sessions.loops import LoopLocks
 if TYPE_CHECKING:
     import httpx
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)+", re.ASCII)
+_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 # A token and a namespace are sent as HTTP headers.
 _HEADER_VALUE = re.compile(r"[!-~]+")
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
-_LOGIN_IS_NEEDED = 403
+_OK, _LOGIN_IS_NEEDED = 200, 403
 # Status codes of temporary failures, after which a call is repeated.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
@@ -100,7 +100,7 @@ class VaultKey(RemoteKey):
         attempts: int = ATTEMPTS,
     ) -> None:
         require("vault", "httpx")
-        if not _NAME.fullmatch(key) or ".." in key:
+        if "/" not in key or not _is_path(key):
             raise ConfigurationError("a key in Vault is written MOUNT/KEY, such as transit/clinic")
         address = (address or read_environment("VAULT_ADDR")).rstrip("/")
         check_transport(address)
@@ -119,17 +119,40 @@ class VaultKey(RemoteKey):
         self._tls = _tls_context(address, ca_file or os.environ.get("VAULT_CACERT"))
         role_id = role_id or (None if token or token_file else os.environ.get("VAULT_ROLE_ID"))
         self._login: dict[str, str] | None = None
+        if not _is_path(approle_mount):
+            raise ConfigurationError("approle_mount is a path such as approle or team/approle")
         self._login_path = f"auth/{approle_mount}/login"
         self._token_file = None if token_file is None else Path(token_file)
         self._token = token
         if role_id:
             secret_id = secret_id or read_environment("VAULT_SECRET_ID")
+            check_text(role_id, "role_id")
+            check_text(secret_id, "secret_id")
             self._login = {"role_id": role_id, "secret_id": secret_id}
         elif not token and not token_file:
             self._token = read_environment("VAULT_TOKEN")
         if self._token and not _HEADER_VALUE.fullmatch(self._token):
             raise _not_printable("token")
         self._logging_in = LoopLocks()
+        failure = None
+        try:
+            self._client()
+        except Exception as error:  # httpx has no common error for proxies that it cannot use
+            failure = type(error).__name__
+        if failure is not None:
+            raise ConfigurationError(
+                f"the proxy for Vault cannot be used ({failure}): check HTTPS_PROXY and ALL_PROXY"
+            )
+
+    def _client(self) -> "httpx.AsyncClient":
+        import httpx
+
+        return httpx.AsyncClient(
+            headers=self._headers,
+            verify=self._tls,
+            timeout=self._timeout,
+            trust_env=self._uses_proxies,
+        )
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         # Servers before 1.13, which are not supported, ignore associated_data without an error.  So
@@ -161,21 +184,14 @@ class VaultKey(RemoteKey):
         return content[:-_DIGEST_LENGTH]
 
     async def _transit(self, operation: str, **body: str) -> Mapping[str, Any]:
-        import httpx
-
         path = f"{self._mount}/{operation}/{self._name}"
-        async with httpx.AsyncClient(
-            headers=self._headers,
-            verify=self._tls,
-            timeout=self._timeout,
-            trust_env=self._uses_proxies,
-        ) as client:
+        async with self._client() as client:
             token = await self._current_token(client, instead_of=None)
             response = await self._post(client, path, body, token)
             if response.status_code == _LOGIN_IS_NEEDED and self._login:
                 token = await self._current_token(client, instead_of=token)
                 response = await self._post(client, path, body, token)
-        if response.status_code != httpx.codes.OK:
+        if response.status_code != _OK:
             raise self._explained(response, operation)
         return self._part(response, "data")
 
@@ -220,16 +236,11 @@ class VaultKey(RemoteKey):
         import httpx
 
         headers = {} if token is None else {"X-Vault-Token": token}
-        failure: str | None
         try:
             return await client.post(f"{self._url}/{path}", json=body, headers=headers)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             failure, untrusted = type(error).__name__, _is_certificate_error(error)
-        except httpx.DecodingError:  # the server named a compression that it did not use
-            failure, untrusted = None, False
         # Errors are raised here: httpx's error contains the request, and with it the key.
-        if failure is None:
-            raise self._unexpected_answer()
         if untrusted:
             raise self._failure(
                 "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
@@ -238,7 +249,8 @@ class VaultKey(RemoteKey):
 
     def _explained(self, response: "httpx.Response", operation: str) -> Exception:
         status = response.status_code
-        found = next((means for words, means in _WORDS.items() if words in response.text), None)
+        text = response.content.decode(errors="replace")
+        found = next((means for words, means in _WORDS.items() if words in text), None)
         if found == _TAMPERED and operation == "decrypt":
             return TamperedError()
         if status in _RETRYABLE:
@@ -265,7 +277,7 @@ class VaultKey(RemoteKey):
     def _part(self, response: "httpx.Response", name: str) -> Mapping[str, Any]:
         try:
             part = response.json()[name]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             part = None
         if not isinstance(part, dict):
             raise self._unexpected_answer()
@@ -281,6 +293,10 @@ class VaultKey(RemoteKey):
 
     def _unexpected_answer(self) -> KeyServiceError:
         return self._failure("the answer does not come from a transit engine", "check the address")
+
+
+def _is_path(text: str) -> bool:
+    return _PATH.fullmatch(text) is not None and ".." not in text
 
 
 def _not_printable(what: str) -> ConfigurationError:
