@@ -254,6 +254,10 @@ def test_wrong_key_in_the_environment_is_not_repeated(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigurationError) as info:
         EnvironmentKey("A_KEY")
     assert "needle" not in str(info.value)
+    monkeypatch.setenv("A_KEY", "needle\udcff")  # what Python makes of the byte FF
+    with pytest.raises(ConfigurationError, match="'A_KEY' is not text in UTF-8") as info:
+        EnvironmentKey("A_KEY")
+    assert "needle" not in repr(info.value)
 
 
 @pytest.fixture

@@ -501,7 +501,7 @@ def _hostile_names(say: Say, path: str) -> None:
 
     async def fetch(operation: telemetry.Operation | None, number: int) -> None:
         assert operation
-        operation.values.append((f"backend{number}", "encrypt", 1, 0.0))
+        operation.values.append(((f"backend{number}", "encrypt"), 1, 0.0))
 
     @telemetry.measured
     async def encrypt(number: int) -> None:
@@ -552,8 +552,8 @@ def _many_values(say: Say, path: str) -> None:
 
     def add(operation: telemetry.Operation) -> None:
         for _ in range(10_000):
-            operation.values.append(("aesgcm", "encrypt", 2, 0.5))
-            operation.values.append(("data_keys", True, 1, 0.0))
+            operation.values.append((("aesgcm", "encrypt"), 2, 0.5))
+            operation.values.append((("data_keys", True), 1, 0.0))
             operation.limit()
             lengths.append(len(operation.values))
 

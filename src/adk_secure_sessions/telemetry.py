@@ -212,11 +212,11 @@ class _Names:
 _error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
 
 
-# The name of a backend or a cache; what was done; an amount; seconds.  What was done is `encrypt`
-# or `decrypt` with an amount in bytes of plaintext, or, with the amount 1, whether a cache had what
+# The name of a backend, and `encrypt` or `decrypt`; or the name of a cache, and whether it had what
 # was looked up.
-Value = tuple[str, str | bool, int, float]
-_Kind = tuple[str, str | bool]
+Kind = tuple[str, str | bool]
+# What was done; an amount, in bytes of plaintext or in lookups; seconds.
+Value = tuple[Kind, int, float]
 
 
 class Operation:
@@ -236,7 +236,7 @@ class Operation:
     def __init__(self, name: str) -> None:
         self.name: str = name
         self.values: list[Value] = []
-        self._sums: dict[_Kind, tuple[int, float]] | None = None  # of values no longer in the list
+        self._sums: dict[Kind, tuple[int, float]] | None = None  # of values no longer in the list
 
     def limit(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
@@ -262,13 +262,12 @@ _adding_up = Lock()
 
 
 def _added_up(
-    values: Iterable[Value], sums: dict[_Kind, tuple[int, float]] | None
-) -> dict[_Kind, tuple[int, float]]:
+    values: Iterable[Value], sums: dict[Kind, tuple[int, float]] | None
+) -> dict[Kind, tuple[int, float]]:
     """Add *values* to *sums*, or to new sums, by name and by what was done; return the sums."""
     if sums is None:
         sums = {}
-    for name, done, amount, seconds in values:
-        kind = name, done
+    for kind, amount, seconds in values:
         if kind in sums:
             before = sums[kind]
             sums[kind] = before[0] + amount, before[1] + seconds
@@ -282,7 +281,7 @@ _Attributes = dict[str, str | bool]
 
 # The SDK only reads attributes, so that all records can share them.
 @lru_cache(maxsize=256)
-def _attributes(kind: _Kind) -> tuple[_Attributes, list[_Attributes] | None]:
+def _attributes(kind: Kind) -> tuple[_Attributes, list[_Attributes] | None]:
     """Return the attributes of the amounts of *kind*, and those of the durations.
 
     The attributes of durations are a list by size class; None for lookups in a cache.

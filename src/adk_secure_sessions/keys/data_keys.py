@@ -140,6 +140,8 @@ class DataKeys(KeyMaterial):
         keyring: The unwrapped master keys.  A new object replaces it when the keyring is read
             again.
         backends: All backends that this process was given, by backend id.
+        encrypting: What telemetry calls an encryption, by backend id.
+        decrypting: What telemetry calls a decryption, by backend id.
         writer: The backend that encrypts new records.
         by_owner: The data keys of the most recently used owners, by the owner's tag.
         owners: The tags of the owners of the most recently used data keys, by data key id.
@@ -150,6 +152,12 @@ class DataKeys(KeyMaterial):
     ) -> None:
         self.keyring = keyring
         self.backends = backends
+        self.encrypting: dict[int, telemetry.Kind] = {
+            backend_id: (backend.name, "encrypt") for backend_id, backend in backends.items()
+        }
+        self.decrypting: dict[int, telemetry.Kind] = {
+            backend_id: (backend.name, "decrypt") for backend_id, backend in backends.items()
+        }
         self.writer: CipherFactory = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owners: Lru[int, bytes] = Lru(limit)
@@ -430,8 +438,8 @@ class StagedKeys:
         record = records.seal_whole(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             seconds = perf_counter() - began
-            name = self._keys.backends[key.backend_id].name
-            self.operation.values.append((name, "encrypt", size, seconds))
+            kind = self._keys.encrypting[key.backend_id]
+            self.operation.values.append((kind, size, seconds))
         return record
 
     def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
@@ -481,8 +489,8 @@ class StagedKeys:
         """
         if self.operation is not None:
             seconds = perf_counter() - began
-            name = self._keys.backends[key.backend_id].name
-            self.operation.values.append((name, "decrypt", size, seconds))
+            kind = self._keys.decrypting[key.backend_id]
+            self.operation.values.append((kind, size, seconds))
 
     def key_of(self, owner: bytes, stored: bytes) -> DataKey:
         """Return the data key that the header of the record *stored* names.

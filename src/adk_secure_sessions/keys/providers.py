@@ -215,14 +215,19 @@ def read_environment(name: str) -> str:
 def check_text(secret: str, name: str) -> None:
     """Check that *secret* can be encoded as UTF-8; *name* says what it is.
 
-    Python puts surrogates into a text for bytes that are not UTF-8.  Without this check, a library
-    would raise an error about the surrogates, and that error contains the text.
+    Bytes that are not UTF-8 become surrogates in a variable or an argument.  Without this check, a
+    library would raise UnicodeEncodeError, which contains the text.
 
     Raises:
         ConfigurationError: *secret* contains surrogates; the message does not repeat it.
     """
-    if any("\ud800" <= character <= "\udfff" for character in secret):
-        raise ConfigurationError(f"{name} is not text in UTF-8")
+    try:
+        secret.encode()
+    except UnicodeEncodeError:
+        pass
+    else:
+        return
+    raise ConfigurationError(f"{name} is not text in UTF-8")
 
 
 def read_private_file(path: Path) -> bytes:

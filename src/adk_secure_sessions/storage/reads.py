@@ -130,7 +130,7 @@ class GetSession(ReadOperation, Generic[E]):
         if self._keeper is not None:
             known = attempt.cache.histories.get(self.who.session_tag)
             if attempt.keys.operation is not None:
-                attempt.keys.operation.values.append(("histories", known is not None, 1, 0.0))
+                attempt.keys.operation.values.append((("histories", known is not None), 1, 0.0))
             if known is not None:
                 try:
                     return await self._continue(attempt, executors, known)

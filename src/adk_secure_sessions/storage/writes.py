@@ -413,7 +413,7 @@ class AppendEvent(Write[StoredSession]):
     @staticmethod
     def _count_lookup(attempt: Attempt, *, hit: bool) -> None:
         if attempt.keys.operation is not None:
-            attempt.keys.operation.values.append(("sessions", hit, 1, 0.0))
+            attempt.keys.operation.values.append((("sessions", hit), 1, 0.0))
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
         """Return the cached session if the event can be appended without a read, or None."""
