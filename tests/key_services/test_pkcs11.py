@@ -261,6 +261,22 @@ async def test_error_says_what_to_check_and_whether_to_try_again(
     assert len(tried) == (3 if is_temporary else 1)
 
 
+async def test_unknown_error_after_the_login_is_temporary(
+    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fail(*_: object) -> None:
+        tried.append(0)
+        raise pkcs11.PKCS11Error("Unmapped error code 0x800000a1")
+
+    monkeypatch.setattr(Pkcs11Key, "_key", fail)
+    error = await failure(key)
+    assert "the token failed (0x800000a1)" in str(error)
+    assert error.retryable is True
+    assert len(tried) == 3
+
+
 async def test_rejected_pin_is_not_tried_again_but_other_errors_are(
     softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
