@@ -172,9 +172,9 @@ class AwsKmsKey(RemoteKey):
         raise failure
 
     def _service_error(self, error: "ClientError") -> Exception:
-        # The parts may be missing if STS, which gives credentials, answers with a page of a proxy.
+        status: int = error.response["ResponseMetadata"]["HTTPStatusCode"]
+        # A page of a proxy, instead of an answer of STS, which gives credentials, has no "Error".
         code = str(error.response.get("Error", {}).get("Code"))
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         retryable = code in _RETRYABLE or status == _TOO_MANY or status >= _SERVER_ERROR
         if error.operation_name not in ("Encrypt", "Decrypt"):
             return self._failure(
