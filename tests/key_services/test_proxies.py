@@ -78,13 +78,16 @@ async def test_plain_http_to_vault_uses_no_proxy(
     assert proxy.requests == []
 
 
-@pytest.mark.parametrize("address", ["ftp://127.0.0.1", "socks5://127.0.0.1"])
-def test_proxy_that_cannot_be_used_is_a_configuration_error(
-    tls_vault: Vault, ca_file: Path, monkeypatch: pytest.MonkeyPatch, address: str
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [("ftp://127.0.0.1", "ValueError"), ("socks5://127.0.0.1", "ImportError")],
+)
+def test_proxy_that_vault_cannot_use_is_a_configuration_error(
+    tls_vault: Vault, ca_file: Path, monkeypatch: pytest.MonkeyPatch, address: str, error: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "socksio", None)  # the package that SOCKS needs
     monkeypatch.setenv("ALL_PROXY", address)
-    with pytest.raises(ConfigurationError, match="proxy for Vault cannot be used"):
+    with pytest.raises(ConfigurationError, match=rf"proxy for Vault cannot be used \({error}\)"):
         VaultKey("transit/clinic", address=tls_vault.address, token="t", ca_file=ca_file)
 
 
