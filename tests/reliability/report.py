@@ -124,8 +124,8 @@ class Report:
             found = self.of(prefix)
             rows += [[label, database, *_cells(one)] for database, one in found]
             if not found:
-                rows.append([label, NOT_RUN, *[""] * 5])
-        heading = ["fault", "database", "times", "acknowledged writes", "lost or doubled"]
+                rows.append([label, "", NOT_RUN, *[""] * 4])
+        heading = ["fault", "database", "faults", "acknowledged writes", "lost or doubled"]
         return markdown_table([*heading, "the application sees", "works again after"], rows)
 
     def endurance(self) -> str:
@@ -147,7 +147,7 @@ class Report:
             ["lost or doubled", *(f"{one.lost + one.doubled}" for _, one in found)],
             *(row(name, name) for name in _DONE),
             row("largest memory of a writer: after a quarter, and at the end", *_ends("memory")),
-            row("file descriptors of a writer, likewise", *_ends("files")),
+            row("file descriptors of a writer: after a quarter, and at the end", *_ends("files")),
         ]
         return markdown_table(["", *(database for database, _ in found)], rows)
 
