@@ -27,7 +27,7 @@ from adk_secure_sessions.keys.data_keys import (
     wrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import Separation
-from adk_secure_sessions.telemetry import Operation
+from adk_secure_sessions.telemetry import Operation, cipher_kind
 from tests.storage.support import ANOTHER_MASTER, MASTER, data_keys, keyring, marks
 
 ADA, BOB = b"tag of ada......", b"tag of bob......"
@@ -607,8 +607,9 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     times.append(perf_counter())
     name = AesGcmBackend(bytes(32)).name
     (encryption, decryption) = operation.values
-    assert encryption[:2] == ((name, "encrypt"), 4)
-    assert decryption[:2] == ((name, "decrypt"), len(plaintext))
+    assert encryption[0].of_amount == cipher_kind(name, "encrypt").of_amount
+    assert decryption[0].of_amount == cipher_kind(name, "decrypt").of_amount
+    assert (encryption[1], decryption[1]) == (4, len(plaintext))
     assert 0 < encryption[2] <= times[1] - times[0]
     assert 0 < decryption[2] <= times[2] - times[1]
 
@@ -622,8 +623,8 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
     staged.operation = operation = Operation("test")
     before = perf_counter()
     staged.count_decrypted(key, 7, before - 100)
-    ((*decryption, seconds),) = operation.values
-    assert decryption == [("fernet", "decrypt"), 7]
+    ((kind, size, seconds),) = operation.values
+    assert (kind.of_amount, size) == (cipher_kind("fernet", "decrypt").of_amount, 7)
     assert 100 <= seconds <= 100 + perf_counter() - before
 
 

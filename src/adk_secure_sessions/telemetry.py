@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar, Token
-from functools import cache, lru_cache, wraps
+from functools import cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from time import perf_counter
@@ -212,10 +212,46 @@ class _Names:
 _error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
 
 
-# The name of a backend, and `encrypt` or `decrypt`; or the name of a cache, and whether it had what
-# was looked up.
-Kind = tuple[str, str | bool]
-# What was done; an amount, in bytes of plaintext or in lookups; seconds.
+_Attributes = dict[str, str | bool]
+
+
+class Kind:
+    """What an operation has done: encrypt or decrypt with one backend, or look up in one cache.
+
+    Attributes:
+        of_amount: The attributes of the amounts, which are bytes of plaintext or lookups.
+        of_duration: The attributes of the durations, by size class; None for lookups.
+    """
+
+    __slots__ = ("of_amount", "of_duration")
+
+    # The SDK only reads attributes, so that all records can share them.
+    def __init__(self, of_amount: _Attributes, of_duration: list[_Attributes] | None) -> None:
+        self.of_amount: _Attributes = of_amount
+        self.of_duration: list[_Attributes] | None = of_duration
+
+
+def cipher_kind(backend: str, direction: str) -> Kind:
+    """Return the kind of an encryption or a decryption.
+
+    Args:
+        backend: The name of the backend.
+        direction: `encrypt` or `decrypt`.
+    """
+    of_amount: _Attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
+    return Kind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
+
+
+def _lookup_kinds(cache: str) -> dict[bool, Kind]:
+    """Return the kinds of lookups in *cache*, by whether it had what was looked up."""
+    return {hit: Kind({CACHE: cache, HIT: hit}, None) for hit in (False, True)}
+
+
+IN_DATA_KEYS = _lookup_kinds("data_keys")
+IN_SESSIONS = _lookup_kinds("sessions")
+IN_HISTORIES = _lookup_kinds("histories")
+
+# What was done; an amount; seconds.
 Value = tuple[Kind, int, float]
 
 
@@ -250,12 +286,12 @@ class Operation:
     def record(self, otel: _Instruments) -> None:
         """Record the sums of all values in the instruments of *otel*."""
         for kind, (amount, seconds) in _added_up(self.values, self._sums).items():
-            of_amount, of_duration = _attributes(kind)
-            if of_duration is None:
-                otel.cache_lookups.add(amount, of_amount)
+            if kind.of_duration is None:
+                otel.cache_lookups.add(amount, kind.of_amount)
             else:
-                otel.plaintext_io.add(amount, of_amount)
-                otel.cipher_duration.record(seconds, of_duration[bisect_left(_SIZES, amount)])
+                otel.plaintext_io.add(amount, kind.of_amount)
+                size_class = bisect_left(_SIZES, amount)
+                otel.cipher_duration.record(seconds, kind.of_duration[size_class])
 
 
 _adding_up = Lock()
@@ -264,7 +300,7 @@ _adding_up = Lock()
 def _added_up(
     values: Iterable[Value], sums: dict[Kind, tuple[int, float]] | None
 ) -> dict[Kind, tuple[int, float]]:
-    """Add *values* to *sums*, or to new sums, by name and by what was done; return the sums."""
+    """Add *values* to *sums*, or to new sums, by kind; return the sums."""
     if sums is None:
         sums = {}
     for kind, amount, seconds in values:
@@ -274,23 +310,6 @@ def _added_up(
         else:
             sums[kind] = amount, seconds
     return sums
-
-
-_Attributes = dict[str, str | bool]
-
-
-# The SDK only reads attributes, so that all records can share them.
-@lru_cache(maxsize=256)
-def _attributes(kind: Kind) -> tuple[_Attributes, list[_Attributes] | None]:
-    """Return the attributes of the amounts of *kind*, and those of the durations.
-
-    The attributes of durations are a list by size class; None for lookups in a cache.
-    """
-    name, done = kind
-    if isinstance(done, bool):
-        return {CACHE: name, HIT: done}, None
-    of_amount: _Attributes = {BACKEND: _backend_names(name), DIRECTION: done}
-    return of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES]
 
 
 _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)

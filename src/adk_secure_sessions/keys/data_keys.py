@@ -153,10 +153,12 @@ class DataKeys(KeyMaterial):
         self.keyring = keyring
         self.backends = backends
         self.encrypting: dict[int, telemetry.Kind] = {
-            backend_id: (backend.name, "encrypt") for backend_id, backend in backends.items()
+            backend_id: telemetry.cipher_kind(backend.name, "encrypt")
+            for backend_id, backend in backends.items()
         }
         self.decrypting: dict[int, telemetry.Kind] = {
-            backend_id: (backend.name, "decrypt") for backend_id, backend in backends.items()
+            backend_id: telemetry.cipher_kind(backend.name, "decrypt")
+            for backend_id, backend in backends.items()
         }
         self.writer: CipherFactory = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)

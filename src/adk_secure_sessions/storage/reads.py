@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
+from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
@@ -130,7 +131,8 @@ class GetSession(ReadOperation, Generic[E]):
         if self._keeper is not None:
             known = attempt.cache.histories.get(self.who.session_tag)
             if attempt.keys.operation is not None:
-                attempt.keys.operation.values.append((("histories", known is not None), 1, 0.0))
+                kind = telemetry.IN_HISTORIES[known is not None]
+                attempt.keys.operation.values.append((kind, 1, 0.0))
             if known is not None:
                 try:
                     return await self._continue(attempt, executors, known)

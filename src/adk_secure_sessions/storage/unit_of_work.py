@@ -370,7 +370,7 @@ class UnitOfWork:
         are_cached = opened.keys.knows(who.app_tag, who.user_tag)
         reads_keys = operation.reads_keys or not are_cached
         if measured := telemetry.current_operation():
-            measured.values.append((("data_keys", are_cached), 1, 0.0))
+            measured.values.append((telemetry.IN_DATA_KEYS[are_cached], 1, 0.0))
         # With a key database, the data keys are read before the rows.  Between the two reads,
         # another process may have created or retired a data key.  So if a key is missing the first
         # time, read both the keys and the rows again.

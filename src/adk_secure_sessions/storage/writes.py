@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
@@ -413,7 +414,7 @@ class AppendEvent(Write[StoredSession]):
     @staticmethod
     def _count_lookup(attempt: Attempt, *, hit: bool) -> None:
         if attempt.keys.operation is not None:
-            attempt.keys.operation.values.append((("sessions", hit), 1, 0.0))
+            attempt.keys.operation.values.append((telemetry.IN_SESSIONS[hit], 1, 0.0))
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
         """Return the cached session if the event can be appended without a read, or None."""
