@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar, Token
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from time import perf_counter
@@ -231,6 +231,7 @@ class Kind:
         self.of_duration: list[_Attributes] | None = of_duration
 
 
+@lru_cache(maxsize=256)  # two databases in one operation have the same kinds
 def cipher_kind(backend: str, direction: str) -> Kind:
     """Return the kind of an encryption or a decryption.
 

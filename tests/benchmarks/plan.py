@@ -107,7 +107,7 @@ PACKED_CONVERSATIONS, PACKED_SESSIONS = 40, 40
 TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES = "none", "metrics", "metrics and spans"
 TELEMETRY = (TELEMETRY_OFF, TELEMETRY_METRICS, TELEMETRY_TRACES)
 TELEMETRY_OPERATIONS = {"append": "append_event", "get, 20 events": "get_session"}
-TELEMETRY_PAIRS, TELEMETRY_REPEATS = 1000, 10
+TELEMETRY_PAIRS, TELEMETRY_REPEATS = 3000, 10
 
 # The audit log, and the trail beside it: the arguments of each side, and the operations.
 NO_AUDIT, AUDIT_LOG, AUDIT_TRAIL = "no audit", "log", "log and trail"
