@@ -7,7 +7,7 @@ import pytest
 
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.storage.bindings import RowCache
-from adk_secure_sessions.storage.histories import Growing, HistoryCache, Restored
+from adk_secure_sessions.storage.histories import Growing, History, HistoryCache, Restored
 from adk_secure_sessions.storage.reads import GetSession
 from tests.storage.support import (
     BLOB,
@@ -37,6 +37,7 @@ class Kept(str):
 class TextKeeper:
     """Converts to `Kept`, which is returned from the second time on."""
 
+    shares = False
     at_once = 2
 
     def __init__(self) -> None:
@@ -343,6 +344,30 @@ def test_slow_read_does_not_replace_later_events() -> None:
     assert known() == (1, 5)
     put(2, 1)
     assert known() == (2, 1)
+
+
+def test_shared_events_are_taken_at_once_if_none_is_a_plaintext() -> None:
+    def restored(*kept: object, shares: bool = True) -> Restored[str]:
+        keeper = TextKeeper()
+        keeper.shares = shares
+        history = History(1, b"link", [*range(len(kept))], [*kept], 10)
+        return Restored(keeper, history, 10**6)
+
+    one, two, three = Kept("ONE"), Kept("TWO"), Kept("THREE")
+    all_shared = restored(one, two, three)
+    for indexes, expected in ((range(1, 3), [two, three]), ([0, 2], [one, three]), (range(0), [])):
+        assert all_shared.add_shared(indexes)
+        assert all_shared.events == expected
+    assert all_shared.add_shared(range(3))
+    all_shared.events.clear()  # a caller may change the list, but not the cached one
+    assert all_shared.add_shared(range(3))
+    assert all_shared.events == [one, two, three]
+    some = restored(one, b"two", three)
+    assert not some.add_shared(range(3))
+    assert some.events == []
+    assert some.add_shared([0, 2])
+    assert some.events == [one, three]
+    assert not restored(one, two, shares=False).add_shared(range(2))
 
 
 def test_contents_are_in_no_repr() -> None:

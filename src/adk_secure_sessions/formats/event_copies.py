@@ -70,12 +70,13 @@ class EventKeeper:
     If *shares* is True, it keeps the events themselves: every reader gets the same `Event` objects.
 
     Attributes:
+        shares: Whether the values that it keeps are the events.
         at_once: The number of events that are restored before other tasks may run.  This takes
             0.3 ms, or 2 ms if they are taken from the cache for the first time.
     """
 
     def __init__(self, *, shares: bool) -> None:
-        self._shares = shares
+        self.shares: bool = shares
         self._makes_moulds = _is_proven()
         self.at_once: int = 128 if shares else 64
 
@@ -92,11 +93,11 @@ class EventKeeper:
                 mould = _mould(event, sizes)
             except (_Unsupported, RecursionError):
                 pass
-        return event, event if self._shares else mould, sum(sizes) + _OF_MOULD
+        return event, event if self.shares else mould, sum(sizes) + _OF_MOULD
 
     def restore(self, kept: Sequence[Any]) -> list[Event]:
         """Return the events of the values or plaintexts *kept*, in a new list."""
-        if self._shares:
+        if self.shares:
             return [events.decode(one, 0, 0) if type(one) is bytes else one for one in kept]
         return [one[0](one) if type(one) is tuple else events.decode(one, 0, 0) for one in kept]
 

@@ -256,10 +256,11 @@ class GetSession(ReadOperation, Generic[E]):
         # The restored events are inside of an object, so that an error reporter does not record
         # them if the task is cancelled here.
         restored = Restored(keeper, cached or known, cache.limit)
-        for start in range(0, len(indexes), keeper.at_once):
-            if start:
-                await asyncio.sleep(0)
-            restored.add(indexes[start : start + keeper.at_once])
+        if not restored.add_shared(indexes):
+            for start in range(0, len(indexes), keeper.at_once):
+                if start:
+                    await asyncio.sleep(0)
+                restored.add(indexes[start : start + keeper.at_once])
         if cached is not None:
             cache.replace(session.tag, restored.history())
         return restored.events + new
