@@ -315,6 +315,30 @@ def test_survey_made_while_another_process_makes_tables_is_repeated(tmp_path: Pa
     another.dispose()
 
 
+def test_survey_made_while_another_process_creates_the_database_is_repeated(
+    tmp_path: Path,
+) -> None:
+    """Else it would see the keyring without the marks, which looks as if they were removed."""
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/s.db")
+    schema.metadata.create_all(engine)
+    another = sa.create_engine(engine.url)
+    rows = [{"name": name, "value": value} for name, value in MARKS.items()]
+
+    @sa.event.listens_for(engine, "before_cursor_execute")
+    def create(connection: sa.Connection, cursor: object, statement: str, *_: object) -> None:
+        if "ORDER BY secure_keyring" in statement and rows:
+            with another.begin() as other:
+                other.execute(sa.insert(schema.meta), rows)
+                other.execute(sa.insert(schema.keyring), MASTER._asdict())
+            rows.clear()
+
+    with engine.connect() as connection:
+        found = look(connection)
+    assert (found.meta, found.keyring) == (MARKS, [MASTER])
+    engine.dispose()
+    another.dispose()
+
+
 # --- making --------------------------------------------------------------------------------------
 
 

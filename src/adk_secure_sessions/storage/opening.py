@@ -179,6 +179,11 @@ class Survey(NamedTuple):
         return self.meta.get(FORMAT)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether any of our tables has rows."""
+        return bool(self.meta or self.keyring or self.is_used)
+
+    @property
     def has_plaintext_records(self) -> bool:
         """Whether `secure_meta` says that `NoOpBackend` has written records to the database."""
         return PLAINTEXT in self.meta
@@ -204,10 +209,11 @@ def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
     with the ids *known*.
     """
     survey = _look(connection, known)
-    if survey.meta and (survey.part or Part.ALL).missing(survey):
-        # Another process may have created these tables after `_look` read the table names.
-        survey = _look(connection, known)
-    return survey
+    missing = (survey.part or Part.ALL).missing(survey)
+    is_whole = not missing if survey.meta else not survey.has_rows
+    # On a server, each query of `_look` sees what was committed before it.  If another process
+    # created the database meanwhile, `_look` has seen only a part of the tables or of the rows.
+    return survey if is_whole else _look(connection, known)
 
 
 def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
@@ -301,7 +307,7 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
             "run the statements of docs/sql for this kind of database"
         )
     if version is None:
-        if survey.meta or survey.keyring or survey.is_used:
+        if survey.has_rows:
             raise ConfigurationError(
                 "secure_meta has no format version although there is data: restore that table from "
                 "a backup"
