@@ -22,6 +22,7 @@ from adk_secure_sessions import (
     WrongKeyError,
     key_provider,
 )
+from tests.attacks.needles import locals_of
 from tests.key_services.aws import ACCESS, REGION, Kms
 from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
 from tests.key_services.vault import Vault
@@ -159,7 +160,10 @@ def test_address_at_which_keys_would_travel_unencrypted_is_rejected(
 
 
 @pytest.mark.parametrize("by", ["argument", "variable"])
-@pytest.mark.parametrize("wrong", ["needle", "https://", "https://[needle", "https://aws:99999999"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["needle", "https://", "https://[needle", "https://aws:99999999", "http://evil\\@localhost:1"],
+)
 def test_address_that_is_no_url_is_rejected(
     kms: Kms, monkeypatch: pytest.MonkeyPatch, wrong: str, by: str
 ) -> None:
@@ -168,6 +172,31 @@ def test_address_that_is_no_url_is_rejected(
     with pytest.raises(ConfigurationError) as info:
         AwsKmsKey(ARN, endpoint_url=wrong if by == "argument" else None)
     assert "needle" not in str(info.value)
+
+
+def test_configuration_that_botocore_does_not_expect_is_a_configuration_error(
+    kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    for name in ACCESS:
+        monkeypatch.delenv(name.upper())
+    for lines in ("credential_process = /nowhere/x", """credential_process = echo '["needle"]'"""):
+        file.write_text(f"[default]\n{lines}\n")
+        with pytest.raises(ConfigurationError, match="AWS configuration cannot be used") as info:
+            AwsKmsKey(ARN)
+        assert "needle" not in locals_of(info.value)
+
+
+async def test_address_is_checked_before_each_call(
+    kms: Kms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", kms.address)
+    key = AwsKmsKey(kms.new_key())
+    await key.wrap(MASTER, CONTEXT)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", "http://evil.example:1")
+    with pytest.raises(ConfigurationError, match="https://"):
+        await key.wrap(MASTER, CONTEXT)
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -334,6 +363,15 @@ async def test_missing_token_of_a_role_is_a_matter_of_the_credentials(
     role.unlink()
     error = await failure(key)
     assert "could not be sent (FileNotFoundError); check the AWS credentials" in str(error)
+    assert not error.retryable
+
+
+async def test_secret_that_is_not_text_is_a_matter_of_the_credentials(
+    kms: Kms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "needle\udcff")
+    error = await failure(AwsKmsKey(ARN, endpoint_url=kms.address))
+    assert "could not be sent (UnicodeEncodeError); check the AWS credentials" in str(error)
     assert not error.retryable
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import google.auth
+import google.auth.credentials
 import pytest
-from google.auth.exceptions import TransportError
+from google.auth.exceptions import RefreshError, TransportError
 
 from adk_secure_sessions import (
     ConfigurationError,
@@ -193,6 +194,23 @@ async def test_error_of_the_credentials_is_retryable_if_google_says_so(
     assert "(TransportError)" in str(error)
     assert error.retryable is retryable
     assert len(tried) == (3 if retryable else 1)
+
+
+async def test_credentials_that_google_rejects_are_no_failure_of_the_network(
+    cloud_kms: CloudKms,
+) -> None:
+    """Such as a service account whose key was deleted: gRPC says that it is unavailable."""
+
+    class Rejected(google.auth.credentials.Credentials):
+        def refresh(self, request: Any) -> None:
+            raise RefreshError("invalid_grant: needle")  # type: ignore[no-untyped-call]
+
+    credentials = Rejected()  # type: ignore[no-untyped-call]
+    error = await failure(
+        GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, credentials=credentials)
+    )
+    assert "the credentials cannot be used" in str(error)
+    assert cloud_kms.operations == []
 
 
 def test_keys_of_two_endpoints_differ() -> None:

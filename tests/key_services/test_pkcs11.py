@@ -223,6 +223,9 @@ async def test_login_by_other_code_of_the_process_does_not_matter(
 # --- errors of the module ------------------------------------------------------------------------
 
 ADVICE = {
+    "FunctionRejected": "check the PIN",
+    "PinTooWeak": "set a new PIN",
+    "UserPinNotInitialized": "set the PIN",
     "MechanismInvalid": "use a module with CKM_AES_GCM",
     "MechanismParamInvalid": "accepts nonces",
     "MultipleTokensReturned": "give each a different label",
@@ -318,6 +321,29 @@ async def test_token_that_fails_is_told_from_a_modified_key(
     with pytest.raises(KeyServiceError, match=r"the token failed \(GeneralError\)") as info:
         await key.unwrap(wrapped, CONTEXT)
     assert info.value.retryable
+
+
+async def test_token_that_fails_for_a_moment_is_no_tampering(
+    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    find = Pkcs11Key._key
+    failures = [pkcs11.exceptions.DeviceMemory]
+
+    class Flaky(BrokenKey):
+        def decrypt(self, data: bytes, **options: Any) -> bytes:
+            if failures:
+                raise failures.pop()
+            return bytes(self._key.decrypt(data, **options))
+
+    monkeypatch.setattr(Pkcs11Key, "_key", lambda self, session: Flaky(find(self, session)))
+    assert await key.unwrap(wrapped, CONTEXT) == MASTER
+    assert failures == []
+
+
+def test_label_that_is_not_text_is_rejected(softhsm: SoftHsm) -> None:
+    with pytest.raises(ConfigurationError, match="name of the key is not text in UTF-8"):
+        named("\udcff", key_id="x")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import sqlite3
 import time
 from contextlib import closing
@@ -217,6 +218,24 @@ async def test_token_in_a_file_is_read_for_each_call(vault: Vault, tmp_path: Pat
     await key.wrap(MASTER, CONTEXT)
 
 
+async def test_token_file_that_is_never_written_does_not_stop_the_event_loop(
+    vault: Vault, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "token"
+    os.mkfifo(pipe)
+    key = VaultKey(
+        "transit/clinic", address=vault.address, token_file=pipe, timeout=0.05, attempts=1
+    )
+    try:
+        assert "gave no answer within 0.05 s" in str(await failure(key))
+    finally:
+        pipe.write_text("ends the thread")
+
+
+async def test_empty_name_of_a_token_file_means_none(vault: Vault) -> None:
+    await with_token(vault, token_file="").wrap(MASTER, CONTEXT)
+
+
 async def test_namespace_is_sent(vault: Vault) -> None:
     vault.add_key("clinic", namespace="team")
     wrapped = await with_token(vault, namespace="team").wrap(MASTER, CONTEXT)
@@ -305,11 +324,15 @@ def test_address_at_which_keys_would_travel_unencrypted_is_rejected(address: str
 
 @pytest.mark.parametrize(
     "address",
-    ["https://vault\n.example", "https://va ult", "https://vault:99999999", "https://[vault"],
-)
+    [
+        "https://vault\n.example", "https://va ult", "https://vault:99999999", "https://[vault",
+        "https://user:needle@vault", "http://evil\\@localhost", "http://[::1].evil", "https://:8200",
+    ],
+)  # fmt: skip
 def test_address_that_is_no_url_is_rejected(address: str) -> None:
-    with pytest.raises(ConfigurationError, match="is not a URL"):
+    with pytest.raises(ConfigurationError, match="https://HOST:PORT/PATH") as info:
         VaultKey("transit/clinic", address=address, token="needle")
+    assert "needle" not in str(info.value)
 
 
 @pytest.mark.parametrize("mount", ["app\nrole", "approle?", "../sys", "/approle", ""])
@@ -369,6 +392,18 @@ async def test_failure_says_what_to_check_and_whether_to_try_again(
     assert len(vault.requests) == (3 if retryable else 1)
 
 
+@pytest.mark.parametrize("status", [403, 500, 502])
+async def test_failure_of_vaults_own_storage_is_no_tampering(
+    vault: Vault, key: VaultKey, status: int
+) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    vault.failures = [status] * 3
+    vault.answer = b'{"errors": ["read failed: cipher: message authentication failed"]}'
+    with pytest.raises(KeyServiceError) as info:
+        await key.unwrap(wrapped, CONTEXT)
+    assert info.value.retryable is (status != 403)
+
+
 async def test_missing_key_is_named(vault: Vault, key: VaultKey) -> None:
     del vault.keys["", "transit", "clinic"]
     assert "rejects the call (400): there is no key of this name;" in str(await failure(key))
@@ -395,6 +430,7 @@ async def test_call_is_repeated_while_vault_is_sealed(vault: Vault, key: VaultKe
         '{"data": {"ciphertext": "vault:v1:é", "plaintext": "é"}}'.encode(),
         b'{"data": {"ciphertext": null, "plaintext": null}}',
         b'{"data":' * 100_000,
+        b'{"data": {"plaintext": ""}}', b'{"data": {"plaintext": "AAAA"}}',
     ],
 )  # fmt: skip
 async def test_answer_of_another_kind_of_server_is_rejected(
@@ -470,7 +506,9 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(vault: Va
     await cancel_while_asked(with_token(vault), vault.requests)
 
 
-@pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"attempts": 0}])
+@pytest.mark.parametrize(
+    "options", [{"timeout": 0}, {"timeout": 3601}, {"timeout": float("nan")}, {"attempts": 0}]
+)
 def test_impossible_timeout_or_attempts_are_rejected(vault: Vault, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="timeout"):
         with_token(vault, **options)
@@ -491,10 +529,20 @@ async def test_server_is_trusted_by_its_certificate_only(
     assert not error.retryable
 
 
+async def test_case_of_the_address_does_not_matter(tls_vault: Vault, ca_file: Path) -> None:
+    """`HTTPS` is TLS, too."""
+    address = tls_vault.address.replace("https", "HTTPS")
+    options: dict[str, Any] = {"address": address, "token": tls_vault.root_token}
+    error = await failure(VaultKey("transit/clinic", **options))
+    assert "is not trusted" in str(error)
+    assert tls_vault.requests == []
+    await VaultKey("transit/clinic", ca_file=ca_file, **options).wrap(MASTER, CONTEXT)
+
+
 def test_certificates_that_cannot_be_read_are_named(tls_vault: Vault, tmp_path: Path) -> None:
     (tmp_path / "empty.pem").write_text("")
-    for name in ("missing.pem", "empty.pem"):
-        with pytest.raises(ConfigurationError, match=name):
+    for name in ("missing.pem", "empty.pem", "a\0b"):
+        with pytest.raises(ConfigurationError, match="cannot read certificates"):
             with_token(tls_vault, ca_file=tmp_path / name)
 
 

@@ -12,6 +12,7 @@ import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
     ATTEMPTS,
@@ -103,6 +104,7 @@ class AwsKmsKey(RemoteKey):
 
     _kind = b"\x03"
 
+    @hides_frames
     def __init__(
         self,
         key: str,
@@ -114,8 +116,6 @@ class AwsKmsKey(RemoteKey):
         attempts: int = ATTEMPTS,
     ) -> None:
         require("aws", "botocore")
-        from botocore.exceptions import BotoCoreError
-
         named = _NAME.fullmatch(key)
         if named is None:
             raise ConfigurationError("a key of AWS KMS is an ARN, alias/NAME or a key id")
@@ -129,11 +129,10 @@ class AwsKmsKey(RemoteKey):
         failure = None
         try:
             self._region = self._region or self._default_region()
-            with closing(self._client()) as client:
-                check_transport(client.meta.endpoint_url)
+            self._client().close()
         except ConfigurationError:
             raise
-        except (BotoCoreError, ValueError) as error:  # ValueError: the URL is invalid
+        except Exception as error:  # botocore has no common error for configurations
             failure = type(error).__name__
         if failure is not None:
             raise ConfigurationError(f"the AWS configuration cannot be used ({failure})")
@@ -161,7 +160,10 @@ class AwsKmsKey(RemoteKey):
                 return bytes(said[answer])
         except ClientError as error:
             failure = self._service_error(error)
-        except (BotoCoreError, OSError) as error:  # OSError: a file of credentials
+        except ConfigurationError:
+            raise
+        except (BotoCoreError, OSError, UnicodeEncodeError) as error:
+            # OSError is about a file of credentials, UnicodeEncodeError about their text.
             failure = self._call_error(error)
         except Exception as error:  # botocore's parsers have no common error for a malformed answer
             failure = self._failure(
@@ -240,6 +242,7 @@ class AwsKmsKey(RemoteKey):
             # Only a client has the final address.  So create a client, and check its address: for
             # plain HTTP, create another client, without a proxy.
             made = client(proxies=None)  # None means the proxies that the environment names
+            check_transport(made.meta.endpoint_url)
             if is_plain_http(made.meta.endpoint_url):
                 made.close()
                 made = client(proxies={})

@@ -163,6 +163,12 @@ class GcpKmsKey(RemoteKey):
         if name in _ADVICE:
             what, check = _ADVICE[name]
             return self._failure(f"{what} ({name})", check)
+        if "metadata from plugin" in text:  # what gRPC says of all errors of credentials
+            return self._failure(
+                f"the credentials cannot be used ({name})",
+                "check that they are valid, and that Google's service for tokens can be reached",
+                retryable=True,
+            )
         if name == "ServiceUnavailable":
             return self._unreachable(f"cannot be reached ({name})")
         if name in _RETRYABLE:

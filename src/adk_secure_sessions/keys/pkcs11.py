@@ -35,6 +35,9 @@ _ADVICE = {
     "PinInvalid": ("the PIN has characters that the token rejects", "correct it"),
     "PinLenRange": ("the PIN is too short or too long", "correct it"),
     "PinIncorrect": ("the PIN is wrong", "correct it: tokens lock after a few wrong PINs"),
+    "PinTooWeak": ("the PIN is too weak", "set a new PIN"),
+    "UserPinNotInitialized": ("the token has no PIN yet", "set the PIN of its user"),
+    "FunctionRejected": ("the token rejects the call", "check the PIN and the token's policies"),
     "PinLocked": ("the PIN is locked", "have the security officer unlock it"),
 }
 _NOT_ALLOWED = (
@@ -156,6 +159,9 @@ class Pkcs11Key(RemoteKey):
             raise ConfigurationError("a key in a token is written TOKEN/LABEL")
         path = os.fspath(module) if module is not None else read_environment("PKCS11_MODULE")
         super().__init__(key_id or f"pkcs11:{key}", path, timeout=timeout, attempts=attempts)
+        # python-pkcs11 crashes if an attribute cannot be encoded.
+        check_text(key, "the name of the key")
+        check_text(path, "the path of the library")
         self._module = _modules.setdefault(path, _Module(path))
         self._pin = pin or _find_pin(pin_file)
         check_text(self._pin, "the PIN")
@@ -180,9 +186,13 @@ class Pkcs11Key(RemoteKey):
                 # A token locks after a few wrong PINs, so do not try a rejected PIN again.
                 if self._pin_error is not None:
                     raise self._pin_error
-                with _session(library.get_token(token_label=self._token), self._pin) as session:
-                    is_open = True
-                    return use(self._key(session))
+                try:
+                    with _session(library.get_token(token_label=self._token), self._pin) as session:
+                        is_open = True
+                        return use(self._key(session))
+                except pkcs11.PKCS11Error as error:
+                    # Inside of `held`: the thread that waits for it must not try the PIN again.
+                    failure = self._explained(error, is_open=is_open)
         except pkcs11.PKCS11Error as error:
             failure = self._explained(error, is_open=is_open)
         raise failure
@@ -225,7 +235,7 @@ class Pkcs11Key(RemoteKey):
         if name in _ADVICE:
             what, check = _ADVICE[name]
             failure = self._failure(f"{what} ({name})", check)
-            if name.startswith("Pin"):
+            if "Pin" in name:
                 self._pin_error = failure
             return failure
         self._module.mark_failed()
@@ -266,9 +276,14 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
     except PKCS11Error:
         pass
     # Some tokens report every failure as "general error".  To distinguish a failed token from a
-    # modified key, encrypt and decrypt zeros: a failed token raises an error again.
+    # modified key, encrypt and decrypt zeros: a failed token raises an error again.  It may also
+    # have failed for a moment only, so decrypt the key once more.
     probe = _encrypt(key, bytes(_NONCE_LENGTH), b"")
     key.decrypt(probe[_NONCE_LENGTH:], **_gcm(probe[:_NONCE_LENGTH], b""))
+    try:
+        return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
+    except PKCS11Error:
+        pass
     raise TamperedError()
 
 

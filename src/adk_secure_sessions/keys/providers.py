@@ -205,6 +205,7 @@ def read_environment(name: str) -> str:
     Raises:
         ConfigurationError: The variable is not set, is empty, or is not text in UTF-8.
     """
+    check_text(name, "the name of an environment variable")
     value = os.environ.get(name)
     if not value:
         raise ConfigurationError(f"the environment variable {name!r} is not set or is empty")
@@ -251,8 +252,8 @@ def read_private_file(path: Path) -> bytes:
                 return os.read(file, 4096)
         finally:
             os.close(file)
-    except OSError as error:
-        fault = f"cannot read the key file {name}: {error.strerror}"
+    except (OSError, ValueError) as error:  # ValueError: the path has a null byte
+        fault = f"cannot read the key file {name}: {getattr(error, 'strerror', 'invalid path')}"
     raise ConfigurationError(fault)
 
 

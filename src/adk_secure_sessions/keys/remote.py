@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import logging
 import random
+import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ from adk_secure_sessions.keys.providers import check_key_id
 from adk_secure_sessions.loops import bound
 
 TIMEOUT = 5.0  # seconds for each attempt
+_LONGEST_TIMEOUT = 3600.0  # seconds; the libraries cannot use much higher values
 ATTEMPTS = 3
 # The names of the loggers of the libraries that our providers call directly or indirectly.
 _LOGGERS = (
@@ -38,6 +40,8 @@ _LOGGERS = (
     "requests",
     "urllib3",
 )
+# The host and the port in a URL, without a user name.
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][@:\\\s]+)(:[0-9]*)?")
 _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", default=False)
 
 
@@ -70,8 +74,11 @@ class RemoteKey(KeyMaterial):
 
     def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:
         check_key_id(key_id)
-        if not timeout > 0 or attempts < 1:
-            raise ConfigurationError("timeout (in seconds) and attempts must be above 0")
+        if not 0 < timeout <= _LONGEST_TIMEOUT or attempts < 1:
+            raise ConfigurationError(
+                f"timeout must be above 0 and at most {_LONGEST_TIMEOUT:.0f} seconds, and attempts "
+                "above 0"
+            )
         self.key_id = key_id
         self._address = address
         self._timeout = timeout
@@ -225,12 +232,16 @@ def check_transport(url: str, service: str = "a key service") -> None:
     parts = None
     try:
         split = urlsplit(url)
-        if split.port != 0 and url.isprintable() and " " not in url:
+        # Some libraries connect to another host than the one that `urlsplit` finds if this part has
+        # a backslash.  Some log a password in it.
+        if split.port != 0 and _AUTHORITY.fullmatch(split.netloc) and url.isprintable():
             parts = split
     except ValueError:  # of `urlsplit` or of `port`
         pass
     if parts is None:
-        raise ConfigurationError(f"the address of {service} is not a URL")
+        raise ConfigurationError(
+            f"the address of {service} does not have the form https://HOST:PORT/PATH"
+        )
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")
     if not parts.hostname or (parts.scheme != "https" and not (here and parts.scheme == "http")):
         raise ConfigurationError(

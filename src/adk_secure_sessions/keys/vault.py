@@ -21,6 +21,7 @@ from adk_secure_sessions.keys.remote import (
     TIMEOUT,
     RemoteKey,
     check_transport,
+    in_thread,
     is_plain_http,
     require,
 )
@@ -35,7 +36,7 @@ _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 _HEADER_VALUE = re.compile(r"[!-~]+")
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
-_OK, _LOGIN_IS_NEEDED = 200, 403
+_OK, _BAD_REQUEST, _LOGIN_IS_NEEDED = 200, 400, 403
 # Status codes of temporary failures, after which a call is repeated.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
 _SEALED = 503
@@ -122,7 +123,7 @@ class VaultKey(RemoteKey):
         if not _is_path(approle_mount):
             raise ConfigurationError("approle_mount is a path such as approle or team/approle")
         self._login_path = f"auth/{approle_mount}/login"
-        self._token_file = None if token_file is None else Path(token_file)
+        self._token_file = Path(token_file) if token_file else None
         self._token = token
         if role_id:
             secret_id = secret_id or read_environment("VAULT_SECRET_ID")
@@ -141,7 +142,8 @@ class VaultKey(RemoteKey):
             failure = type(error).__name__
         if failure is not None:
             raise ConfigurationError(
-                f"the proxy for Vault cannot be used ({failure}): check HTTPS_PROXY and ALL_PROXY"
+                f"the proxy for Vault cannot be used ({failure}): check the variables HTTPS_PROXY, "
+                "HTTP_PROXY, ALL_PROXY and NO_PROXY"
             )
 
     def _client(self) -> "httpx.AsyncClient":
@@ -178,6 +180,8 @@ class VaultKey(RemoteKey):
             associated_data=_text(associated_data),
         )
         content = self._bytes(answer.get("plaintext"))
+        if len(content) < _DIGEST_LENGTH:
+            raise self._unexpected_answer()
         digest = hashlib.sha256(associated_data).digest()
         if not hmac.compare_digest(content[-_DIGEST_LENGTH:], digest):
             raise TamperedError()
@@ -197,7 +201,7 @@ class VaultKey(RemoteKey):
 
     async def _current_token(self, client: "httpx.AsyncClient", *, instead_of: str | None) -> str:
         if self._token_file is not None:
-            return self._read_token(self._token_file)
+            return await self._read_token(self._token_file)
         if self._login is None:
             assert self._token is not None
             return self._token
@@ -207,9 +211,10 @@ class VaultKey(RemoteKey):
                 self._token = await self._log_in(client, self._login)
             return self._token
 
-    def _read_token(self, path: Path) -> str:
+    async def _read_token(self, path: Path) -> str:
         try:
-            token = path.read_text(encoding="ascii").strip()
+            # In a thread, so that the timeout also ends the read of a named pipe (FIFO).
+            token = (await in_thread(path.read_bytes)).decode("ascii").strip()
             if _HEADER_VALUE.fullmatch(token):
                 return token
         except (OSError, ValueError):
@@ -249,8 +254,10 @@ class VaultKey(RemoteKey):
 
     def _explained(self, response: "httpx.Response", operation: str) -> Exception:
         status = response.status_code
-        text = response.content.decode(errors="replace")
-        found = next((means for words, means in _WORDS.items() if words in text), None)
+        found = None
+        if status == _BAD_REQUEST:  # with other codes, the same words are about Vault's own storage
+            text = response.content.decode(errors="replace")
+            found = next((means for words, means in _WORDS.items() if words in text), None)
         if found == _TAMPERED and operation == "decrypt":
             return TamperedError()
         if status in _RETRYABLE:
@@ -310,11 +317,11 @@ def _text(data: bytes) -> str:
 
 
 def _tls_context(address: str, ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext | bool:
-    if not address.startswith("https:"):
+    if is_plain_http(address):
         return False
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except OSError:  # SSLError is a subclass
+    except (OSError, ValueError):  # SSLError is a subclass of OSError
         pass
     raise ConfigurationError(f"cannot read certificates from {os.fspath(ca_file or '')!r}")
 
