@@ -412,7 +412,7 @@ async def test_with_compression_a_right_guess_makes_a_record_shorter(tmp_path: P
         await length_of(f"sqlite+aiosqlite:///{tmp_path}/{n}.db", guess, compression="zlib")
         for n, guess in enumerate([RIGHT, WRONG])
     ]
-    assert lengths[0] < lengths[1] - 10
+    assert lengths[0] < lengths[1] - 5  # random ids and times make a difference of a few bytes
 
 
 @pytest.mark.parametrize("options", [{}, {"padding": "padme"}], ids=["plain", "padded"])
