@@ -184,9 +184,11 @@ def test_address_that_keeps_keys_private_is_accepted(url: str) -> None:
      "http://127.0.0.1@kms.example", "https://"],
 )  # fmt: skip
 def test_address_that_does_not_is_rejected(url: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"^the address of a key service begins"):
+    with pytest.raises(
+        ConfigurationError, match=r"^the address of a key service (begins|does not) "
+    ):
         check_transport(url)
-    with pytest.raises(ConfigurationError, match=r"^the address of that store begins"):
+    with pytest.raises(ConfigurationError, match=r"^the address of that store (begins|does not) "):
         check_transport(url, "that store")
 
 

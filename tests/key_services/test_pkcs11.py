@@ -341,7 +341,23 @@ async def test_token_that_fails_for_a_moment_is_no_tampering(
     assert failures == []
 
 
-def test_label_that_is_not_text_is_rejected(softhsm: SoftHsm) -> None:
+async def test_key_is_decrypted_once(key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = await key.wrap(MASTER, CONTEXT)
+    find, decrypted = Pkcs11Key._key, []
+
+    class Counting(BrokenKey):
+        def decrypt(self, data: bytes, **options: Any) -> bytes:
+            decrypted.append(data)
+            return bytes(self._key.decrypt(data, **options))
+
+    monkeypatch.setattr(Pkcs11Key, "_key", lambda self, session: Counting(find(self, session)))
+    assert await key.unwrap(wrapped, CONTEXT) == MASTER
+    assert len(decrypted) == 1
+
+
+def test_label_or_path_that_is_not_text_is_rejected(softhsm: SoftHsm) -> None:
+    with pytest.raises(ConfigurationError, match="path of the library is not text in UTF-8"):
+        named("a", module="/\udcff.so")
     with pytest.raises(ConfigurationError, match="name of the key is not text in UTF-8"):
         named("\udcff", key_id="x")
 

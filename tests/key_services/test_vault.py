@@ -461,8 +461,8 @@ async def test_charset_of_an_answer_does_not_matter(
 ) -> None:
     vault.headers["Content-Type"] = f"application/json; charset={charset}"
     assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
-    vault.failures, vault.answer = [404], b"\xff"
-    assert "rejects the call (404)" in str(await failure(key))
+    vault.failures, vault.answer = [400], b"\xff"
+    assert "rejects the call (400)" in str(await failure(key))
 
 
 async def test_error_that_the_library_does_not_document_is_not_passed_on(

@@ -194,7 +194,7 @@ class Pkcs11Key(RemoteKey):
                     # Inside of `held`: the thread that waits for it must not try the PIN again.
                     failure = self._explained(error, is_open=is_open)
         except pkcs11.PKCS11Error as error:
-            failure = self._explained(error, is_open=is_open)
+            failure = self._explained(error)
         raise failure
 
     def _key(self, session: Any) -> Any:
@@ -220,7 +220,7 @@ class Pkcs11Key(RemoteKey):
             raise self._failure(f"the key has {key.key_length} bits", f"use a {_KEY_BITS}-bit key")
         return key
 
-    def _explained(self, error: Exception, *, is_open: bool) -> KeyServiceError:
+    def _explained(self, error: Exception, *, is_open: bool = False) -> KeyServiceError:
         unmapped = _UNMAPPED.fullmatch(str(error))
         name = unmapped[1] if unmapped else type(error).__name__
         if _INITIALIZED in str(error):
