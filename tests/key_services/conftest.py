@@ -167,3 +167,16 @@ def pkcs11_service(softhsm: hsm.SoftHsm) -> Iterator[Service]:
 def key_service(request: pytest.FixtureRequest) -> Service:
     service: Service = request.getfixturevalue(f"{request.param}_service")
     return service
+
+
+@pytest.fixture
+def role(kms: aws.Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a token, for which STS gives credentials, as in a cluster of Kubernetes."""
+    for name in aws.ACCESS:
+        monkeypatch.delenv(name.upper())
+    file = tmp_path / "token"
+    file.write_text("needle-of-a-token")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", kms.address)
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/clinic")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(file))
+    return file

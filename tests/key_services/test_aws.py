@@ -174,18 +174,42 @@ def test_address_that_is_no_url_is_rejected(
     assert "needle" not in str(info.value)
 
 
-def test_configuration_that_botocore_does_not_expect_is_a_configuration_error(
+def test_malformed_configuration_is_a_configuration_error(
     kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "config"
     monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    file.write_text("[needle")
+    with pytest.raises(ConfigurationError, match=r"cannot be used \(ConfigParseError\)") as info:
+        AwsKmsKey(ARN)
+    assert "needle" not in locals_of(info.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected", "retryable"),
+    [
+        ("/nowhere/x", "could not be sent (FileNotFoundError); check the AWS credentials", False),
+        ("echo '{}'", "could not be sent (CredentialRetrievalError)", True),
+        ("""echo '["needle"]'""", "the call failed (AttributeError); check the AWS cred", True),
+    ],
+)
+async def test_program_that_gives_no_credentials_is_reported(
+    kms: Kms,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    expected: str,
+    retryable: bool,
+) -> None:
+    file = tmp_path / "config"
+    file.write_text(f"[default]\ncredential_process = {program}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
     for name in ACCESS:
         monkeypatch.delenv(name.upper())
-    for lines in ("credential_process = /nowhere/x", """credential_process = echo '["needle"]'"""):
-        file.write_text(f"[default]\n{lines}\n")
-        with pytest.raises(ConfigurationError, match="AWS configuration cannot be used") as info:
-            AwsKmsKey(ARN)
-        assert "needle" not in locals_of(info.value)
+    error = await failure(AwsKmsKey(ARN, endpoint_url=kms.address))
+    assert expected in str(error)
+    assert error.retryable is retryable
+    assert kms.operations == []
 
 
 async def test_address_is_checked_before_each_call(
@@ -283,9 +307,11 @@ async def test_answer_of_another_kind_of_server_is_rejected(kms: Kms, key: AwsKm
     ):  # fmt: skip
         kms.answer = answer
         error = await failure(key)
-        assert "does not come from AWS KMS" in str(error), answer
+        assert "the call failed" in str(error), answer
         assert error.retryable
-        with pytest.raises(KeyServiceError, match="check endpoint_url") as info:
+        with pytest.raises(
+            KeyServiceError, match="check the AWS credentials, endpoint_url"
+        ) as info:
             await key.unwrap(wrapped, CONTEXT)
         assert "needle" not in str(info.value)
 
@@ -314,19 +340,6 @@ async def test_missing_credentials_are_named(kms: Kms, monkeypatch: pytest.Monke
     assert kms.operations == []
 
 
-@pytest.fixture
-def role(kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a token, for which STS gives credentials, as in a cluster of Kubernetes."""
-    for name in ACCESS:
-        monkeypatch.delenv(name.upper())
-    file = tmp_path / "token"
-    file.write_text("needle-of-a-token")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", kms.address)
-    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/clinic")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(file))
-    return file
-
-
 STS_REFUSAL = b"""<ErrorResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><Error>
 <Type>Sender</Type><Code>AccessDenied</Code><Message>needle</Message></Error></ErrorResponse>"""
 
@@ -344,7 +357,7 @@ STS_REFUSAL = b"""<ErrorResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15
         (429, STS_REFUSAL, "no credentials (AssumeRoleWithWebIdentity: 429)", True),
         (503, b"<html>needle</html>", "no credentials (AssumeRoleWithWebIdentity: 503)", True),
         (403, b"<html>needle</html>", "no credentials (AssumeRoleWithWebIdentity: 403)", False),
-        (503, b"needle", "does not come from AWS", True),
+        (503, b"needle", "the call failed (ResponseParserError)", True),
     ],
 )
 async def test_missing_credentials_of_a_role_are_named(
@@ -364,6 +377,19 @@ async def test_missing_token_of_a_role_is_a_matter_of_the_credentials(
     error = await failure(key)
     assert "could not be sent (FileNotFoundError); check the AWS credentials" in str(error)
     assert not error.retryable
+
+
+async def test_call_is_repeated_if_a_container_gets_no_credentials_for_a_moment(
+    kms: Kms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ACCESS:
+        monkeypatch.delenv(name.upper())
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{kms.address}/needle")
+    key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address)
+    kms.credentials = (500, b"needle")
+    error = await failure(key)
+    assert "could not be sent (CredentialRetrievalError); check the AWS credentials" in str(error)
+    assert error.retryable
 
 
 async def test_secret_that_is_not_text_is_a_matter_of_the_credentials(

@@ -204,8 +204,13 @@ async def test_wrong_pin_is_tried_once_only(
     before_each_login(monkeypatch, tried.append)
     key = named("a", pin="needle")
     errors = await asyncio.gather(*(failure(key) for _ in range(3)))
-    assert {"the PIN is wrong" in str(error) for error in errors} == {True}
+    errors.append(await failure(key))
+    assert {str(error) for error in errors} == {
+        "root key 'pkcs11:clinic/a': the PIN is wrong (PinIncorrect); "
+        "correct it: tokens lock after a few wrong PINs"
+    }
     assert len(tried) == 1
+    assert len({id(error) for error in errors}) == 4  # an error that is raised again grows
 
 
 async def test_login_by_other_code_of_the_process_does_not_matter(

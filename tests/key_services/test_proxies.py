@@ -106,6 +106,23 @@ async def test_plain_http_to_aws_uses_no_proxy(
     assert proxy.requests == []
 
 
+@pytest.mark.usefixtures("role")
+async def test_plain_http_to_sts_uses_no_proxy(
+    proxy: Proxy, kms: aws.Kms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arn = kms.new_key()
+    kms.credentials = (403, b"<html/>")
+    set_all(monkeypatch, ALL, proxy.address)
+    with pytest.raises(KeyServiceError, match=r"no credentials \(AssumeRoleWithWebIdentity: 403"):
+        await AwsKmsKey(arn, endpoint_url=kms.address).wrap(MASTER, CONTEXT)
+    # Nothing at all is sent to another machine without TLS.
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", "http://sts.example.com")
+    key = AwsKmsKey(arn, endpoint_url=kms.address)
+    with pytest.raises(ConfigurationError, match="the address of an AWS service begins with https"):
+        await key.wrap(MASTER, CONTEXT)
+    assert proxy.requests == []
+
+
 @pytest.mark.parametrize(
     ("names", "tunnels"),
     [(PLAIN, False), (TLS, True), (("all_proxy", "ALL_PROXY"), True)],

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adk_secure_sessions.crypto.key_material import hides_frames
@@ -129,7 +130,11 @@ class AwsKmsKey(RemoteKey):
         failure = None
         try:
             self._region = self._region or self._default_region()
-            self._client().close()
+            # With these names, botocore requests no credentials from a service, which would block.
+            unused = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+            with closing(self._client(**unused)) as client:
+                # The address may come from the environment, a profile or the region.
+                check_transport(client.meta.endpoint_url, "AWS KMS")
         except ConfigurationError:
             raise
         except Exception as error:  # botocore has no common error for configurations
@@ -165,11 +170,13 @@ class AwsKmsKey(RemoteKey):
         except (BotoCoreError, OSError, UnicodeEncodeError) as error:
             # OSError is about a file of credentials, UnicodeEncodeError about their text.
             failure = self._call_error(error)
-        except Exception as error:  # botocore's parsers have no common error for a malformed answer
+        except Exception as error:
+            # botocore has no common error for malformed answers or for the output of a program that
+            # gives credentials.  Such an answer may come from a proxy, for a moment.
             failure = self._failure(
-                f"the answer does not come from AWS KMS ({type(error).__name__})",
-                "check endpoint_url and the AWS configuration",
-                retryable=True,  # it may come from a proxy, for a moment
+                f"the call failed ({type(error).__name__})",
+                "check the AWS credentials, endpoint_url, and the proxy settings",
+                retryable=True,
             )
         raise failure
 
@@ -219,34 +226,29 @@ class AwsKmsKey(RemoteKey):
         return self._failure(
             f"the call could not be sent ({name})",
             "check the AWS credentials and the proxy settings",
+            # Credentials may come from a service or a program that fails for a moment.
+            retryable=isinstance(
+                error, exceptions.CredentialRetrievalError | exceptions.MetadataRetrievalError
+            ),
         )
 
-    def _client(self) -> Any:
+    def _client(self, **credentials: str) -> Any:
         from botocore.config import Config
 
         current = self._process_session()
-
-        def client(proxies: dict[str, str] | None) -> Any:
-            config = Config(
-                connect_timeout=self._timeout,
-                read_timeout=self._timeout,
-                retries={"total_max_attempts": 1},  # RemoteKey retries
-                proxies=proxies,
-            )
-            return current.botocore.create_client(
-                "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
-            )
-
+        config = Config(
+            connect_timeout=self._timeout,
+            read_timeout=self._timeout,
+            retries={"total_max_attempts": 1},  # RemoteKey retries
+        )
         with current.lock:
-            # The address of the endpoint may come from the environment, a profile or the region.
-            # Only a client has the final address.  So create a client, and check its address: for
-            # plain HTTP, create another client, without a proxy.
-            made = client(proxies=None)  # None means the proxies that the environment names
-            check_transport(made.meta.endpoint_url)
-            if is_plain_http(made.meta.endpoint_url):
-                made.close()
-                made = client(proxies={})
-            return made
+            return current.botocore.create_client(
+                "kms",
+                region_name=self._region,
+                endpoint_url=self._endpoint_url,
+                config=config,
+                **credentials,
+            )
 
     def _process_session(self) -> _ProcessSession:
         from urllib.request import getproxies  # this module imports 20 others
@@ -256,6 +258,7 @@ class AwsKmsKey(RemoteKey):
         current = self._current
         if current is None or current.pid != os.getpid():
             session = Session(profile=self._profile)
+            session.register("before-send", partial(_send_plain_http_directly, self._timeout))
             if "http" in getproxies():
                 _ask_metadata_service_directly(session)
             current = _ProcessSession(os.getpid(), threading.Lock(), session)
@@ -269,6 +272,21 @@ class AwsKmsKey(RemoteKey):
         if not known:
             raise ConfigurationError("no AWS region is known: give region, or set AWS_REGION")
         return str(known)
+
+
+def _send_plain_http_directly(timeout: float, request: Any, **_: Any) -> Any:
+    """Send *request*, of KMS or of a service that gives credentials, if its address has no TLS.
+
+    botocore calls this function before it sends a request, and sends the request itself if the
+    result is None: it would send plain HTTP to the proxy for HTTP, which could read secrets.
+    """
+    from botocore.httpsession import URLLib3Session
+
+    check_transport(request.url, "an AWS service")
+    if not is_plain_http(request.url):
+        return None
+    with closing(URLLib3Session(timeout=timeout, proxies={})) as http:
+        return http.send(request)
 
 
 def _ask_metadata_service_directly(session: Any) -> None:

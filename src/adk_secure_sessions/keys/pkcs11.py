@@ -165,7 +165,7 @@ class Pkcs11Key(RemoteKey):
         self._module = _modules.setdefault(path, _Module(path))
         self._pin = pin or _find_pin(pin_file)
         check_text(self._pin, "the PIN")
-        self._pin_error: KeyServiceError | None = None
+        self._pin_error: str | None = None  # a key of `_ADVICE`, if the token rejected the PIN
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         return await in_thread(
@@ -185,7 +185,7 @@ class Pkcs11Key(RemoteKey):
             with self._module.held(self._timeout) as library:
                 # A token locks after a few wrong PINs, so do not try a rejected PIN again.
                 if self._pin_error is not None:
-                    raise self._pin_error
+                    raise self._advised(self._pin_error)
                 try:
                     with _session(library.get_token(token_label=self._token), self._pin) as session:
                         is_open = True
@@ -233,11 +233,9 @@ class Pkcs11Key(RemoteKey):
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
             )
         if name in _ADVICE:
-            what, check = _ADVICE[name]
-            failure = self._failure(f"{what} ({name})", check)
             if "Pin" in name:
-                self._pin_error = failure
-            return failure
+                self._pin_error = name
+            return self._advised(name)
         self._module.mark_failed()
         return self._failure(
             f"the token failed ({name})",
@@ -245,6 +243,10 @@ class Pkcs11Key(RemoteKey):
             # Before a session is open, the code of a vendor may be about the PIN.
             retryable=is_open or unmapped is None,
         )
+
+    def _advised(self, name: str) -> KeyServiceError:
+        what, check = _ADVICE[name]
+        return self._failure(f"{what} ({name})", check)
 
 
 @contextmanager
