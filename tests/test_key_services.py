@@ -172,8 +172,10 @@ async def test_key_wrapped_by_another_kind_is_rejected_without_a_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["https://kms.example", "http://127.0.0.1:8200", "http://[::1]:1", "http://localhost"]
-)
+    "url",
+    ["https://kms.example", "http://127.0.0.1:8200", "http://[::1]:1", "http://localhost",
+     "https://[2001:db8::abcd:ef01]", "https://[2001:DB8::ABCD:EF01]:8200/"],
+)  # fmt: skip
 def test_address_that_keeps_keys_private_is_accepted(url: str) -> None:
     check_transport(url)
 

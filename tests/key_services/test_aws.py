@@ -152,7 +152,7 @@ async def test_profile_gives_region_and_credentials(
 def test_address_at_which_keys_would_travel_unencrypted_is_rejected(
     monkeypatch: pytest.MonkeyPatch, kms: Kms
 ) -> None:
-    with pytest.raises(ConfigurationError, match="https://"):
+    with pytest.raises(ConfigurationError, match=r"^the address of AWS KMS begins with https://"):
         AwsKmsKey(ARN, endpoint_url="http://localstack.example:4566")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localstack.example:4566")
     with pytest.raises(ConfigurationError, match="https://"):
@@ -385,7 +385,7 @@ async def test_call_is_repeated_if_a_container_gets_no_credentials_for_a_moment(
     for name in ACCESS:
         monkeypatch.delenv(name.upper())
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{kms.address}/needle")
-    key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address)
+    key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address, attempts=1)
     kms.credentials = (500, b"needle")
     error = await failure(key)
     assert "could not be sent (CredentialRetrievalError); check the AWS credentials" in str(error)
@@ -450,7 +450,8 @@ async def test_slow_server_times_out(kms: Kms) -> None:
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_thread_of_a_call_without_an_answer_ends(kms: Kms, accepts: bool) -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_thread_of_a_call_without_an_answer_ends(kms: Kms, scheme: str, accepts: bool) -> None:
     """asyncio.run waits for the thread, which nothing but botocore's own time-outs can end."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as mute, ExitStack() as stack:
         address = mute.getsockname()[:2]
@@ -458,11 +459,22 @@ def test_thread_of_a_call_without_an_answer_ends(kms: Kms, accepts: bool) -> Non
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(address)
-        url = f"http://127.0.0.1:{address[1]}"
+        url = f"{scheme}://127.0.0.1:{address[1]}"
         key = AwsKmsKey(ARN, endpoint_url=url, timeout=0.2, attempts=1)
         began = time.perf_counter()
         assert asyncio.run(failure(key)).retryable
         assert time.perf_counter() - began < 5
+
+
+def test_thread_of_a_call_with_a_slow_answer_over_tls_ends(
+    kms: Kms, tls_vault: Vault, ca_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
+    tls_vault.delay = 2.0
+    key = AwsKmsKey(ARN, endpoint_url=tls_vault.address, timeout=0.2, attempts=1)
+    began = time.perf_counter()
+    assert asyncio.run(failure(key)).retryable
+    assert time.perf_counter() - began < 2
 
 
 async def test_process_reads_the_configuration_of_aws_once_for_each_key(

@@ -285,6 +285,23 @@ async def test_unknown_error_after_the_login_is_temporary(
     assert len(tried) == 3
 
 
+async def test_unknown_error_of_the_initialization_is_temporary(
+    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await key.wrap(MASTER, CONTEXT)  # the library can be loaded
+    tried = []
+
+    def fail(path: str) -> None:
+        tried.append(path)
+        raise pkcs11.PKCS11Error("Unmapped error code 0x800000a1")
+
+    monkeypatch.setattr(pkcs11, "lib", fail)
+    error = await failure(key)
+    assert "the token failed (0x800000a1)" in str(error)
+    assert error.retryable is True
+    assert len(tried) == 3
+
+
 async def test_rejected_pin_is_not_tried_again_but_other_errors_are(
     softhsm: SoftHsm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ async def test_plain_http_to_aws_uses_no_proxy(
 
 
 @pytest.mark.usefixtures("role")
-async def test_plain_http_to_sts_uses_no_proxy(
+async def test_plain_http_to_sts_of_aws_uses_no_proxy(
     proxy: Proxy, kms: aws.Kms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arn = kms.new_key()
@@ -118,7 +118,9 @@ async def test_plain_http_to_sts_uses_no_proxy(
     # Nothing at all is sent to another machine without TLS.
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", "http://sts.example.com")
     key = AwsKmsKey(arn, endpoint_url=kms.address)
-    with pytest.raises(ConfigurationError, match="the address of an AWS service begins with https"):
+    with pytest.raises(
+        ConfigurationError, match=r"^the address of an AWS service begins with https"
+    ):
         await key.wrap(MASTER, CONTEXT)
     assert proxy.requests == []
 

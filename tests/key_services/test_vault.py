@@ -510,6 +510,7 @@ async def test_call_that_is_cancelled_ends_at_once_and_is_not_repeated(vault: Va
     "options", [{"timeout": 0}, {"timeout": 3601}, {"timeout": float("nan")}, {"attempts": 0}]
 )
 def test_impossible_timeout_or_attempts_are_rejected(vault: Vault, options: dict[str, Any]) -> None:
+    with_token(vault, timeout=3600)
     with pytest.raises(ConfigurationError, match="timeout"):
         with_token(vault, **options)
 

@@ -117,6 +117,8 @@ class AwsKmsKey(RemoteKey):
         attempts: int = ATTEMPTS,
     ) -> None:
         require("aws", "botocore")
+        from botocore import UNSIGNED
+
         named = _NAME.fullmatch(key)
         if named is None:
             raise ConfigurationError("a key of AWS KMS is an ARN, alias/NAME or a key id")
@@ -130,9 +132,8 @@ class AwsKmsKey(RemoteKey):
         failure = None
         try:
             self._region = self._region or self._default_region()
-            # With these names, botocore requests no credentials from a service, which would block.
-            unused = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-            with closing(self._client(**unused)) as client:
+            # A client that does not sign needs no credentials, which may come from a slow service.
+            with closing(self._client(signature_version=UNSIGNED)) as client:
                 # The address may come from the environment, a profile or the region.
                 check_transport(client.meta.endpoint_url, "AWS KMS")
         except ConfigurationError:
@@ -232,7 +233,7 @@ class AwsKmsKey(RemoteKey):
             ),
         )
 
-    def _client(self, **credentials: str) -> Any:
+    def _client(self, **options: Any) -> Any:
         from botocore.config import Config
 
         current = self._process_session()
@@ -240,14 +241,11 @@ class AwsKmsKey(RemoteKey):
             connect_timeout=self._timeout,
             read_timeout=self._timeout,
             retries={"total_max_attempts": 1},  # RemoteKey retries
+            **options,
         )
         with current.lock:
             return current.botocore.create_client(
-                "kms",
-                region_name=self._region,
-                endpoint_url=self._endpoint_url,
-                config=config,
-                **credentials,
+                "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
             )
 
     def _process_session(self) -> _ProcessSession:
@@ -285,7 +283,7 @@ def _send_plain_http_directly(timeout: float, request: Any, **_: Any) -> Any:
     check_transport(request.url, "an AWS service")
     if not is_plain_http(request.url):
         return None
-    with closing(URLLib3Session(timeout=timeout, proxies={})) as http:
+    with closing(URLLib3Session(timeout=timeout)) as http:  # it uses no proxies
         return http.send(request)
 
 
@@ -299,4 +297,4 @@ def _ask_metadata_service_directly(session: Any) -> None:
 
     provider = session.get_component("credential_provider").get_provider("iam-role")
     fetcher = provider._role_fetcher
-    fetcher._session = URLLib3Session(timeout=fetcher._timeout, proxies={})
+    fetcher._session = URLLib3Session(timeout=fetcher._timeout)  # it uses no proxies

@@ -192,9 +192,9 @@ class Pkcs11Key(RemoteKey):
                         return use(self._key(session))
                 except pkcs11.PKCS11Error as error:
                     # Inside of `held`: the thread that waits for it must not try the PIN again.
-                    failure = self._explained(error, is_open=is_open)
+                    failure = self._explained(error, at_login=not is_open)
         except pkcs11.PKCS11Error as error:
-            failure = self._explained(error)
+            failure = self._explained(error, at_login=False)
         raise failure
 
     def _key(self, session: Any) -> Any:
@@ -220,7 +220,7 @@ class Pkcs11Key(RemoteKey):
             raise self._failure(f"the key has {key.key_length} bits", f"use a {_KEY_BITS}-bit key")
         return key
 
-    def _explained(self, error: Exception, *, is_open: bool = False) -> KeyServiceError:
+    def _explained(self, error: Exception, *, at_login: bool) -> KeyServiceError:
         unmapped = _UNMAPPED.fullmatch(str(error))
         name = unmapped[1] if unmapped else type(error).__name__
         if _INITIALIZED in str(error):
@@ -240,8 +240,8 @@ class Pkcs11Key(RemoteKey):
         return self._failure(
             f"the token failed ({name})",
             "check that it is plugged in and works",
-            # Before a session is open, the code of a vendor may be about the PIN.
-            retryable=is_open or unmapped is None,
+            # At a login, the code of a vendor may be about the PIN.
+            retryable=unmapped is None or not at_login,
         )
 
     def _advised(self, name: str) -> KeyServiceError:
