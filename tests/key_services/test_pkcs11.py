@@ -422,8 +422,10 @@ async def test_call_behind_one_that_hangs_times_out(
     key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, hangs = threading.Event(), threading.Event()
+    logins = []
 
-    def hang(_pin: str) -> None:
+    def hang(pin: str) -> None:
+        logins.append(pin)
         hangs.set()
         free.wait(10)
 
@@ -439,6 +441,7 @@ async def test_call_behind_one_that_hangs_times_out(
         await hanging
     assert time.perf_counter() - began < 2
     assert error.retryable
+    assert len(logins) == 1  # only one thread may use the library
 
 
 async def test_event_loop_runs_on_during_a_call(
