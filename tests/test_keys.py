@@ -258,6 +258,8 @@ def test_wrong_key_in_the_environment_is_not_repeated(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigurationError, match="'A_KEY' is not text in UTF-8") as info:
         EnvironmentKey("A_KEY")
     assert "needle" not in repr(info.value)
+    with pytest.raises(ConfigurationError, match=r"^the name of an environment variable is not "):
+        EnvironmentKey("needle\udcff")
 
 
 @pytest.fixture

@@ -431,6 +431,7 @@ async def test_call_is_repeated_while_vault_is_sealed(vault: Vault, key: VaultKe
         b'{"data": {"ciphertext": null, "plaintext": null}}',
         b'{"data":' * 100_000,
         b'{"data": {"plaintext": ""}}', b'{"data": {"plaintext": "AAAA"}}',
+        b'{"data": {"plaintext": "!%s"}}' % (b"A" * 64),
     ],
 )  # fmt: skip
 async def test_answer_of_another_kind_of_server_is_rejected(
