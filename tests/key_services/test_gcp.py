@@ -210,7 +210,25 @@ async def test_credentials_that_google_rejects_are_no_failure_of_the_network(
         GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, credentials=credentials)
     )
     assert "the credentials cannot be used" in str(error)
+    assert error.retryable
     assert cloud_kms.operations == []
+
+
+async def test_call_is_repeated_if_credentials_fail_for_a_moment(cloud_kms: CloudKms) -> None:
+    class Flaky(google.auth.credentials.Credentials):
+        refreshes = 0
+
+        def refresh(self, request: Any) -> None:
+            self.refreshes += 1
+            if self.refreshes < 3:
+                raise RefreshError("service is busy")  # type: ignore[no-untyped-call]
+            self.token = "token"
+
+    credentials = Flaky()  # type: ignore[no-untyped-call]
+    key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, credentials=credentials)
+    await key.wrap(MASTER, CONTEXT)
+    assert credentials.refreshes == 3
+    assert len(cloud_kms.operations) == 1
 
 
 def test_keys_of_two_endpoints_differ() -> None:
