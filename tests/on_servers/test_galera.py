@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -119,13 +120,15 @@ def write_much(say: Say, url: str, process: int, seconds: float) -> None:
 
     async def converse(service: EncryptedSessionService, task: int, end: float) -> None:
         user, number = f"{process}.{task}", 0
+        # A session whose creation failed may be stored, so never use an id twice.
+        ids = (f"{user} {count}" for count in itertools.count())
         session = None
         while number < 3 or time.time() < end:
             number += 1
             try:
                 if session is None or number % 7 == 0:
                     made = await service.create_session(
-                        app_name=APP, user_id=user, session_id=f"{user} {number}"
+                        app_name=APP, user_id=user, session_id=next(ids)
                     )
                     say(("session", user, made.id))
                     session = made
