@@ -155,6 +155,13 @@ class Galera(MariaDB):
                 locked.exec_driver_sql("UNLOCK TABLES")
                 writer.exec_driver_sql(f"DROP DATABASE {name}")
 
+    def _empty(self, connection: sa.Connection, name: str) -> None:
+        # Before each DELETE, wait for the last changes of connections to other nodes that were
+        # killed.  The first node would otherwise apply them afterwards.
+        connection.exec_driver_sql("SET SESSION wsrep_sync_wait = 15")
+        super()._empty(connection, name)
+        connection.exec_driver_sql("SET SESSION wsrep_sync_wait = 0")
+
     def _end_all(self, name: str) -> None:
         for node in self.nodes:
             node.kill(node.admin_url.set(database=name))

@@ -58,6 +58,7 @@ from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
 from tests.cli.support import run
 from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
+from tests.maintenance.support import run_sql
 from tests.processes import children, results
 
 __all__ = ["name", "server", "url"]
@@ -248,6 +249,24 @@ async def test_nothing_is_read_or_written_if_no_record_can_be_stored(url: sa.URL
         assert stored.events == []
         assert len((await service.list_sessions(app_name="clinic")).sessions) == 1
         await service.append_event(stored, event())
+    assert await problems(url) == []
+
+
+@on_drivers("asyncpg", soak=["psycopg"])
+async def test_nothing_is_read_if_a_trigger_discards_the_record(url: sa.URL) -> None:
+    sync = url.set(drivername="postgresql+psycopg")
+    body = "CREATE FUNCTION none() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+        run_sql(sync, body)
+        run_sql(
+            sync,
+            "CREATE TRIGGER t BEFORE INSERT ON secure_audit FOR EACH ROW EXECUTE FUNCTION none()",
+        )
+        with pytest.raises(DatabaseError, match="did not store the records"):
+            await service.get_session(**IDS)
+        run_sql(sync, "DROP TRIGGER t ON secure_audit")
+        assert await service.get_session(**IDS) is not None
     assert await problems(url) == []
 
 

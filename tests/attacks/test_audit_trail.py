@@ -16,14 +16,21 @@ from unittest import mock
 
 import pytest
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    SecureSessionError,
+)
 from adk_secure_sessions.maintenance import (
     Database,
+    erase_user,
     export_audit,
     purge_audit,
+    rotate_data,
     verify,
     verify_audit,
 )
+from adk_secure_sessions.storage import unit_of_work
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 IDS: Any = {"app_name": "clinic", "user_id": "ada", "session_id": "s"}
@@ -310,6 +317,42 @@ async def test_dropped_table_stops_services(victim: Victim) -> None:
     victim.run("DROP TABLE secure_audit")
     with pytest.raises(Exception, match="secure_audit was removed"):
         await victim.access()
+
+
+DISCARDS = {
+    "trigger": ["CREATE TRIGGER t BEFORE INSERT ON secure_audit BEGIN SELECT RAISE(IGNORE); END"],
+    "view": [
+        "ALTER TABLE secure_audit RENAME TO kept",
+        "CREATE VIEW secure_audit AS SELECT * FROM kept",
+        "CREATE TRIGGER t INSTEAD OF INSERT ON secure_audit BEGIN SELECT 1; END",
+    ],
+}
+
+
+@pytest.mark.parametrize("statements", DISCARDS.values(), ids=DISCARDS)
+async def test_nothing_is_read_if_the_database_discards_the_record(
+    victim: Victim, statements: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_of_work, "_CONFLICTS", 3)
+    service = EncryptedSessionService(victim.url, BACKEND, audit_accesses="blind", audit_table=True)
+    async with service, Database(victim.url, BACKEND) as db:
+        found = await service.get_session(**IDS)
+        assert found is not None
+        for statement in statements:
+            victim.run(statement)
+        for call in (
+            lambda: service.get_session(**IDS),
+            lambda: service.list_sessions(app_name="clinic"),
+            lambda: service.get_session(**{**IDS, "session_id": "missing"}),
+            lambda: erase_user(db, "clinic", "ada"),
+            lambda: rotate_data(db),
+        ):
+            # A command also reads the list of tables, in which the table is missing.
+            with pytest.raises(SecureSessionError, match="did not store the rec|audit was removed"):
+                await call()
+        with pytest.raises(SecureSessionError):
+            await service.delete_session(**IDS)
+    assert victim.run("UPDATE secure_sessions SET id = id") == 1  # nothing was deleted
 
 
 async def test_purged_chain_that_is_replayed_is_reported(

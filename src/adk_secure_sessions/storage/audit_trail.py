@@ -27,6 +27,7 @@ from sqlalchemy import insert
 from adk_secure_sessions.audit import Entry, is_on, record_head, warn_of_heads
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executor, Steps, Transaction
+from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.formats.audit_records import (
     NO_LINK,
     link_of,
@@ -139,9 +140,7 @@ class _Draft:
 
     def changes(self) -> list[Change]:
         """Return the changes that insert the rows."""
-        first, *rest = self._rows
-        more = [Change(_INSERT, {}, must_match_row=False, rows=rest)] if rest else []
-        return [Change(_INSERT, first), *more]
+        return [Change(_INSERT, row) for row in self._rows]
 
 
 class AuditTrail(KeyMaterial):
@@ -195,7 +194,12 @@ class AuditTrail(KeyMaterial):
             return
 
         async def attempt() -> None:
-            await self._write(_nothing, entries, None, holds_locks=False)
+            _, is_stored = await self._write(_nothing, entries, None, holds_locks=False)
+            if not is_stored:  # a trigger or a rule can discard rows without an error
+                raise DatabaseError(
+                    "the database did not store the records of the audit trail: remove triggers "
+                    "and rules of secure_audit"
+                )
 
         await (repeated(attempt, writes=True) if retries else attempt())
 
