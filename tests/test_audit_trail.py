@@ -255,14 +255,12 @@ async def test_nothing_is_read_or_written_if_no_record_can_be_stored(url: sa.URL
 @on_drivers("asyncpg", soak=["psycopg"])
 async def test_nothing_is_read_if_a_trigger_discards_the_record(url: sa.URL) -> None:
     sync = url.set(drivername="postgresql+psycopg")
-    body = "CREATE FUNCTION none() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
+    body = "CREATE FUNCTION discard() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
     async with service_of(url) as service:
         await service.create_session(**IDS)
         run_sql(sync, body)
-        run_sql(
-            sync,
-            "CREATE TRIGGER t BEFORE INSERT ON secure_audit FOR EACH ROW EXECUTE FUNCTION none()",
-        )
+        when = "BEFORE INSERT ON secure_audit FOR EACH ROW"
+        run_sql(sync, f"CREATE TRIGGER t {when} EXECUTE FUNCTION discard()")
         with pytest.raises(DatabaseError, match="did not store the records"):
             await service.get_session(**IDS)
         run_sql(sync, "DROP TRIGGER t ON secure_audit")

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames, without_frames
+from adk_secure_sessions import SecureSessionError
+from adk_secure_sessions.crypto.key_material import (
+    KeyMaterial,
+    hides_frames,
+    hides_locals,
+    without_frames,
+)
 
 KEY = b"needle"
 
@@ -115,3 +121,43 @@ async def test_error_of_a_decorated_function_has_no_frame_with_a_key(
     assert not any("needle" in repr(one.f_locals) for one in inner)
     assert info.value.__cause__ is None
     assert info.value.__context__ is None
+
+
+@hides_locals
+async def reads(text: bytes, error: BaseException | None = None) -> bytes:
+    """Documented."""
+    await asyncio.sleep(0)
+    if error is not None:
+        raise error from failure()
+    return text
+
+
+@hides_locals
+async def reads_indirectly(text: bytes, error: BaseException) -> bytes:
+    return await reads(text, error)
+
+
+async def test_function_without_locals_in_errors_is_otherwise_unchanged() -> None:
+    assert await reads(KEY) == await reads(text=KEY) == KEY
+    assert (reads.__name__, reads.__doc__) == ("reads", "Documented.")
+    assert inspect.iscoroutinefunction(reads)
+
+
+@pytest.mark.parametrize("function", [reads, reads_indirectly])
+@pytest.mark.parametrize("kind", [RuntimeError, SecureSessionError, asyncio.CancelledError])
+async def test_error_names_its_lines_and_shows_no_locals(
+    function: Callable[..., Any], kind: type[BaseException]
+) -> None:
+    with pytest.raises(kind) as info:
+        await function(KEY, kind())
+    frames = [frame for frame, _ in traceback.walk_tb(info.value.__traceback__)]
+    assert {one.f_code.co_name for one in frames[1:]} == {"hidden"}
+    assert not any("needle" in repr(one.f_locals) for one in frames[1:])
+    assert [info.value.__cause__, info.value.__context__] == [None, None]
+    notes = getattr(info.value, "__notes__", [])
+    if kind is RuntimeError:
+        (note,) = notes  # one, even if several public functions called each other
+        assert [line.split(", ")[2] for line in note.splitlines()[1:]] == ["in reads"]
+        assert f"{__name__}, line " in note
+    else:
+        assert notes == []

@@ -20,8 +20,9 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial, wraps
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
+from adk_secure_sessions.crypto.key_material import hides_locals
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.loops import bound
 from adk_secure_sessions.telemetry import count_rejected, measured
@@ -321,7 +322,7 @@ def accessed(
             if read_ids is not None:
                 ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
             try:
-                result = Held(await method(service, *args, **kwargs))
+                result = await method(service, *args, **kwargs)
             except BaseException as error:
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
@@ -329,10 +330,10 @@ def accessed(
                     record(action, **read_ids(*ids), outcome="failure", error=type(error).__name__)
                 raise
             if read_ids is None:
-                return result.value
-            facts = read_ids(*_with_new_id(ids, result.value))
-            record(action, **facts, outcome=_outcome(action, result.value))
-            return result.value
+                return result
+            facts = read_ids(*_with_new_id(ids, result))
+            record(action, **facts, outcome=_outcome(action, result))
+            return result
 
         @wraps(method)
         async def call(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -343,7 +344,7 @@ def accessed(
             with bound(_covered, covers(service)):
                 return await recorded(service, *args, **kwargs)
 
-        return measured(call) if covers is None else call
+        return measured(call) if covers is None else hides_locals(call)
 
     return decorate
 
@@ -442,19 +443,6 @@ class _Call:
 _call: ContextVar[_Call | None] = ContextVar("audit_call", default=None)
 
 
-class Held(Generic[T]):
-    """Holds the result of a call while more is awaited, for example the storing of its record.
-
-    If that fails, an error reporter that records local variables shows no content: this object's
-    `repr` is the default.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: T) -> None:
-        self.value: T = value
-
-
 class SecurityCall(_Call):
     """A call that is no access, and stores only the records of security events."""
 
@@ -472,7 +460,7 @@ class SecurityCall(_Call):
             with bound(_call, self):
                 await self._trail.prepare()
                 self._is_ready = True
-                result = Held(await call())
+                result = await call()
         except BaseException as error:
             with bound(_call, self):
                 if isinstance(error, DecryptionError):
@@ -483,11 +471,11 @@ class SecurityCall(_Call):
             if isinstance(error, Exception):
                 await self._store_failed(made)
             raise
-        made = self._succeeded(result.value)
+        made = self._succeeded(result)
         await self._trail.store([*self._all_kept(), *self._unstored(made)])
         if made is not None:
             write(made)
-        return result.value
+        return result
 
     def _failed(self, error: BaseException) -> Entry | None:
         return None

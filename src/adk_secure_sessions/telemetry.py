@@ -20,6 +20,7 @@ from time import perf_counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from adk_secure_sessions.crypto.key_material import hides_locals
 from adk_secure_sessions.errors import DecryptionError
 
 if TYPE_CHECKING:
@@ -374,7 +375,8 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
     """Decorate a public method of a service, or the function of a command: measure each call.
 
     If one decorated function calls another, both are measured.  The encryption and decryption of
-    the inner call count for the inner call only.
+    the inner call count for the inner call only.  An error is raised without the local variables
+    of *method*, as `hides_locals` says.
     """
     name, operation_name = method.__qualname__, method.__name__
     attributes = {OPERATION: operation_name}
@@ -403,7 +405,7 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
             _current.set(before)
             operation.record(otel)
 
-    return call
+    return hides_locals(call)
 
 
 async def key_service_call(provider: str, operation: str, call: Callable[[], Awaitable[T]]) -> T:

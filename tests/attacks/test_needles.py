@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    DatabaseError,
     EncryptedSessionService,
     EncryptionBackend,
     FernetBackend,
     NoOpBackend,
+    SecureSessionError,
     generate_key,
 )
 from tests.attacks.needles import (
@@ -34,15 +37,16 @@ from tests.attacks.needles import (
     USER,
     Awkward,
     all_logged,
-    all_of,
     files_of,
     found_in,
     large_state,
+    locals_of,
     needle,
     new_event,
     state,
 )
 from tests.attacks.support import outcome
+from tests.faults import Point, with_faults
 from tests.servers import Server, mariadb, postgresql
 
 KEY = generate_key()
@@ -243,7 +247,7 @@ class Errors:
 
     def assert_none_contains_a_needle(self) -> None:
         for name, error in self.raised.items():
-            assert found_in(all_of(error)) == set(), f"{name}: {error!r}"
+            assert found_in(locals_of(error)) == set(), f"{name}: {error!r}"
 
 
 def change(path: Path, *statements: str) -> None:
@@ -382,6 +386,51 @@ async def test_errors_contain_nothing_of_what_users_say(
     assert found_in(shown.out + shown.err) == set()
 
 
+WITH_MANY_COPIES: dict[str, Any] = {"history_cache_size": 10**7, "indexed_state_keys": ["nested"]}
+AUDITED: dict[str, Any] = {"audit_accesses": "blind", "audit_table": True}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, WITH_MANY_COPIES, AUDITED], ids=["plain", "copies", "audit"]
+)
+@pytest.mark.parametrize("kind", [MemoryError, DatabaseError, asyncio.CancelledError])
+async def test_failure_at_any_statement_shows_no_local_variables(
+    tmp_path: Path, options: dict[str, Any], kind: type[BaseException]
+) -> None:
+    """An error reporter records the local variables of all frames in a traceback."""
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    service, faults = with_faults(
+        lambda: EncryptedSessionService(url, BACKENDS["aesgcm"](), **options)
+    )
+    raised: list[tuple[str, BaseException]] = []
+    async with service:
+        session = await use(service)
+        other: dict[str, Any] = {"app_name": APP, "user_id": USER, "state": state()}
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "get": lambda: service.get_session(**WHO),
+            "get again": lambda: service.get_session(**WHO),
+            "list": lambda: service.list_sessions(app_name=APP),
+            "list of a user": lambda: service.list_sessions(app_name=APP, user_id=USER),
+            "create": lambda: service.create_session(**other),
+            "append": lambda: service.append_event(session, new_event(state())),
+            "state": lambda: service.get_user_state(app_name=APP, user_id=USER),
+        }
+        for name, call in calls.items():
+            points = (Point.READ, Point.APPLY, Point.WRITE)
+            for point, nth, is_after in product(points, (1, 2), (False, True)):
+                plan = faults.data.after if is_after else faults.data.before
+                plan(point, kind(), nth=nth)
+                try:
+                    await call()
+                except BaseException as error:
+                    raised.append((name, error))
+                faults.data.forget()
+    for name, failure in raised:
+        assert isinstance(failure, kind | SecureSessionError | ValueError), f"{name}: {failure!r}"
+        assert found_in(locals_of(failure)) == set(), name
+    assert {name for name, _ in raised} == set(calls)
+
+
 async def test_event_that_cannot_be_read_is_named_and_not_quoted(
     tmp_path: Path, open_service: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +470,7 @@ async def test_value_of_the_wrong_type_is_not_quoted_in_a_warning(tmp_path: Path
             wrong: Any = [needle("branch")]
             event.branch = wrong
             result = await outcome(service.append_event(session, event))
-            assert not isinstance(result, Exception) or found_in(all_of(result)) == set()
+            assert not isinstance(result, Exception) or found_in(locals_of(result)) == set()
     assert found_in(log.getvalue()) == set()
 
 

@@ -89,7 +89,7 @@ SESSION_COLUMNS = {
     "created_at": "created_at + 1",
     "updated_at": "updated_at + 1",
     "tag": "x'00112233445566778899aabbccddeeff'",
-    "id": "id + 1",
+    "id": "id + 123456",  # the id of no other session
     "state": "CAST(state || x'00' AS BLOB)",
 }
 

@@ -1,13 +1,16 @@
-"""The base class of objects that contain keys, and functions that remove keys from errors."""
+"""The base class of objects that contain keys, and functions that remove secrets from errors."""
 
 import inspect
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from typing import Any, Never, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
+
+_LINES = "Lines of code, without their local variables, which may contain plaintext:"
 
 
 class KeyMaterial:
@@ -33,6 +36,44 @@ def without_frames(error: E) -> E:
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
+
+
+def without_locals(error: E) -> E:
+    """Do the same as `without_frames`, but first add a note that names the lines of the traceback.
+
+    The first line is omitted, because it is the line that raises *error* again.  The texts of
+    errors of this package and of ADK say enough, so these errors get no note.
+    """
+    package = type(error).__module__.partition(".")[0]
+    is_expected = package in ("adk_secure_sessions", "google") or not isinstance(error, Exception)
+    notes = getattr(error, "__notes__", [])
+    if not is_expected and not any(note.startswith(_LINES) for note in notes):
+        lines = [
+            f"  {frame.f_globals.get('__name__')}, line {number}, in {frame.f_code.co_name}"
+            for frame, number in list(traceback.walk_tb(error.__traceback__))[1:]
+        ]
+        error.add_note("\n".join([_LINES, *lines]))
+    return without_frames(error)
+
+
+def hides_locals(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorate a public coroutine function that works with plaintext.
+
+    If *method* raises an error, the traceback of the error includes no frame of *method* or of the
+    functions that *method* calls.  A note of the error names their lines.  Error reporters would
+    otherwise record the plaintext in local variables.
+    """
+
+    @wraps(method)
+    async def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
+        call = method(*args, **kwargs)
+        del args, kwargs
+        try:
+            return await call
+        except BaseException as error:
+            raise without_locals(error) from None
+
+    return hidden
 
 
 def hides_frames(function: Callable[P, T]) -> Callable[P, T]:

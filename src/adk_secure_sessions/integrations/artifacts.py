@@ -20,7 +20,7 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import Trail, accessed, store_rejected
-from adk_secure_sessions.crypto.key_material import hides_frames
+from adk_secure_sessions.crypto.key_material import hides_frames, hides_locals, without_locals
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     ConfigurationError,
@@ -83,6 +83,7 @@ class ArtifactStream:
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._pieces
 
+    @hides_locals
     async def read(self) -> bytes:
         """Return all bytes that were not read yet."""
         return b"".join([piece async for piece in self._pieces])
@@ -530,18 +531,20 @@ reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
 async def _recording_rejections(
     pieces: AsyncGenerator[bytes, None], trail: Trail | None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield *pieces*; if reading a piece raises DecryptionError, record the rejection.
+    """Yield *pieces*; record a rejection, and raise errors without local variables.
 
-    The decorator `accessed` cannot record it: the application reads the pieces after the call of
-    the service has ended.
+    The decorator `accessed` cannot do this: the application reads the pieces after the call of the
+    service has ended.
     """
     try:
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
-    except DecryptionError as error:
-        await store_rejected(trail, error)
-        raise
+                del piece  # the traceback of an error includes this frame
+    except BaseException as error:
+        if isinstance(error, DecryptionError):
+            await store_rejected(trail, error)
+        raise without_locals(error) from None
 
 
 def _collection_name(app_name: str, user_id: str, filename: str, session_id: str | None) -> str:

@@ -223,34 +223,31 @@ class PlaintextFallbackService(BaseSessionService):
         owners: list[Owner] = [(app_name, None), (app_name, user_id)]
         moved = await self._among_moved(owners) if falls_back else set()
         while True:
-            # No local variable has the session while more is awaited: `Held` says why.
-            held = audit.Held(
-                await self._service.get_session(
-                    app_name=app_name, user_id=user_id, session_id=session_id, config=config
-                )
+            session = await self._service.get_session(
+                app_name=app_name, user_id=user_id, session_id=session_id, config=config
             )
-            if not falls_back or (held.value and len(moved) == len(owners)):
-                return held.value
-            if held.value is not None:
-                await self._fill_states(held, moved)
+            if not falls_back or (session and len(moved) == len(owners)):
+                return session
+            if session is not None:
+                await self._fill_states(session, moved)
             elif await self._is_superseded(ids):
                 # Somebody may have copied the session after the database was read.
-                held.value = await self._service.get_session(
+                session = await self._service.get_session(
                     app_name=app_name, user_id=user_id, session_id=session_id, config=config
                 )
-                if held.value is None:
+                if session is None:
                     return None
                 moved = await self._among_moved(owners)
                 continue
             else:
-                held.value = await self._read(ids, config, moved)
-                if held.value is None:
+                session = await self._read(ids, config, moved)
+                if session is None:
                     return None
                 if await self._is_superseded(ids):
                     continue
             now_moved = await self._among_moved(owners)
             if now_moved == moved:
-                return held.value
+                return session
             moved = now_moved
 
     @audit.accessed("sessions.list", _THE_SERVICE)
@@ -570,17 +567,16 @@ class PlaintextFallbackService(BaseSessionService):
             user = await self._state((app_name, user_id))
         return app, user
 
-    async def _fill_states(self, held: audit.Held[Session | None], moved: set[Owner]) -> None:
+    async def _fill_states(self, session: Session, moved: set[Owner]) -> None:
         """Add states in the source to a session of the database.
 
         *moved* contains the apps and users whose state was copied or erased.  Their states in the
         source are not used.  Neither is the state in the source if the session already has keys of
         the encrypted state.
         """
-        assert held.value is not None
-        for prefix, owner in _owners(held.value).items():
-            if owner not in moved and not _has(held.value, prefix):
-                _add(held.value, prefix, await self._state(owner))
+        for prefix, owner in _owners(session).items():
+            if owner not in moved and not _has(session, prefix):
+                _add(session, prefix, await self._state(owner))
 
     async def _fill_listed(
         self, app_name: str, user_id: str | None, listed: list[Session], moved: set[Owner]

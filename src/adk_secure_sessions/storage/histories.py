@@ -50,8 +50,7 @@ class Keeper(Protocol[E]):
 class History(KeyMaterial):
     """The first events of a session; it is never changed.
 
-    The base class keeps the content out of `repr`, and therefore out of the local variables that
-    error reporters record.
+    The base class keeps the content out of `repr`.
 
     Attributes:
         row: The row id of the session.

@@ -253,8 +253,6 @@ class GetSession(ReadOperation, Generic[E]):
             indexes = known.last(self._limit - len(new))
         elif self._after is not None:
             indexes = known.since(self._after)
-        # The restored events are inside of an object, so that an error reporter does not record
-        # them if the task is cancelled here.
         restored = Restored(keeper, cached or known, cache.limit)
         if not restored.add_shared(indexes):
             for start in range(0, len(indexes), keeper.at_once):
