@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +22,7 @@ from adk_secure_sessions import (
     VaultKey,
     telemetry,
 )
+from adk_secure_sessions.keys import remote
 from adk_secure_sessions.keys.remote import (
     RemoteKey,
     check_transport,
@@ -239,7 +242,10 @@ async def test_debug_log_of_a_library_is_discarded_in_our_calls_only(
         async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
             for logger in loggers:
                 logger.debug("within a call")
-                logger.info("within a call")
+                try:
+                    raise ValueError("within")
+                except ValueError:
+                    logger.info("within a call", exc_info=True)
             logging.getLogger(f"{library}2").warning("another library")
             logging.getLogger("tests").debug("another library")
             return plaintext
@@ -258,6 +264,8 @@ async def test_debug_log_of_a_library_is_discarded_in_our_calls_only(
     assert [(record.name, record.levelno) for record in caplog.records] == expected * 2
     debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     assert set(debug) == {"outside", "another library"}
+    # Its frames have local variables, which error reporters record.
+    assert not any(record.exc_info for record in caplog.records)
 
 
 # --- threads and libraries -----------------------------------------------------------------------
@@ -270,6 +278,67 @@ async def test_blocking_call_runs_in_a_thread() -> None:
 async def test_error_of_a_blocking_call_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         await in_thread(lambda: bytes(1 // 0))
+
+
+async def stuck(number: int) -> threading.Event:
+    """Abandon *number* calls, which end after the event is set."""
+    event = threading.Event()
+    calls = [asyncio.create_task(in_thread(event.wait)) for _ in range(number)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    return event
+
+
+async def test_calls_that_never_end_block_no_other_threads() -> None:
+    event = await stuck(50)
+    try:
+        assert await asyncio.to_thread(lambda: 7) == 7
+        assert await in_thread(lambda: 8) == 8
+    finally:
+        event.set()
+
+
+async def test_number_of_calls_that_never_end_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_MAX_ABANDONED", 5)
+    while remote._abandoned:  # of other tests
+        remote._abandoned.pop().join(10)
+    event = await stuck(5)
+    with pytest.raises(TimeoutError):
+        await in_thread(lambda: 8)
+    event.set()
+    for thread in remote._abandoned:
+        thread.join(10)
+    assert await in_thread(lambda: 8) == 8
+    assert remote._abandoned == []
+
+
+NEVER_ENDS = """
+import asyncio, threading
+from adk_secure_sessions.keys.remote import in_thread
+
+async def main():
+    try:
+        await asyncio.wait_for(in_thread(threading.Event().wait), 0.05)
+    except TimeoutError:
+        print("timed out")
+
+asyncio.run(main())
+"""
+
+
+def test_call_that_never_ends_does_not_keep_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", NEVER_ENDS], capture_output=True, timeout=60)
+    assert (done.stdout, done.stderr) == (b"timed out\n", b"")
+
+
+def test_call_that_ends_after_its_event_loop_is_discarded(caplog: pytest.LogCaptureFixture) -> None:
+    event = asyncio.run(stuck(1))
+    event.set()
+    for thread in remote._abandoned:
+        thread.join(10)
+    assert caplog.records == []
 
 
 def test_first_of_several_missing_modules_is_named_with_its_user() -> None:

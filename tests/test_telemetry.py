@@ -7,7 +7,9 @@ each test runs a job in a process of its own, and the job says what was measured
 import asyncio
 import json
 import logging
+import os
 import re
+import signal
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -486,6 +488,24 @@ def test_commands_that_read_the_contents_of_artifacts_are_measured(commands: Any
     points, _ = commands
     names = {point.attributes[OPERATION] for point in points if point.metric == DURATION}
     assert {"rotate_data_and_blobs", "check_blobs", "purge_blobs"} <= names
+
+
+def _fork_while_values_are_added_up(say: Say) -> None:
+    """Add values up in a child that was forked while another thread did so."""
+    with telemetry._adding_up:
+        child = os.fork()
+    if not child:
+        operation = telemetry.Operation("append")
+        operation.values += [(telemetry.cipher_kind("a", "encrypt"), 1, 0.0)] * 10**5
+        signal.alarm(30)  # ends a child that waits for ever
+        operation.limit()
+        os._exit(0)
+    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forked_process_waits_for_no_thread_of_its_parent() -> None:
+    assert results((_fork_while_values_are_added_up,)) == [[0]]
 
 
 # --- Number of attribute values ---

@@ -8,6 +8,7 @@ may encrypt thousands of events.  Therefore an `Operation` object adds up the ti
 and the sums are recorded once, at the end of the operation.
 """
 
+import os
 import sys
 import time
 from bisect import bisect_left
@@ -297,6 +298,16 @@ class Operation:
 
 
 _adding_up = Lock()
+
+
+def _renew_lock() -> None:
+    """Create the lock again in a forked process: another thread of the parent may have held it."""
+    global _adding_up
+    _adding_up = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _added_up(

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from google.adk.sessions import Session
 
-from adk_secure_sessions import EncryptedSessionService, TamperedError, UnknownKeyError, maintenance
+from adk_secure_sessions import (
+    DatabaseError,
+    EncryptedSessionService,
+    TamperedError,
+    UnknownKeyError,
+    maintenance,
+)
 from adk_secure_sessions.formats.records import unpack
 from tests.attacks.databases import also_on
 from tests.attacks.forging import insert_rows
@@ -80,6 +86,22 @@ async def tables_named_by_verify(db: Database) -> set[str]:
 
 
 SEALED = [table for table in ALICES if table != "secure_data_keys"]
+
+
+@pytest.mark.parametrize("table", ALICES)
+async def test_trigger_that_undoes_deletions_is_reported(db: Database, table: str) -> None:
+    before = rows_of_alice(db)
+    body = "BEGIN SELECT RAISE(IGNORE); END"
+    db.define(f"CREATE TRIGGER keep BEFORE DELETE ON {table} {body}")
+    async with maintenance.Database(db.url, db.backend()) as maintained:
+        with pytest.raises(DatabaseError, match="does not delete the rows of the user"):
+            await maintenance.erase_user(maintained, *VISIT[:2])
+    assert rows_of_alice(db) == before
+    db.define("DROP TRIGGER keep")
+    async with maintenance.Database(db.url, db.backend()) as maintained:
+        done = await maintenance.erase_user(maintained, *VISIT[:2])
+        again = await maintenance.erase_user(maintained, *VISIT[:2])
+    assert (done.users, done.data_keys, again.rows) == (1, 1, 0)
 
 
 async def test_rows_replayed_without_their_key_are_rejected(db: Database) -> None:

@@ -23,6 +23,7 @@ from adk_secure_sessions import (
     KeyServiceError,
     VaultKey,
 )
+from adk_secure_sessions.keys.gcp import _check_plain_http
 from tests.key_services import aws, gcp
 from tests.key_services.proxy import Proxy, recording
 from tests.key_services.support import CONTEXT, MASTER
@@ -269,6 +270,20 @@ async def test_credentials_of_an_aws_machine_are_fetched_without_a_proxy(
     assert proxy.requests == []
 
 
+async def test_metadata_service_of_aws_is_not_asked_for_defaults(
+    proxy: Proxy, kms: aws.Kms, metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """botocore asks it for the region with `AWS_DEFAULTS_MODE=auto`, through the proxy."""
+    arn = kms.new_key()
+    monkeypatch.setenv("AWS_DEFAULTS_MODE", "auto")
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{metadata.host}/")
+    set_all(monkeypatch, ALL, proxy.address)
+    await use(AwsKmsKey(arn, endpoint_url=kms.address))
+    assert metadata.paths == []
+    assert proxy.requests == []
+
+
 ON_GOOGLE = """
 import asyncio
 import sys
@@ -304,3 +319,86 @@ async def test_credentials_of_a_google_machine_are_fetched_without_a_proxy(
     assert await child.wait() == 0
     assert any("/token" in path for path in metadata.paths)
     assert proxy.requests == []
+
+
+FEDERATED = {
+    "type": "external_account",
+    "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p",
+    "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+    "universe_domain": "googleapis.com",
+}
+
+
+@pytest.mark.parametrize("project", ["", "clinic-1"])  # google-auth asks for it if it is not set
+@pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxy"])
+@pytest.mark.parametrize("which", ["token_url", "credential_source"])
+async def test_credentials_are_not_sent_to_another_machine_without_tls(
+    which: str,
+    proxied: bool,
+    project: str,
+    proxy: Proxy,
+    cloud_kms: gcp.CloudKms,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    subject, file = tmp_path / "subject", tmp_path / "credentials.json"
+    subject.write_text("needle")
+    url = "http://192.0.2.1:9/token"
+    settings: dict[str, Any] = {
+        "token_url": "https://sts.googleapis.com/v1/token",
+        "credential_source": {"file": str(subject)},
+    }
+    settings[which] = url if which == "token_url" else {"url": url}
+    file.write_text(json.dumps(FEDERATED | settings))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    if proxied:
+        set_all(monkeypatch, PLAIN, proxy.address)
+    opened: list[object] = []
+    monkeypatch.setattr(
+        "urllib3.connection.HTTPConnection.connect", lambda self: opened.append(self.host)
+    )
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", project)
+    key = GcpKmsKey(f"{gcp.RING}/a", endpoint=cloud_kms.endpoint, attempts=1)
+    expected = "the credentials cannot be used" if project else "the Google credentials name"
+    with pytest.raises(KeyServiceError if project else ConfigurationError, match=expected):
+        await key.wrap(MASTER, CONTEXT)
+    assert opened == []
+    assert proxy.requests == []
+
+
+@pytest.mark.parametrize(
+    ("address", "is_accepted"),
+    [
+        ("http://169.254.169.254/computeMetadata", True),
+        ("http://169.254.170.2", True),
+        ("http://[fd20:ce::254]/", True),
+        ("http://[fd00:ec2::254]/", True),
+        ("http://[fe80::1]/", True),
+        ("http://metadata.google.internal:80/", True),
+        ("http://METADATA.google.internal/", True),
+        ("http://127.0.0.2:8080/", True),
+        ("http://localhost/", True),
+        ("http://set.example.com/", True),
+        ("http://[2001:db8::7]:8080/", True),
+        ("http://192.0.2.1/", False),
+        ("http://10.0.0.1/", False),
+        ("http://[fd00:ec2::255]/", False),
+        ("http://sts.googleapis.com/", False),
+        ("http://metadata.google.internal.example.com/", False),
+        ("http://localhost.example.com/", False),
+        ("http://localhost@example.com/", False),
+        ("http://2130706433/", False),
+        ("http:///", False),
+    ],
+)
+def test_metadata_service_of_a_machine_is_the_exception(
+    monkeypatch: pytest.MonkeyPatch, address: str, is_accepted: bool
+) -> None:
+    monkeypatch.setenv("GCE_METADATA_HOST", "set.example.com:8080")
+    monkeypatch.setenv("GCE_METADATA_IP", "[2001:db8::7]")
+    monkeypatch.setenv("GCE_METADATA_ROOT", "")
+    if is_accepted:
+        _check_plain_http(address)
+        return
+    with pytest.raises(ConfigurationError, match="only for this machine and its metadata service"):
+        _check_plain_http(address)

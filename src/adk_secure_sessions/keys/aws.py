@@ -192,9 +192,10 @@ class AwsKmsKey(RemoteKey):
                 "check the role, its trust policy and the AWS credentials",
                 retryable=retryable,
             )
-        if code == "InvalidCiphertextException":
+        is_verdict = error.operation_name == "Decrypt" and not retryable
+        if code == "InvalidCiphertextException" and is_verdict:
             return TamperedError()
-        if code == "IncorrectKeyException":
+        if code == "IncorrectKeyException" and is_verdict:
             return WrongKeyError(
                 f"root key {self.key_id!r}: AWS KMS used another key to wrap this master key; if "
                 "an alias was moved to another key, move it back"
@@ -229,7 +230,10 @@ class AwsKmsKey(RemoteKey):
             "check the AWS credentials and the proxy settings",
             # Credentials may come from a service or a program that fails for a moment.
             retryable=isinstance(
-                error, exceptions.CredentialRetrievalError | exceptions.MetadataRetrievalError
+                error,
+                exceptions.CredentialRetrievalError
+                | exceptions.MetadataRetrievalError
+                | exceptions.NoCredentialsError,
             ),
         )
 
@@ -256,6 +260,9 @@ class AwsKmsKey(RemoteKey):
         current = self._current
         if current is None or current.pid != os.getpid():
             session = Session(profile=self._profile)
+            # In the mode "auto", botocore asks the machine's metadata service for the region, and
+            # may ask it through a proxy.
+            session.set_config_variable("defaults_mode", "legacy")
             session.register("before-send", partial(_send_plain_http_directly, self._timeout))
             if "http" in getproxies():
                 _ask_metadata_service_directly(session)

@@ -3,15 +3,17 @@
 docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
-import asyncio
+import ipaddress
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, require
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 _NAME = re.compile(
     r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
+# The addresses of metadata services that are not link-local: of Google and of AWS.
+_METADATA_IPV6 = ("fd20:ce::254", "fd00:ec2::254")
+# The variables with which an operator sets the address of Google's metadata service.
+_METADATA_VARIABLES = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
 _SCOPES = ("https://www.googleapis.com/auth/cloudkms",)
 # Maps the class name of an exception of Google's library to the cause and the advice in our error.
 _ADVICE = {
@@ -123,7 +129,7 @@ class GcpKmsKey(RemoteKey):
         try:
             if self._found is None:
                 # google-auth blocks: it reads files or calls the machine's metadata service.
-                self._found = await asyncio.to_thread(_find_credentials, self._credentials)
+                self._found = await in_thread(partial(_find_credentials, self._credentials))
             async with self._client(self._found) as client:
                 ask = getattr(client, operation)
                 return await ask(request=request, retry=None, timeout=self._timeout)
@@ -200,10 +206,10 @@ def _find_credentials(given: Any) -> Any:
 
     The credentials of a cloud machine come from the machine's metadata service, through plain HTTP.
     If a proxy for HTTP is configured, google-auth would send these requests to the proxy, which
-    could then read the access token.  The returned credentials use no proxy for these requests.
+    could then read the access token.  A file of credentials may also name a service on another
+    machine, to which google-auth would send secrets through plain HTTP.  The returned credentials
+    do neither.
     """
-    from urllib.request import getproxies  # this module imports 20 others
-
     import google.auth
     import google.auth.credentials
     import requests
@@ -213,25 +219,26 @@ def _find_credentials(given: Any) -> Any:
     from google.oauth2 import service_account
     from requests.adapters import HTTPAdapter
 
-    class WithoutProxy(HTTPAdapter):
+    class Direct(HTTPAdapter):
         def send(self, request: Any, *args: Any, **options: Any) -> Any:
+            _check_plain_http(request.url)
             return super().send(request, *args, **options | {"proxies": {}})
 
     session = requests.Session()
-    session.mount("http://", WithoutProxy())
+    session.mount("http://", Direct())
     send = Request(session)
     found = given or google.auth.default(scopes=_SCOPES, request=send)[0]
-    if isinstance(found, service_account.Credentials):  # these need no metadata service
+    if isinstance(found, service_account.Credentials):  # these sign tokens themselves
         return found
-    if {"http", "all"}.isdisjoint(getproxies()):
-        return found
+    with_scopes: Any = google.auth.credentials.with_scopes_if_required
+    found = with_scopes(found, _SCOPES)
     # Set the "universe domain", the domain of Google's services.  Otherwise, *found* would request
     # this domain through the proxy.
     if isinstance(found, compute_engine.Credentials):
         domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
         found = found.with_universe_domain(domain)
 
-    class Direct(google.auth.credentials.Credentials):
+    class Checked(google.auth.credentials.Credentials):
         universe_domain: str = found.universe_domain
 
         def refresh(self, request: Any) -> None:
@@ -240,4 +247,27 @@ def _find_credentials(given: Any) -> Any:
         def before_request(self, request: Any, method: str, url: str, headers: Any) -> None:
             found.before_request(send, method, url, headers)
 
-    return Direct()  # type: ignore[no-untyped-call]
+    return Checked()  # type: ignore[no-untyped-call]
+
+
+def _check_plain_http(url: str) -> None:
+    """Reject an http:// URL of a service that gives credentials, if it is on another machine.
+
+    The machine's metadata service has a link-local address, or a name that the operator has set.
+
+    Raises:
+        ConfigurationError: The URL is rejected.
+    """
+    host = urlsplit(url).hostname or ""
+    named = (os.environ.get(name) for name in _METADATA_VARIABLES)
+    known = {"localhost", "metadata.google.internal", "metadata", *_METADATA_IPV6}
+    known.update(urlsplit(f"//{one}").hostname or "" for one in named if one)
+    is_here = False
+    with suppress(ValueError):  # a name is no address
+        address = ipaddress.ip_address(host)
+        is_here = address.is_loopback or address.is_link_local
+    if not is_here and host not in known:
+        raise ConfigurationError(
+            "the Google credentials name a service whose address begins with http://; http:// is "
+            "only for this machine and its metadata service"
+        )

@@ -5,11 +5,13 @@ import importlib
 import logging
 import random
 import re
+import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from adk_secure_sessions import telemetry
@@ -24,6 +26,8 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.providers import check_key_id
 from adk_secure_sessions.loops import bound
+
+T = TypeVar("T")
 
 TIMEOUT = 5.0  # seconds for each attempt
 _LONGEST_TIMEOUT = 3600.0  # seconds; the libraries cannot use much higher values
@@ -42,14 +46,24 @@ _LOGGERS = (
 )
 # The host and the port in a URL, without a user name.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][@:\\\s]+)(:[0-9]*)?")
+# The threads of `in_thread` whose callers were cancelled, and how many may run at the same time.
+_abandoned: list[threading.Thread] = []
+_MAX_ABANDONED = 100
 _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", default=False)
 
 
 class _Quiet(logging.Filter):
-    """Discards the debug messages of libraries in our calls, which may contain plaintext keys."""
+    """Removes secrets from the messages that libraries log in our calls.
+
+    Debug messages may contain plaintext keys.  The traceback of an error leads to local variables,
+    which error reporters record.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.DEBUG or not _is_calling.get()
+        if not _is_calling.get():
+            return True
+        record.exc_info = None
+        return record.levelno > logging.DEBUG
 
 
 _quiet = _Quiet()
@@ -183,15 +197,49 @@ def _silence_libraries() -> None:
             logging.getLogger(name).addFilter(_quiet)
 
 
-async def in_thread(call: Callable[[], bytes]) -> bytes:
+async def in_thread(call: Callable[[], T]) -> T:
     """Run *call*, which blocks, in a thread, and return its result.
 
-    The debug log of asyncio contains the arguments and the result of `asyncio.to_thread`, which
-    may be keys.  So *call* takes no arguments, and puts its result into a list.
+    If the caller is cancelled, the thread runs on, and its result is discarded.
+
+    The threads of `asyncio.to_thread` would have three faults.  A few of them that never end would
+    block all other users of `asyncio.to_thread`.  The process would not exit before they end.  The
+    debug log of asyncio contains the arguments and the result, which may be keys.
+
+    Raises:
+        TimeoutError: Very many earlier threads, whose callers were cancelled, have not ended.
     """
-    result: list[bytes] = []
-    await asyncio.to_thread(lambda: result.append(call()))
-    return result[0]
+    _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
+    if len(_abandoned) >= _MAX_ABANDONED:
+        raise TimeoutError
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+        with suppress(RuntimeError):  # the event loop was closed meanwhile
+            loop.call_soon_threadsafe(end)
+
+    context = copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), daemon=True, name="key service")
+    thread.start()
+    try:
+        await ended
+    except asyncio.CancelledError:
+        _abandoned.append(thread)
+        raise
+    if errors:
+        raise errors.pop()
+    return results[0]
 
 
 def require(extra: str, *modules: str, user: str = "this key") -> None:

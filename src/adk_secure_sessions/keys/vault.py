@@ -6,12 +6,13 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 import base64
 import hashlib
 import hmac
+import json
 import os
 import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
@@ -34,6 +35,7 @@ _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 # A token and a namespace are sent as HTTP headers.
 _HEADER_VALUE = re.compile(r"[!-~]+")
+_MAX_ANSWER = 2**20  # bytes; an answer of Vault has less than a hundredth of this
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
 _OK, _BAD_REQUEST, _LOGIN_IS_NEEDED = 200, 400, 403
@@ -49,6 +51,11 @@ _WORDS = {
     "is disallowed by policy": "min_decryption_version is above the version that wrapped it",
     "key not found": "there is no key of this name",
 }
+
+
+class _Answer(NamedTuple):
+    status: int
+    content: bytes
 
 
 class VaultKey(RemoteKey):
@@ -114,7 +121,7 @@ class VaultKey(RemoteKey):
         self._mount, _, self._name = key.rpartition("/")
         self._url = f"{address}/v1"
         self._uses_proxies = not is_plain_http(address)
-        self._headers = {"X-Vault-Request": "true"}
+        self._headers = {"X-Vault-Request": "true", "Accept-Encoding": "identity"}
         if namespace:
             self._headers["X-Vault-Namespace"] = namespace
         self._tls = _tls_context(address, ca_file or os.environ.get("VAULT_CACERT"))
@@ -191,13 +198,13 @@ class VaultKey(RemoteKey):
         path = f"{self._mount}/{operation}/{self._name}"
         async with self._client() as client:
             token = await self._current_token(client, instead_of=None)
-            response = await self._post(client, path, body, token)
-            if response.status_code == _LOGIN_IS_NEEDED and self._login:
+            answer = await self._post(client, path, body, token)
+            if answer.status == _LOGIN_IS_NEEDED and self._login:
                 token = await self._current_token(client, instead_of=token)
-                response = await self._post(client, path, body, token)
-        if response.status_code != _OK:
-            raise self._explained(response, operation)
-        return self._part(response, "data")
+                answer = await self._post(client, path, body, token)
+        if answer.status != _OK:
+            raise self._explained(answer, operation)
+        return self._part(answer, "data")
 
     async def _current_token(self, client: "httpx.AsyncClient", *, instead_of: str | None) -> str:
         if self._token_file is not None:
@@ -222,28 +229,32 @@ class VaultKey(RemoteKey):
         raise self._failure(f"cannot read the token in {str(path)!r}", "check that file")
 
     async def _log_in(self, client: "httpx.AsyncClient", login: Mapping[str, str]) -> str:
-        response = await self._post(client, self._login_path, login, None)
-        if response.is_success:
-            token = self._part(response, "auth").get("client_token")
+        answer = await self._post(client, self._login_path, login, None)
+        if answer.status == _OK:
+            token = self._part(answer, "auth").get("client_token")
             if isinstance(token, str) and _HEADER_VALUE.fullmatch(token):
                 return token
             raise self._unexpected_answer()
-        retryable = response.status_code in _RETRYABLE
+        retryable = answer.status in _RETRYABLE
         raise self._failure(
-            f"Vault rejected the AppRole login ({response.status_code})",
+            f"Vault rejected the AppRole login ({answer.status})",
             f"check role_id, secret_id (expired, used up?), {self._login_path} and the namespace",
             retryable=retryable,
         )
 
     async def _post(
         self, client: "httpx.AsyncClient", path: str, body: Mapping[str, str], token: str | None
-    ) -> "httpx.Response":
+    ) -> "_Answer":
         import httpx
 
         headers = {} if token is None else {"X-Vault-Token": token}
         try:
-            return await client.post(f"{self._url}/{path}", json=body, headers=headers)
-        except (httpx.TransportError, httpx.DecodingError) as error:
+            async with client.stream(
+                "POST", f"{self._url}/{path}", json=body, headers=headers
+            ) as response:
+                content = await self._content(response)
+                return _Answer(response.status_code, content)
+        except httpx.TransportError as error:
             failure, untrusted = type(error).__name__, _is_certificate_error(error)
         # Errors are raised here: httpx's error contains the request, and with it the key.
         if untrusted:
@@ -252,11 +263,26 @@ class VaultKey(RemoteKey):
             )
         raise self._unreachable(f"cannot be reached ({failure})")
 
-    def _explained(self, response: "httpx.Response", operation: str) -> Exception:
-        status = response.status_code
+    async def _content(self, response: "httpx.Response") -> bytes:
+        """Return the body of *response*, if it is not compressed and not too long.
+
+        A few kilobytes that are compressed several times can become gigabytes.
+        """
+        content = bytearray()
+        if response.headers.get("Content-Encoding", "identity").strip().lower() == "identity":
+            async for part in response.aiter_raw():
+                content += part
+                if len(content) > _MAX_ANSWER:
+                    break
+            else:
+                return bytes(content)
+        raise self._unreachable("sent an answer that is compressed or very long")
+
+    def _explained(self, answer: "_Answer", operation: str) -> Exception:
+        status = answer.status
         found = None
         if status == _BAD_REQUEST:  # with other codes, the same words are about Vault's own storage
-            text = response.content.decode(errors="replace")
+            text = answer.content.decode(errors="replace")
             found = next((means for words, means in _WORDS.items() if words in text), None)
         if found == _TAMPERED and operation == "decrypt":
             return TamperedError()
@@ -281,9 +307,9 @@ class VaultKey(RemoteKey):
             "the key is of type aes256-gcm96, aes128-gcm96 or chacha20-poly1305 and not derived",
         )
 
-    def _part(self, response: "httpx.Response", name: str) -> Mapping[str, Any]:
+    def _part(self, answer: "_Answer", name: str) -> Mapping[str, Any]:
         try:
-            part = response.json()[name]
+            part = json.loads(answer.content)[name]
         except (ValueError, KeyError, TypeError, RecursionError):
             part = None
         if not isinstance(part, dict):
@@ -299,7 +325,10 @@ class VaultKey(RemoteKey):
         raise self._unexpected_answer()
 
     def _unexpected_answer(self) -> KeyServiceError:
-        return self._failure("the answer does not come from a transit engine", "check the address")
+        # A proxy may send its own page for a moment, so try again.
+        return self._failure(
+            "the answer does not come from a transit engine", "check the address", retryable=True
+        )
 
 
 def _is_path(text: str) -> bool:

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.db.dialects import locks_per_node
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
@@ -92,6 +92,7 @@ async def erase_user(
         WrongKeyError: The root keys do not decrypt the keyring.
         ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or
             *app_name* or *user_id* is not text.
+        DatabaseError: The database failed, or it does not delete the rows.
     """
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
@@ -184,6 +185,7 @@ class _Deletion:
         self.counts: Counter[str] = Counter()  # number of rows by table
         self.headers = set(headers)
         self._users: set[int] = set()  # row ids
+        self._sessions: set[_SessionKey] = set()
         self._connection = connection
         self._tag = erasing.tag
         self._dry_run = erasing.dry_run
@@ -196,17 +198,44 @@ class _Deletion:
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
         the statement began.
+
+        Raises:
+            DatabaseError: Rows are still there.  A trigger or a rule can undo a deletion without an
+                error.
         """
         see_what_is_committed(self._connection)
-        if not self._dry_run:
-            overwrite_deleted(self._connection)
-        before = -1
-        while before < self.counts.total():
+        if self._dry_run:
+            self._pass(steps)
+            return
+        overwrite_deleted(self._connection)
+        are_left = False
+        while True:
             before = self.counts.total()
-            for step in steps:
-                step(self)
-            if self._dry_run:
+            self._pass(steps)
+            if self.counts.total() > before:
+                continue
+            if not self._count(steps):
                 return
+            if are_left:
+                break
+            are_left = True  # perhaps since this pass, so try once more
+        raise DatabaseError(
+            "the database does not delete the rows of the user: remove triggers and rules of its "
+            "tables, and erase the user again"
+        )
+
+    def _pass(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
+        for step in steps:
+            step(self)
+
+    def _count(self, steps: Sequence[Callable[["_Deletion"], None]]) -> int:
+        """Return the number of rows that *steps* would delete now."""
+        counts, self.counts = self.counts, Counter()
+        self._dry_run = True
+        self._pass(steps)
+        found = self.counts.total()
+        self.counts, self._dry_run = counts, False
+        return found
 
     def find_keys(self) -> None:
         """Read the user's data keys, and add the record headers that name them to `headers`."""
@@ -245,6 +274,9 @@ class _Deletion:
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()
+        self._sessions.update(found)
+        if self._dry_run:
+            found = list(self._sessions)  # `_count` also counts what was left of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
         self._delete(witnesses, witnesses.c.tag == self._tag)
         if not self._dry_run and locks_per_node(self._connection):

@@ -459,8 +459,8 @@ async def _find_orphans_of_index(db: Database, problems: Problems, meter: Meter)
     async for span in ranges(db, indexed.c.row_id, db.limits.headers):
         for row_id, count in await db.read(orphans(span.bounds), span.parameters):
             detail = (
-                f"{count} rows of the search index belong to no session and no user; `index fill` "
-                "deletes them"
+                f"{count} rows of the search index belong to no session and no user: run `index "
+                "fill`, or delete rows that it leaves"
             )
             problems.add(indexed.name, row_id, Reason.MISSING, detail)
         await meter.advance()
