@@ -44,10 +44,13 @@ def without_locals(error: E) -> E:
     The first line is omitted, because it is the line that raises *error* again.  The texts of
     errors of this package and of ADK say enough, so these errors get no note.
     """
-    package = type(error).__module__.partition(".")[0]
-    is_expected = package in ("adk_secure_sessions", "google") or not isinstance(error, Exception)
+    is_ours = type(error).__module__.startswith(("adk_secure_sessions.", "google.adk."))
     notes = getattr(error, "__notes__", [])
-    if not is_expected and not any(note.startswith(_LINES) for note in notes):
+    if (
+        isinstance(error, Exception)
+        and not is_ours
+        and not any(note.startswith(_LINES) for note in notes)
+    ):
         lines = [
             f"  {frame.f_globals.get('__name__')}, line {number}, in {frame.f_code.co_name}"
             for frame, number in list(traceback.walk_tb(error.__traceback__))[1:]
