@@ -272,7 +272,7 @@ async def test_debug_log_of_a_library_is_discarded_in_our_calls_only(
 
 
 async def test_blocking_call_runs_in_a_thread() -> None:
-    assert await in_thread(lambda: threading.current_thread().name.encode()) != b"MainThread"
+    assert await in_thread(lambda: threading.current_thread().name) == "key service"
 
 
 async def test_error_of_a_blocking_call_is_raised() -> None:

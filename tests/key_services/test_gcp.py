@@ -18,6 +18,7 @@ from adk_secure_sessions import (
     TamperedError,
     key_provider,
 )
+from adk_secure_sessions.keys.gcp import _check_plain_http
 from tests.key_services.gcp import RING, CloudKms, service_account
 from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
 
@@ -229,6 +230,79 @@ async def test_call_is_repeated_if_credentials_fail_for_a_moment(cloud_kms: Clou
     await key.wrap(MASTER, CONTEXT)
     assert credentials.refreshes == 3
     assert len(cloud_kms.operations) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "is_accepted"),
+    [
+        ("http://169.254.169.254/computeMetadata", True),
+        ("http://169.254.170.2", True),
+        ("http://[fd20:ce::254]/", True),
+        ("http://[fd00:ec2::254]/", True),
+        ("http://[fe80::1]/", True),
+        ("http://metadata.google.internal:80/", True),
+        ("http://metadata/", True),
+        ("http://root.example.com/", True),
+        ("http://METADATA.google.internal/", True),
+        ("http://127.0.0.2:8080/", True),
+        ("http://localhost/", True),
+        ("http://set.example.com/", True),
+        ("http://[2001:db8::7]:8080/", True),
+        ("http://192.0.2.1/", False),
+        ("http://10.0.0.1/", False),
+        ("http://[fd00:ec2::255]/", False),
+        ("http://sts.googleapis.com/", False),
+        ("http://metadata.google.internal.example.com/", False),
+        ("http://localhost.example.com/", False),
+        ("http://localhost@example.com/", False),
+        ("http://2130706433/", False),
+        ("http:///", False),
+        ("http://xxxx/", False),
+        ("http://[fd20:ce::255]/", False),
+    ],
+)
+def test_metadata_service_of_a_machine_is_the_exception(
+    monkeypatch: pytest.MonkeyPatch, address: str, is_accepted: bool
+) -> None:
+    monkeypatch.setenv("GCE_METADATA_HOST", "set.example.com:8080")
+    monkeypatch.setenv("GCE_METADATA_IP", "[2001:db8::7]")
+    monkeypatch.setenv("GCE_METADATA_ROOT", "root.example.com")
+    if is_accepted:
+        _check_plain_http(address)
+        return
+    with pytest.raises(ConfigurationError, match="only for this machine and its metadata service"):
+        _check_plain_http(address)
+
+
+def test_variable_of_the_metadata_service_may_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(ConfigurationError):
+        _check_plain_http("http:///")
+
+
+async def test_given_credentials_get_the_scope_of_cloud_kms(cloud_kms: CloudKms) -> None:
+    given: list[object] = []
+
+    class Unscoped(google.auth.credentials.Credentials, google.auth.credentials.Scoped):
+        def __init__(self, scopes: object = None) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self._scopes = scopes
+
+        @property
+        def requires_scopes(self) -> bool:
+            return self._scopes is None
+
+        def with_scopes(self, scopes: Any, default_scopes: Any = None) -> "Unscoped":
+            given.append(scopes)
+            return Unscoped(scopes)
+
+        def refresh(self, request: Any) -> None:
+            self.token = "token"
+
+    key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, credentials=Unscoped())
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
+    assert given == [("https://www.googleapis.com/auth/cloudkms",)]
 
 
 def test_keys_of_two_endpoints_differ() -> None:

@@ -23,7 +23,6 @@ from adk_secure_sessions import (
     KeyServiceError,
     VaultKey,
 )
-from adk_secure_sessions.keys.gcp import _check_plain_http
 from tests.key_services import aws, gcp
 from tests.key_services.proxy import Proxy, recording
 from tests.key_services.support import CONTEXT, MASTER
@@ -364,41 +363,3 @@ async def test_credentials_are_not_sent_to_another_machine_without_tls(
         await key.wrap(MASTER, CONTEXT)
     assert opened == []
     assert proxy.requests == []
-
-
-@pytest.mark.parametrize(
-    ("address", "is_accepted"),
-    [
-        ("http://169.254.169.254/computeMetadata", True),
-        ("http://169.254.170.2", True),
-        ("http://[fd20:ce::254]/", True),
-        ("http://[fd00:ec2::254]/", True),
-        ("http://[fe80::1]/", True),
-        ("http://metadata.google.internal:80/", True),
-        ("http://METADATA.google.internal/", True),
-        ("http://127.0.0.2:8080/", True),
-        ("http://localhost/", True),
-        ("http://set.example.com/", True),
-        ("http://[2001:db8::7]:8080/", True),
-        ("http://192.0.2.1/", False),
-        ("http://10.0.0.1/", False),
-        ("http://[fd00:ec2::255]/", False),
-        ("http://sts.googleapis.com/", False),
-        ("http://metadata.google.internal.example.com/", False),
-        ("http://localhost.example.com/", False),
-        ("http://localhost@example.com/", False),
-        ("http://2130706433/", False),
-        ("http:///", False),
-    ],
-)
-def test_metadata_service_of_a_machine_is_the_exception(
-    monkeypatch: pytest.MonkeyPatch, address: str, is_accepted: bool
-) -> None:
-    monkeypatch.setenv("GCE_METADATA_HOST", "set.example.com:8080")
-    monkeypatch.setenv("GCE_METADATA_IP", "[2001:db8::7]")
-    monkeypatch.setenv("GCE_METADATA_ROOT", "")
-    if is_accepted:
-        _check_plain_http(address)
-        return
-    with pytest.raises(ConfigurationError, match="only for this machine and its metadata service"):
-        _check_plain_http(address)
