@@ -88,11 +88,16 @@ async def tables_named_by_verify(db: Database) -> set[str]:
 SEALED = [table for table in ALICES if table != "secure_data_keys"]
 
 
+@pytest.mark.parametrize("is_after", [False, True], ids=["ignored", "inserted again"])
 @pytest.mark.parametrize("table", ALICES)
-async def test_trigger_that_undoes_deletions_is_reported(db: Database, table: str) -> None:
+async def test_trigger_that_undoes_deletions_is_reported(
+    db: Database, table: str, is_after: bool
+) -> None:
     before = rows_of_alice(db)
-    body = "BEGIN SELECT RAISE(IGNORE); END"
-    db.define(f"CREATE TRIGGER keep BEFORE DELETE ON {table} {body}")
+    columns = [name for (name,) in db.rows(f"SELECT name FROM pragma_table_info('{table}')")]
+    again = f"INSERT INTO {table} VALUES ({', '.join(f'OLD.{name}' for name in columns)})"
+    when, what = ("AFTER", again) if is_after else ("BEFORE", "SELECT RAISE(IGNORE)")
+    db.define(f"CREATE TRIGGER keep {when} DELETE ON {table} BEGIN {what}; END")
     async with maintenance.Database(db.url, db.backend()) as maintained:
         with pytest.raises(DatabaseError, match="does not delete the rows of the user"):
             await maintenance.erase_user(maintained, *VISIT[:2])

@@ -499,8 +499,10 @@ def test_thread_of_a_call_with_a_slow_answer_over_tls_ends(
     monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
     tls_vault.delay = 2.0
     key = AwsKmsKey(ARN, endpoint_url=tls_vault.address, timeout=0.2, attempts=1)
+    began = time.perf_counter()
     assert asyncio.run(failure(key)).retryable
     wait_for_threads()
+    assert time.perf_counter() - began < 2  # the server has not answered yet
 
 
 async def test_process_reads_the_configuration_of_aws_once_for_each_key(
