@@ -105,8 +105,8 @@ async def test_trigger_that_undoes_deletions_is_reported(
     db.define("DROP TRIGGER keep")
     async with maintenance.Database(db.url, db.backend()) as maintained:
         done = await maintenance.erase_user(maintained, *VISIT[:2])
-        again = await maintenance.erase_user(maintained, *VISIT[:2])
-    assert (done.users, done.data_keys, again.rows) == (1, 1, 0)
+        second = await maintenance.erase_user(maintained, *VISIT[:2])
+    assert (done.users, done.data_keys, second.rows) == (1, 1, 0)
 
 
 async def test_rows_replayed_without_their_key_are_rejected(db: Database) -> None:
