@@ -91,8 +91,9 @@ SEALED = [table for table in ALICES if table != "secure_data_keys"]
 @pytest.mark.parametrize("is_after", [False, True], ids=["ignored", "inserted again"])
 @pytest.mark.parametrize("table", ALICES)
 async def test_trigger_that_undoes_deletions_is_reported(
-    db: Database, table: str, is_after: bool
+    file_db: Database, table: str, is_after: bool
 ) -> None:
+    db = file_db
     before = rows_of_alice(db)
     columns = [name for (name,) in db.rows(f"SELECT name FROM pragma_table_info('{table}')")]
     again = f"INSERT INTO {table} VALUES ({', '.join(f'OLD.{name}' for name in columns)})"
