@@ -443,7 +443,9 @@ async def test_answer_of_another_kind_of_server_is_rejected(
     wrapped = await key.wrap(MASTER, CONTEXT)
     vault.answer = answer
     expected = "the answer does not come from a transit engine; check the address"
-    assert expected in str(await failure(key))
+    error = await failure(key)
+    assert expected in str(error)
+    assert error.retryable is True  # a proxy may send its own page for a moment
     assert expected in str(await failure(with_approle(vault)))
     with pytest.raises(KeyServiceError, match=expected):
         await key.unwrap(wrapped, CONTEXT)
@@ -588,12 +590,11 @@ async def test_rewrap_rejects_what_was_wrapped_with_associated_data(
     vault: Vault, key: VaultKey
 ) -> None:
     """As Vault does, and as docs/root-key.md says."""
-    import base64
-
     import httpx
 
     wrapped = await key.wrap(MASTER, CONTEXT)
     headers = {"X-Vault-Token": vault.root_token, "X-Vault-Request": "true"}
+    headers["Accept-Encoding"] = "identity"
     async with httpx.AsyncClient(headers=headers) as client:
         response = await client.post(
             f"{vault.address}/v1/transit/rewrap/clinic",

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
+    DatabaseError,
     EncryptedSessionService,
     SecureSessionError,
     WrongKeyError,
@@ -62,6 +63,23 @@ def rows(place: sa.URL) -> dict[str, set[tuple[Any, ...]]]:
         }
     engine.dispose()
     return found
+
+
+@pytest.mark.parametrize("place", ["postgresql"], indirect=True)
+async def test_trigger_that_undoes_the_deletion_is_reported(url: str, place: sa.URL) -> None:
+    """tests/attacks/test_erasure.py has more triggers, on SQLite."""
+    await fill(url)
+    body = "'BEGIN RETURN NULL; END'"
+    run_sql(place, f"CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS {body}")
+    when = "BEFORE DELETE ON secure_events FOR EACH ROW"
+    run_sql(place, f"CREATE TRIGGER keep {when} EXECUTE FUNCTION keep()")
+    before = rows(place)
+    async with Database(url, BACKEND) as db:
+        with pytest.raises(DatabaseError, match="does not delete the rows of the user"):
+            await erase_user(db, APP, "ada")
+        assert rows(place) == before
+        run_sql(place, "DROP FUNCTION keep() CASCADE")
+        assert (await erase_user(db, APP, "ada")).users == 1
 
 
 async def fill_with_large_state(url: str) -> None:
