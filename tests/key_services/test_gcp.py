@@ -274,9 +274,15 @@ def test_metadata_service_of_a_machine_is_the_exception(
         _check_plain_http(address)
 
 
-def test_variable_of_the_metadata_service_may_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [None, "", "/"])
+def test_variable_of_the_metadata_service_may_name_no_host(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
     for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
-        monkeypatch.setenv(name, "")
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError):
         _check_plain_http("http:///")
 

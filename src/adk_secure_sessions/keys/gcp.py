@@ -259,9 +259,8 @@ def _check_plain_http(url: str) -> None:
         ConfigurationError: The URL is rejected.
     """
     host = urlsplit(url).hostname or ""
-    named = (os.environ.get(name) for name in _METADATA_VARIABLES)
-    known = {"localhost", "metadata.google.internal", "metadata", *_METADATA_IPV6}
-    known.update(urlsplit(f"//{one}").hostname or "" for one in named if one)
+    named = (urlsplit(f"//{os.environ.get(name, '')}").hostname for name in _METADATA_VARIABLES)
+    known = {"localhost", "metadata.google.internal", "metadata", *_METADATA_IPV6, *named}
     is_here = False
     with suppress(ValueError):  # a name is no address
         address = ipaddress.ip_address(host)
