@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -146,6 +147,12 @@ def _level_of_adks_logger() -> Iterator[None]:
     yield
     if logger.level != before:
         logger.setLevel(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_is_not_ignored() -> None:
+    """A shell starts jobs in the background with SIGINT ignored, and their processes inherit it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

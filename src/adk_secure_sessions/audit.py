@@ -22,10 +22,10 @@ from datetime import UTC, datetime, timedelta
 from functools import cache, partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
-from adk_secure_sessions.crypto.key_material import hides_locals
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.loops import bound
 from adk_secure_sessions.telemetry import count_rejected, measured
+from adk_secure_sessions.tracebacks import hides_locals
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from adk_secure_sessions.audit import ReadIds, accessed, record_rejected, storing
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
@@ -49,6 +49,7 @@ from adk_secure_sessions.storage import (
     users,
 )
 from adk_secure_sessions.telemetry import measured
+from adk_secure_sessions.tracebacks import hides_frames
 
 try:
     from google.adk.errors import StaleSessionError as StaleSessionError

@@ -21,8 +21,8 @@ from time import perf_counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from adk_secure_sessions.crypto.key_material import hides_locals
 from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -23,6 +23,7 @@ PLAN: dict[str, list[list[str]]] = {
     "formats/blobs.py": [["tests/test_blobs.py"]],
     "crypto/chunks.py": [["tests/test_blobs.py"]],
     "crypto/key_material.py": [["tests/test_key_material.py"]],
+    "tracebacks.py": [["tests/test_tracebacks.py"]],
     "keys/specs.py": [["tests/test_keys.py"]],
     "keys/passphrase.py": [["tests/test_keys.py"], _VECTORS],
     "backends/noop.py": [["tests/test_backends.py"]],

@@ -3,10 +3,11 @@
 import secrets
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
+from adk_secure_sessions.tracebacks import hides_frames
 
 
 class AesGcmBackend(KeyMaterial):

@@ -17,11 +17,12 @@ from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from cryptography.hazmat.primitives.padding import PKCS7
 
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
+from adk_secure_sessions.tracebacks import hides_frames
 
 _KEY_LENGTH = 32
 _VERSION = b"\x80"

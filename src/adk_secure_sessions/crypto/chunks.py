@@ -10,8 +10,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.tracebacks import hides_frames
 
 TAG_LENGTH = 16
 

@@ -20,13 +20,14 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, NONCE_LENGTH
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
     Reason,
     TamperedError,
     UnknownKeyError,
 )
+from adk_secure_sessions.tracebacks import hides_frames
 
 _PBKDF2_SALT = b"adk-secure-sessions-fernet-v1"
 _ITERATIONS = 600_000

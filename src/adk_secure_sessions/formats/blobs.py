@@ -9,8 +9,9 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.crypto.chunks import TAG_LENGTH, ChunkCipher
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.tracebacks import hides_frames
 
 Bytes = bytes | bytearray | memoryview
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Compression, Padding
 from adk_secure_sessions.service import EncryptedSessionService
+from adk_secure_sessions.tracebacks import hides_frames
 
 if TYPE_CHECKING:
     from google.adk.artifacts import BaseArtifactService

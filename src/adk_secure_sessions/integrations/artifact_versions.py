@@ -13,11 +13,11 @@ importing google-adk takes seconds.
 import json
 from typing import Any, NamedTuple
 
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.storage import Collection, events
+from adk_secure_sessions.tracebacks import hides_frames
 
 _KIND = "artifact"  # the first part of the names of our collections
 

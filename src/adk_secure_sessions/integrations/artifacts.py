@@ -20,7 +20,6 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import Trail, accessed, store_rejected
-from adk_secure_sessions.crypto.key_material import hides_frames, hides_locals, without_locals
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     ConfigurationError,
@@ -52,6 +51,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import Collection
+from adk_secure_sessions.tracebacks import hides_frames, hides_locals, without_locals
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

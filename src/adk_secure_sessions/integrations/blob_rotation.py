@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     DatabaseError,
@@ -61,6 +60,7 @@ from adk_secure_sessions.storage import (
     events,
     sessions,
 )
+from adk_secure_sessions.tracebacks import hides_frames
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

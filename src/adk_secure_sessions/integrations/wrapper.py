@@ -34,7 +34,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -74,6 +74,7 @@ from adk_secure_sessions.storage import (
     open_database,
 )
 from adk_secure_sessions.telemetry import measured
+from adk_secure_sessions.tracebacks import hides_frames
 
 T = TypeVar("T")
 

@@ -13,7 +13,6 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
     ATTEMPTS,
@@ -24,6 +23,7 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
+from adk_secure_sessions.tracebacks import hides_frames
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
+from adk_secure_sessions.tracebacks import hides_frames
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128

@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
+from adk_secure_sessions.tracebacks import hides_frames
 
 RAW_KEY_WRAP = b"\x01"
 KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`

@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from adk_secure_sessions import telemetry
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
     KeyServiceError,
@@ -26,6 +26,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.providers import check_key_id
 from adk_secure_sessions.loops import bound
+from adk_secure_sessions.tracebacks import hides_frames
 
 T = TypeVar("T")
 

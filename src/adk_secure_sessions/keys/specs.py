@@ -5,7 +5,6 @@ A key spec does not contain the key, so it may appear in logs and process lists.
 
 from collections.abc import Callable
 
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
@@ -19,6 +18,7 @@ from adk_secure_sessions.keys.providers import (
     read_environment,
 )
 from adk_secure_sessions.keys.vault import VaultKey
+from adk_secure_sessions.tracebacks import hides_frames
 
 _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
     "env": EnvironmentKey,

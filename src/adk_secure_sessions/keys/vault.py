@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_text, read_environment
 from adk_secure_sessions.keys.remote import (
@@ -27,6 +26,7 @@ from adk_secure_sessions.keys.remote import (
     require,
 )
 from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.tracebacks import hides_frames
 
 if TYPE_CHECKING:
     import httpx

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import running_command
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
-from adk_secure_sessions.crypto.key_material import KeyMaterial, hides_frames
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import locks_per_node
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
@@ -33,6 +33,7 @@ from adk_secure_sessions.storage import (
     repeated,
     survey_existing,
 )
+from adk_secure_sessions.tracebacks import hides_frames
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second

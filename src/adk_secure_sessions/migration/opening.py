@@ -8,7 +8,6 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from adk_secure_sessions.backends.named import DEFAULT, NO_OP, backends_for
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
@@ -17,6 +16,7 @@ from adk_secure_sessions.migration.adk_tables import AdkTables, detect, inspect
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
+from adk_secure_sessions.tracebacks import hides_frames
 
 _AES_KEY_LENGTH = 32
 _MIXED = (

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 import sqlalchemy as sa
 from google.adk.events import Event
 
-from adk_secure_sessions.crypto.key_material import hides_frames
 from adk_secure_sessions.crypto.package_1x import Package1xKeys
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import events, json_text
@@ -46,6 +45,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     UnreadableSession,
 )
+from adk_secure_sessions.tracebacks import hides_frames
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
