@@ -26,6 +26,7 @@ from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricR
 from opentelemetry.sdk.trace import TracerProvider
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.tracebacks import hides_locals
 from tests.benchmarks import plan
 from tests.benchmarks.harness import WARM_UPS, Operation, Timings, interleave
 from tests.benchmarks.workload import APP, event, state
@@ -35,9 +36,15 @@ KEY = bytes(range(32))
 OTEL_SCOPE = "adk_secure_sessions"
 # SQLite records the size of each commit outside of operations, also for the other sides.
 OF_ALL_SIDES = "adk_secure_sessions.group_commit.size"
-# Without `measured`, which is the outer one of their decorators.
+# Without `measured`, which is the outer one of their decorators.  It also applies `hides_locals`,
+# which is not telemetry and is therefore part of all sides.
 _CREATE, _APPEND, _GET = (
-    cast("Callable[..., Awaitable[Any]]", vars(EncryptedSessionService)[name].__wrapped__)
+    hides_locals(
+        cast(
+            "Callable[..., Awaitable[Any]]",
+            vars(EncryptedSessionService)[name].__wrapped__.__wrapped__,
+        )
+    )
     for name in ("create_session", "append_event", "get_session")
 )
 _WITHOUT = {"append_event": _APPEND, "get_session": _GET}
