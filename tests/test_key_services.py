@@ -314,6 +314,17 @@ async def test_number_of_calls_that_never_end_is_limited(monkeypatch: pytest.Mon
     assert remote._abandoned == []
 
 
+async def test_thread_of_a_closed_call_is_counted() -> None:
+    event = threading.Event()
+    call = in_thread(event.wait)
+    call.send(None)
+    call.close()
+    try:
+        assert remote._abandoned[-1].is_alive()
+    finally:
+        event.set()
+
+
 NEVER_ENDS = """
 import asyncio, threading
 from adk_secure_sessions.keys.remote import in_thread

@@ -5,6 +5,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -97,6 +98,33 @@ async def test_error_of_a_decorated_function_has_no_frame_with_a_key(
     assert not any("needle" in repr(one.f_locals) for one in inner)
     assert info.value.__cause__ is None
     assert info.value.__context__ is None
+
+
+def test_errors_in_a_group_lose_theirs_too() -> None:
+    inner = failure()
+    without_frames(BaseExceptionGroup("outer", [BaseExceptionGroup("inner", [inner])]))
+    assert attached(inner) == [None, None, None]
+
+
+class Notes(Exception):
+    """An error that accepts no notes."""
+
+    __notes__: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+
+@pytest.mark.parametrize("kept", [Notes(), Frozen("text")])
+async def test_error_that_accepts_no_attributes_loses_its_frames(kept: Exception) -> None:
+    with pytest.raises(type(kept)) as info:
+        await reads(KEY, kept)
+    assert info.value is kept
+    assert attached(kept)[:2] == [None, None]
+    frames = [frame for frame, _ in traceback.walk_tb(kept.__traceback__)]
+    assert not {one.f_code.co_name for one in frames} & {"reads", "chained"}
 
 
 @hides_locals

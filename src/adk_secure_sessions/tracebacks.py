@@ -3,6 +3,7 @@
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -18,9 +19,17 @@ def without_frames(error: E) -> E:
 
     Error reporters record the local variables of all frames in a traceback.  The local variables
     of a key provider, and of the libraries that it calls, contain keys.
+
+    The same is done for the errors in a group.  A class of errors may define these attributes and
+    methods differently, so those of BaseException are used.
     """
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            without_frames(one)
+    for name in ("__cause__", "__context__"):
+        vars(BaseException)[name].__set__(error, None)
+    BaseException.with_traceback(error, None)
+    return error
 
 
 def without_locals(error: E) -> E:
@@ -30,18 +39,20 @@ def without_locals(error: E) -> E:
     errors of this package and of ADK say enough, so these errors get no note.
     """
     is_ours = type(error).__module__.startswith(("adk_secure_sessions.", "google.adk."))
-    notes = getattr(error, "__notes__", [])
-    if (
-        isinstance(error, Exception)
-        and not is_ours
-        and not any(note.startswith(_LINES) for note in notes)
-    ):
-        lines = [
-            f"  {frame.f_globals.get('__name__')}, line {number}, in {frame.f_code.co_name}"
-            for frame, number in list(traceback.walk_tb(error.__traceback__))[1:]
-        ]
-        error.add_note("\n".join([_LINES, *lines]))
+    if isinstance(error, Exception) and not is_ours:
+        with suppress(Exception):  # some errors, such as frozen data classes, accept no note
+            _add_note(error)
     return without_frames(error)
+
+
+def _add_note(error: Exception) -> None:
+    if any(note.startswith(_LINES) for note in getattr(error, "__notes__", [])):
+        return
+    lines = [
+        f"  {frame.f_globals.get('__name__')}, line {number}, in {frame.f_code.co_name}"
+        for frame, number in list(traceback.walk_tb(error.__traceback__))[1:]
+    ]
+    error.add_note("\n".join([_LINES, *lines]))
 
 
 def hides_locals(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:

@@ -18,6 +18,7 @@ from adk_secure_sessions import (
     TamperedError,
     key_provider,
 )
+from adk_secure_sessions.keys import gcp
 from adk_secure_sessions.keys.gcp import _check_plain_http
 from tests.key_services.gcp import RING, CloudKms, service_account
 from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
@@ -215,6 +216,31 @@ async def test_credentials_that_google_rejects_are_no_failure_of_the_network(
     assert cloud_kms.operations == []
 
 
+async def test_signed_token_of_a_delegated_user_is_not_sent_without_tls(
+    cloud_kms: CloudKms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a subject, google-auth sends what it has signed to `token_uri`."""
+    rejected = []
+
+    def check(url: str) -> None:
+        try:
+            _check_plain_http(url)
+        except ConfigurationError:
+            rejected.append(url)
+            raise
+
+    monkeypatch.setattr(gcp, "_check_plain_http", check)
+    from google.oauth2.service_account import Credentials
+
+    information = json.loads(service_account()) | {"token_uri": "http://tokens.example.com/"}
+    made: Any = Credentials
+    credentials = made.from_service_account_info(information, subject="ada@example.com")
+    key = GcpKmsKey(f"{RING}/a", endpoint=cloud_kms.endpoint, credentials=credentials)
+    assert "the credentials cannot be used" in str(await failure(key))
+    assert set(rejected) == {"http://tokens.example.com/"}
+    assert cloud_kms.operations == []
+
+
 async def test_call_is_repeated_if_credentials_fail_for_a_moment(cloud_kms: CloudKms) -> None:
     class Flaky(google.auth.credentials.Credentials):
         refreshes = 0
@@ -246,6 +272,8 @@ async def test_call_is_repeated_if_credentials_fail_for_a_moment(cloud_kms: Clou
         ("http://METADATA.google.internal/", True),
         ("http://127.0.0.2:8080/", True),
         ("http://localhost/", True),
+        ("http://metadata.google.internal./", True),
+        ("http://[fd20:ce:0::254]/", True),
         ("http://set.example.com/", True),
         ("http://[2001:db8::7]:8080/", True),
         ("http://192.0.2.1/", False),

@@ -24,6 +24,7 @@ from adk_secure_sessions import (
     VaultKey,
     key_provider,
 )
+from adk_secure_sessions.keys import remote
 from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
 from tests.key_services.vault import Vault, new_key
 
@@ -233,6 +234,17 @@ async def test_token_file_that_is_never_written_does_not_stop_the_event_loop(
         assert "gave no answer within 0.05 s" in str(await failure(key))
     finally:
         pipe.write_text("ends the thread")
+
+
+async def test_token_file_is_not_blamed_for_threads_that_do_not_end(
+    vault: Vault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_MAX_ABANDONED", 0)
+    file = tmp_path / "token"
+    file.write_text("token")
+    key = VaultKey("transit/clinic", address=vault.address, token_file=file, attempts=1)
+    error = await failure(key)
+    assert ("gave no answer" in str(error), error.retryable) == (True, True)
 
 
 async def test_empty_name_of_a_token_file_means_none(vault: Vault) -> None:

@@ -66,13 +66,26 @@ def rows(place: sa.URL) -> dict[str, set[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("place", ["postgresql"], indirect=True)
-async def test_trigger_that_undoes_the_deletion_is_reported(url: str, place: sa.URL) -> None:
+@pytest.mark.parametrize(
+    ("trigger", "action", "when"),
+    [
+        ("TRIGGER", "", "BEFORE DELETE ON secure_events"),
+        (
+            "CONSTRAINT TRIGGER",
+            "INSERT INTO secure_events SELECT OLD.*;",
+            "AFTER DELETE ON secure_events DEFERRABLE INITIALLY DEFERRED",
+        ),
+    ],
+    ids=["before", "deferred"],
+)
+async def test_trigger_that_undoes_the_deletion_is_reported(
+    url: str, place: sa.URL, trigger: str, action: str, when: str
+) -> None:
     """tests/attacks/test_erasure.py has more triggers, on SQLite."""
     await fill(url)
-    body = "'BEGIN RETURN NULL; END'"
+    body = f"'BEGIN {action} RETURN NULL; END'"
     run_sql(place, f"CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS {body}")
-    when = "BEFORE DELETE ON secure_events FOR EACH ROW"
-    run_sql(place, f"CREATE TRIGGER keep {when} EXECUTE FUNCTION keep()")
+    run_sql(place, f"CREATE {trigger} keep {when} FOR EACH ROW EXECUTE FUNCTION keep()")
     before = rows(place)
     async with Database(url, BACKEND) as db:
         with pytest.raises(DatabaseError, match="does not delete the rows of the user"):

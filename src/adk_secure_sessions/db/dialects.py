@@ -102,6 +102,18 @@ def locks_per_node(connection: sa.Connection) -> bool:
     return connection.exec_driver_sql(_LOCKS_PER_NODE).first() is not None
 
 
+def run_triggers_at_once(connection: sa.Connection) -> None:
+    """Let no trigger of PostgreSQL wait for the end of this transaction.
+
+    Otherwise a deferred trigger could undo a change at the commit, after the last check.
+    CockroachDB has no deferred triggers, and rejects the statement.
+    """
+    if connection.dialect.name == "postgresql":
+        found = "SELECT 1 FROM pg_catalog.pg_trigger WHERE tgdeferrable LIMIT 1"
+        if connection.exec_driver_sql(found).first() is not None:
+            connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE").close()
+
+
 def any_text(data: bytes) -> str:
     """Decode text from SQLite, even if the text is not UTF-8.
 

@@ -536,12 +536,13 @@ async def _recording_rejections(
     The decorator `accessed` cannot do this: the application reads the pieces after the call of the
     service has ended.
     """
+    piece = b""
     try:
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
-                del piece  # the traceback of an error includes this frame
     except BaseException as error:
+        piece = b""  # the traceback includes this frame
         if isinstance(error, DecryptionError):
             await store_rejected(trail, error)
         raise without_locals(error) from None

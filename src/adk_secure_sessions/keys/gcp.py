@@ -228,8 +228,8 @@ def _find_credentials(given: Any) -> Any:
     session.mount("http://", Direct())
     send = Request(session)
     found = given or google.auth.default(scopes=_SCOPES, request=send)[0]
-    if isinstance(found, service_account.Credentials):  # these sign tokens themselves
-        return found
+    if isinstance(found, service_account.Credentials) and found._subject is None:
+        return found  # it signs tokens itself
     with_scopes: Any = google.auth.credentials.with_scopes_if_required
     found = with_scopes(found, _SCOPES)
     # Set the "universe domain", the domain of Google's services.  Otherwise, *found* would request
@@ -258,12 +258,13 @@ def _check_plain_http(url: str) -> None:
     Raises:
         ConfigurationError: The URL is rejected.
     """
-    host = urlsplit(url).hostname or ""
+    host = (urlsplit(url).hostname or "").rstrip(".")
     named = (urlsplit(f"//{os.environ.get(name, '')}").hostname for name in _METADATA_VARIABLES)
     known = {"localhost", "metadata.google.internal", "metadata", *_METADATA_IPV6, *named}
     is_here = False
     with suppress(ValueError):  # a name is no address
         address = ipaddress.ip_address(host)
+        host = str(address)
         is_here = address.is_loopback or address.is_link_local
     if not is_here and host not in known:
         raise ConfigurationError(

@@ -201,7 +201,7 @@ def _silence_libraries() -> None:
 async def in_thread(call: Callable[[], T]) -> T:
     """Run *call*, which blocks, in a thread, and return its result.
 
-    If the caller is cancelled, the thread runs on, and its result is discarded.
+    If the caller is cancelled or closed, the thread runs on, and its result is discarded.
 
     The threads of `asyncio.to_thread` would have three faults.  A few of them that never end would
     block all other users of `asyncio.to_thread`.  The process would not exit before they end.  The
@@ -235,7 +235,7 @@ async def in_thread(call: Callable[[], T]) -> T:
     thread.start()
     try:
         await ended
-    except asyncio.CancelledError:
+    except BaseException:
         _abandoned.append(thread)
         raise
     if errors:

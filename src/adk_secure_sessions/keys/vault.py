@@ -224,6 +224,8 @@ class VaultKey(RemoteKey):
             token = (await in_thread(path.read_bytes)).decode("ascii").strip()
             if _HEADER_VALUE.fullmatch(token):
                 return token
+        except TimeoutError:
+            raise  # the file may be good: this is about threads that have not ended
         except (OSError, ValueError):
             pass
         raise self._failure(f"cannot read the token in {str(path)!r}", "check that file")

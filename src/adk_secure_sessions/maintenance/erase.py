@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
-from adk_secure_sessions.db.dialects import locks_per_node
+from adk_secure_sessions.db.dialects import locks_per_node, run_triggers_at_once
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
@@ -210,6 +210,7 @@ class _Deletion:
         if self._dry_run:
             self._pass(steps)
             return
+        run_triggers_at_once(self._connection)
         overwrite_deleted(self._connection)
         for _ in range(_MOST_PASSES):
             before = self.counts.total()
