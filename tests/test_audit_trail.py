@@ -12,7 +12,7 @@ import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from adk_secure_sessions import (
     EncryptedArtifactService,
     EncryptedMemoryService,
     EncryptedSessionService,
+    SecureSessionError,
     WrongKeyError,
     audit,
     audit_actor,
@@ -55,6 +56,7 @@ from adk_secure_sessions.maintenance import (
     verify_audit,
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
+from adk_secure_sessions.storage import unit_of_work
 from tests.cli.support import run
 from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
@@ -441,6 +443,28 @@ async def test_many_rejected_records_are_counted(
     assert len(await trail(url, "record.rejected")) == 5
     (omitted,) = await trail(url, "records.omitted")
     assert omitted["number"] == 2
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+async def test_trigger_that_discards_one_of_many_records_is_noticed(
+    url: sa.URL, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, or for a record between others by `audit verify`."""
+    monkeypatch.setattr(unit_of_work, "_CONFLICTS", 3)
+    async with service_of(url, skip_unreadable_sessions=True) as service:
+        for _ in range(3):
+            await service.create_session(app_name="clinic", user_id="ada-lovelace")
+        assert len((await service.list_sessions(app_name="clinic")).sessions) == 3
+        with closing(sqlite3.connect(str(url.database))) as connection, connection:
+            connection.execute("UPDATE secure_sessions SET state = substr(state, 1, 40)")
+            ((stored,),) = connection.execute("SELECT max(number) + 1 FROM secure_audit")
+            connection.execute(
+                f"CREATE TRIGGER t BEFORE INSERT ON secure_audit WHEN NEW.number = {stored + at} "
+                "BEGIN SELECT RAISE(IGNORE); END"
+            )
+        with pytest.raises(SecureSessionError) if at != 1 else nullcontext():
+            await service.list_sessions(app_name="clinic")
+    assert (await problems(url) != []) == (at == 1)
 
 
 async def test_wrong_key_stores_nothing(url: sa.URL) -> None:

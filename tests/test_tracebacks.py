@@ -106,6 +106,17 @@ def test_errors_in_a_group_lose_theirs_too() -> None:
     assert attached(inner) == [None, None, None]
 
 
+async def test_note_of_the_application_stays() -> None:
+    error = RuntimeError()
+    error.add_note("mine")
+    with pytest.raises(RuntimeError):
+        await reads_indirectly(KEY, error)
+    assert [note.partition(":")[0] for note in error.__notes__] == [
+        "mine",
+        "Lines of code, without their local variables, which may contain plaintext",
+    ]
+
+
 class Notes(Exception):
     """An error that accepts no notes."""
 

@@ -159,6 +159,16 @@ async def test_changed_blob_is_rejected(
     assert "needle" not in locals_of(rejection.value)
 
 
+async def test_error_thrown_into_a_stream_shows_no_piece(service: EncryptedArtifactService) -> None:
+    stream = await service.open_stream(**HERE)
+    assert stream is not None
+    pieces: Any = stream.__aiter__()
+    assert b"needle" in await anext(pieces)
+    with pytest.raises(RuntimeError) as thrown:
+        await pieces.athrow(RuntimeError())
+    assert "needle" not in locals_of(thrown.value).replace("needles.py", "")
+
+
 ROWS = {
     "the last version was deleted": "DELETE FROM secure_events WHERE seq = 2",
     "the first version was deleted": "DELETE FROM secure_events WHERE seq = 0",
