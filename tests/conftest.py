@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from coverage import Coverage
 from greenlet import getcurrent
+from hypothesis import HealthCheck, settings
 
 from tests import servers
 from tests.galera import Galera, galera_cluster
@@ -112,6 +113,10 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "no_tables: the test needs a database without our tables")
+    # No test depends on the speed of the machine.
+    without_limits = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("without time limits", without_limits)
+    settings.load_profile("without time limits")
 
 
 @pytest.hookimpl(tryfirst=True)
