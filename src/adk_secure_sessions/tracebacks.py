@@ -55,22 +55,28 @@ def _add_note(error: Exception) -> None:
     error.add_note("\n".join([_LINES, *lines]))
 
 
-def hides_locals(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def hides_locals(
+    method: Callable[P, Awaitable[T]],
+    clean: Callable[[BaseException], BaseException] = without_locals,
+) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate a public coroutine function that works with plaintext.
 
     If *method* raises an error, the traceback of the error includes no frame of *method* or of the
     functions that *method* calls.  A note of the error names their lines.  Error reporters would
-    otherwise record the plaintext in local variables.
+    otherwise record the plaintext in local variables.  *clean* removes the frames.
     """
 
     @wraps(method)
     async def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
         call = method(*args, **kwargs)
+        # The arguments may be secret, and the traceback of an error includes this frame.
         del args, kwargs
         try:
             return await call
+        # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a
+        # TimeoutError, so error reporters would record its frames.
         except BaseException as error:
-            raise without_locals(error) from None
+            raise clean(error) from None
 
     return hidden
 
@@ -82,20 +88,7 @@ def hides_frames(function: Callable[P, T]) -> Callable[P, T]:
     the functions that *function* calls.  See `without_frames` for the reason.
     """
     if inspect.iscoroutinefunction(function):
-
-        @wraps(function)
-        async def hidden_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-            call = function(*args, **kwargs)
-            # The arguments may contain keys, and the traceback of an error includes this frame.
-            del args, kwargs
-            try:
-                return await call
-            # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a
-            # TimeoutError, so error reporters would record its frames.
-            except BaseException as error:
-                raise without_frames(error) from None
-
-        return cast("Callable[P, T]", hidden_coroutine)
+        return cast("Callable[P, T]", hides_locals(function, without_frames))
 
     @wraps(function)
     def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
