@@ -38,6 +38,7 @@ MAX_CONTENT = 268_500_992  # bytes, after decompression
 KEY_LENGTH = 32  # of master keys, and of data keys for AES-256-GCM and Fernet
 NO_LINK = bytes(16)
 KNOWN_FEATURES = {"-", "collections", "state-index", "wrapper"}
+LEVELS, LEVELS_OF_STATE, DIGITS = 200, 191, 4300  # limits of JSON
 INDEX_MARK = 2**63 - 1  # row_id of the mark of an indexed name
 NO_SNAPSHOT, COLLECTION = -1, -2  # values of base_revision
 KEY_TABLES = ("secure_keyring", "secure_data_keys")
@@ -218,13 +219,29 @@ class Fields:
         require(version.isascii())
         return version.decode("ascii")
 
-    def json(self) -> Row:
+    def json(self, levels: int = LEVELS) -> Row:
         try:
-            value = json.loads(self._rest.decode())
+            value = json.loads(self._rest.decode(), parse_int=_integer)
         except (ValueError, RecursionError):
             raise Refused from None
-        require(isinstance(value, dict))
+        require(isinstance(value, dict) and _levels(value) <= levels)
         return value  # type: ignore[no-any-return]
+
+    def state(self) -> Row:
+        return self.json(LEVELS_OF_STATE)
+
+
+def _integer(digits: str) -> int:
+    require(len(digits.lstrip("-")) <= DIGITS)
+    return int(digits)
+
+
+def _levels(value: object) -> int:
+    """The levels of nested lists and objects, also empty ones."""
+    if not isinstance(value, list | dict):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_levels, inner), default=0)
 
 
 class Database:
@@ -342,7 +359,7 @@ class Database:
             if found[1] == "user:" and unpack(record)[1] not in self._data_keys:
                 continue
             key_tag = bytes.fromhex(found[2])
-            entry = self._open(record, owner, "wrapped state", *parts, key_tag).json()
+            entry = self._open(record, owner, "wrapped state", *parts, key_tag).state()
             require(len(entry) == 1)
             state |= {found[1] + name: value for name, value in entry.items()}
         require(len({one["text"] for one in stored["events"]}) == len(stored["events"]))
@@ -556,7 +573,7 @@ class Database:
         fields = self._open(row["state"], row_tag, "app", name, row_tag, row["id"], row["version"])
         self._check_witness(name, row_tag, row_tag, row["version"], fields.link())
         key_ids = fields.key_ids()
-        return Owner("", fields.json(), key_ids)
+        return Owner("", fields.state(), key_ids)
 
     def _open_user(self, app: str, row: Row) -> Owner:
         row_tag = row["tag"]
@@ -566,7 +583,7 @@ class Database:
         require(row_tag == tag(self._index, "user", app, user_id))
         self._check_witness(app, row_tag, row_tag, row["version"], fields.link())
         key_ids = fields.key_ids()
-        return Owner(user_id, fields.json(), key_ids)
+        return Owner(user_id, fields.state(), key_ids)
 
     def _open_session(
         self, app: str, user_id: str, user: Row, row: Row, last: int | None = None
@@ -578,7 +595,7 @@ class Database:
         fields = self._open(row["state"], user["tag"], *where)
         session_id = fields.identifier()
         head, snapshot_link = fields.link(), fields.link()
-        overlay = fields.json()
+        overlay = fields.state()
         kind = "collection" if _is_collection(row) else "session"
         require(row["tag"] == tag(self._index, kind, app, user_id, session_id))
         require(row["user_row"] == user["id"])
@@ -599,13 +616,13 @@ class Database:
     def _open_snapshot(self, who: tuple[str, ...], user: Row, row: Row, link: bytes) -> Row:
         found = self._rows("secure_bases", "session_row", row["id"])
         if row["base_revision"] in (NO_SNAPSHOT, COLLECTION):
-            require(not found)
+            require(not found and link == NO_LINK)
             return {}
         require([one["revision"] for one in found] == [row["base_revision"]])
         where = ("base", *who, row["id"], row["base_revision"])
         fields = self._open(found[0]["state"], user["tag"], *where)
         require(fields.link() == link)
-        return fields.json()
+        return fields.state()
 
     def _open_events(
         self, who: tuple[str, ...], user: Row, row: Row, head: bytes, last: int | None
@@ -728,7 +745,8 @@ def _from_base64(text: object) -> bytes:
 
 def _features(value: object) -> tuple[str, str]:
     """The names and the MAC in the row `features` of secure_meta."""
-    found = re.fullmatch(r"([^ ]+) ([0-9a-f]{32})", str(value))
+    name = "[a-z][a-z0-9._-]*"
+    found = re.fullmatch(rf"(-|{name}(?:,{name})*) ([0-9a-f]{{32}})", str(value))
     if not found:
         raise Refused
     require(set(found[1].split(",")) <= KNOWN_FEATURES)

@@ -355,6 +355,16 @@ def test_value_beyond_a_limit_becomes_text_with_a_warning_that_does_not_repeat_i
     assert "33162750924506332411" not in caplog.text
 
 
+@pytest.mark.parametrize("bottom", [[], {}])
+def test_empty_value_that_nests_too_deep_becomes_text(bottom: Any) -> None:
+    deepest = nested(193, bottom)
+    assert result_of(roundtrip(from_tool(deepest))) == deepest
+    result = result_of(roundtrip(from_tool(nested(194, bottom))))
+    while result and not isinstance(result, str):
+        result = result[0] if isinstance(result, list) else result["k"]
+    assert result == str(bottom), "the text of the list or object that would be level 201"
+
+
 @pytest.mark.parametrize("levels", [195, 300, 50_000])
 def test_value_that_nests_too_deep_becomes_text_at_the_limit(levels: int) -> None:
     result = result_of(roundtrip(from_tool(nested(levels, "bottom"))))
@@ -451,10 +461,8 @@ MALFORMED = {
     "version only": b"\x051.2.3",
     "version cut off": b"\x051.2",
     "no version": EVENT,
-    "empty version": b"\x00 " + EVENT,
     "version too short": b"\x041.2.3" + EVENT,
     "version too long": b"\xff1.2.3" + EVENT,
-    "version of text": b"\x0asecret 7Qx" + EVENT,
     "version not ASCII": b"\x051.2.\xff" + EVENT,
     "no JSON": b"\x051.2.3secret 7Qx",
     "cut off": b"\x051.2.3" + EVENT[:-1],
@@ -464,6 +472,10 @@ MALFORMED = {
     "UTF-16": b"\x051.2.3" + EVENT.decode().encode("utf-16"),
     "byte order mark": b"\x051.2.3\xef\xbb\xbf" + EVENT,
     "too deep": b'\x051.2.3{"custom_metadata":{"a":' + b"[" * 199 + b"1" + b"]" * 199 + b"}}",
+    "too deep and empty": b'\x051.2.3{"author":"a","custom_metadata":{"a":'
+    + b"[" * 199
+    + b"]" * 199
+    + b"}}",
     "much too deep": b'\x051.2.3{"custom_metadata":{"a":' + b"[" * 100_000,
     "too many digits": b'\x051.2.3{"custom_metadata":{"a":' + b"7" * 4301 + b"}}",
 }
@@ -489,8 +501,7 @@ def test_event_outside_of_secure_events_names_its_table_and_row() -> None:
         events.decode_in(b"\x0599.99" + UNREADABLE["wrong type"], "table", "7")
 
 
-def _nested(levels: int) -> Any:
-    value: Any = 1
+def _nested(levels: int, value: Any = 1) -> Any:
     for _ in range(levels):
         value = [value]
     return value
@@ -502,6 +513,7 @@ ITEMS: dict[str, Any] = {
     "numbers": [0, -1, 2**200, 0.1, math.inf, 10**4299],
     "null": None,
     "deepest": _nested(199),
+    "deepest and empty": _nested(198, []),
 }
 
 
@@ -523,6 +535,7 @@ def test_bytes_in_an_item_become_base64() -> None:
 
 UNREADABLE_ITEMS: dict[str, tuple[Any, str]] = {
     "too deep": (_nested(200), r"^item\['value'\]\[0\].*depth"),
+    "too deep and empty": (_nested(199, {}), r"^item\['value'\]\[0\].*depth"),
     "deeper than the stack": (_nested(50_000), r"^item\['value'\]\[0\].*depth"),
     "too many digits": (10**4300, r"^item\['value'\]: an integer"),
     "no JSON": (object(), "^an item holds a value"),

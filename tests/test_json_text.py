@@ -46,7 +46,13 @@ def test_json_of_so_many_levels_fits_and_one_more_does_not(levels: int, is_long:
     bottom = LONG if is_long else 1
     assert fits(json.dumps(nested(levels, bottom)).encode(), levels)
     assert not fits(json.dumps(nested(levels + 1, bottom)).encode(), levels)
-    assert fits(json.dumps(nested(levels, [] if levels % 2 else {})).encode(), levels)
+    empties: list[Any] = [[], {}]
+    for empty in empties:
+        padding = LONG if is_long else ""
+        data = json.dumps({padding: nested(levels - 2, empty)}, indent=1 if is_long else None)
+        assert fits(data.encode(), levels)
+        data = json.dumps({padding: nested(levels - 1, empty)}, indent=1 if is_long else None)
+        assert not fits(data.encode(), levels)
 
 
 def test_levels_are_200_by_default() -> None:
@@ -191,8 +197,8 @@ def test_values_without_a_json_form_become_text() -> None:
 def test_value_beyond_the_levels_becomes_text() -> None:
     assert converted(nested(3), levels=3) == ({"k": [{"k": 1}]}, False)
     assert converted(nested(3), levels=2) == ({"k": ["{'k': 1}"]}, True)
-    assert converted({"k": [[]]}, levels=2) == ({"k": [[]]}, False)
-    assert converted({"k": [[[]]]}, levels=2) == ({"k": ["[[]]"]}, True)
+    assert converted({"k": [[]]}, levels=3) == ({"k": [[]]}, False)
+    assert converted({"k": [[]]}, levels=2) == ({"k": ["[]"]}, True)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +247,17 @@ def test_lone_surrogate_is_read_in_json_of_the_largest_size(
     assert found == {key: [LONG + key, (10**4300 - 1) // 9 * 7]}
 
 
+@pytest.mark.parametrize("empty", [b"[]", b"{}", b"[ \n]", b'["\\ud800",{}]', b'[{},"[]"]'])
+def test_empty_list_or_object_is_a_level_of_what_is_read(empty: bytes) -> None:
+    inner = 1 + (b"," in empty)
+    for levels, limits in ((200, ()), (191, ("the state", 191))):
+        opened = levels - inner - 1
+        assert loads(b'{"k":' + b"[" * opened + empty + b"]" * opened + b"}", *limits)
+        opened += 1
+        with pytest.raises(DecryptionError, match="within the limits"):
+            loads(b'{"k":' + b"[" * opened + empty + b"]" * opened + b"}", *limits)
+
+
 # --- the version of an event ---------------------------------------------------------------------
 
 
@@ -257,19 +274,20 @@ def test_version_of_google_adk_is_found(version: bytes) -> None:
     assert read_event(with_version(version)) == (version.decode(), {"a": 1})
 
 
+@pytest.mark.parametrize("text", [b"", b"1", b"v1.2.3", b"secret 7Qx", b"1.2\n", b"9" * 255])
+def test_other_ascii_text_is_accepted_as_a_version_and_not_repeated(text: bytes) -> None:
+    assert version_end(with_version(text)) == 1 + len(text)
+    assert read_event(with_version(text)) == ("of an unknown version", {"a": 1})
+
+
 @pytest.mark.parametrize(
     "plaintext",
     [
         b"",
-        b"\x00",
-        *map(
-            with_version,
-            [b"", b"1", b"1.", b".1", b"12345.1", b"1.2A", b"1.2 a", b"a.b"],
-        ),
-        with_version(b"1.2" + b"a" * 21),
-        with_version(b"1.2\n"),
-        b"\x061.2.3" + b'{"a":1}',
-        b"\x021.2" + b'{"a":1}',
+        b"\x051.2",
+        b"\xff" + b"1" * 254,
+        with_version("1.2é".encode()),
+        with_version(b"1.2\xff"),
     ],
 )
 def test_text_that_is_no_version_is_malformed(plaintext: bytes) -> None:

@@ -214,14 +214,17 @@ def _features(forger: _Forger) -> Iterator[Json]:
         ("features without collections", features("-", forger.mac("-")), "ok"),
         ("features without collections, with the MAC of others", features("-", own), _WRONG),
         ("features with the MAC of another order",
-         features("separating,collections", forger.mac("collections,separating")), _REFUSED),
+         features("wrapper,collections", forger.mac("collections,wrapper")), _WRONG),
         ("features in another order",
-         features("separating,collections", forger.mac("separating,collections")), _REFUSED),
+         features("wrapper,collections", forger.mac("wrapper,collections")), "ok"),
+        ("features with a name twice",
+         features("collections,collections", forger.mac("collections,collections")), "ok"),
         ("features with an unknown one",
          features("collections,later", forger.mac("collections,later")), _REFUSED),
         ("features with a space", features("collections, -", own), _REFUSED),
         ("features of another database", features("collections", own[::-1]), _WRONG),
     ):  # fmt: skip
-        note = "an older list: a reader that knows the feature reads collections"
-        note = note if expect == "ok" else "features say what a reader must know"
+        note = "features say what a reader must know"
+        if expect == "ok":
+            note = "an older list, or another order: a reader that knows the feature accepts both"
         yield _case(name, note, "get", _LIST, statement, expect)

@@ -377,10 +377,66 @@ def _plaintexts(forger: Forger) -> Iterator[Json]:
     }  # fmt: skip
     for name, (statement, of) in malformed.items():
         yield _case(name, faulty, "get", of, statement, _TAMPERED)
+    statement = forger.session(_VISIT, with_fields(_VISIT, snapshot_link=OTHER_LINK))
+    for when in ("get", "list", "append"):
+        yield _case(f"{when}: session without a snapshot that has a snapshot link", faulty, when,
+                    _VISIT, statement, _TAMPERED)  # fmt: skip
+    yield from _json(forger)
     separating = f"UPDATE secure_meta SET value = 'separating {_mac(forger, 'separating')}'"
     yield _case("copy that is being separated", "services wait until the separation has ended",
                 "open", None, f"{separating} WHERE name = 'features'",
                 "ConfigurationError")  # fmt: skip
+
+
+def _event(version: bytes, value: str) -> Edit:
+    """Return the edit of an event's version of google-adk and its JSON, which holds *value*."""
+    data = b'{"author":"user","id":"e","timestamp":1.5,"custom_metadata":{"k":%s}}' % value.encode()
+    return lambda plaintext: (
+        plaintext[: 1 + 2 * LINK_LENGTH] + bytes([len(version)]) + version + data
+    )
+
+
+def _json(forger: Forger) -> Iterator[Json]:
+    """Yield versions of google-adk, and JSON at the limits and beyond."""
+    for version in ("", "1", "v1.2.3", "not a version\n", "9" * 255):
+        statement = forger.event(_VISIT, 1, _event(version.encode(), "1"))
+        yield _case(f"version of google-adk: {version[:20]!r}", "any ASCII text is accepted", "get",
+                    _VISIT, statement, "ok")  # fmt: skip
+    refused, faulty = "DecryptionError", "authentic: only a faulty writer stores it"
+    statement = forger.event(_VISIT, 1, _event("1.28.0é".encode(), "1"))
+    yield _case("version of google-adk that is not ASCII", faulty, "get", _VISIT, statement,
+                refused)  # fmt: skip
+    for name, levels, in_event in (("event", 200, True), ("state", 191, False)):
+        inner = levels - (2 if in_event else 1)
+        values = {
+            f"{levels} levels": (_nested(inner, "1"), "ok"),
+            f"{levels} levels, the last one empty": (_nested(inner - 1, "[]"), "ok"),
+            f"{levels + 1} levels": (_nested(inner + 1, "1"), refused),
+            f"{levels + 1} levels, the last one an empty list": (_nested(inner, "[]"), refused),
+            f"{levels + 1} levels, the last one an empty object": (_nested(inner, "{ }"), refused),
+            "an integer of 4,300 digits": ("-" + "7" * 4300, "ok"),
+            "an integer of 4,301 digits": ("7" * 4301, refused),
+        }
+        for what, (value, expect) in values.items():
+            state = b'{"k":%s}' % value.encode()
+            rows = {
+                "user": (forger.user(_owner(user_id=ADA, state=state)), _VISIT),
+                "session": (forger.session(_VISIT, with_fields(_VISIT, overlay=state)), _VISIT),
+                "snapshot": (forger.snapshot(_ARCHIVE, _snapshot(state)), _ARCHIVE),
+            }  # fmt: skip
+            if in_event:
+                rows = {"event": (forger.event(_VISIT, 1, _event(b"1.28.0", value)), _VISIT)}
+            for row, (statement, of) in rows.items():
+                yield _case(f"{row} with {what}", f"the limit of an {name}" if in_event else
+                            "the limit of a state", "get", of, statement, expect)  # fmt: skip
+
+
+def _snapshot(state: bytes) -> Edit:
+    return lambda plaintext: plaintext[: 1 + LINK_LENGTH] + state
+
+
+def _nested(levels: int, bottom: str) -> str:
+    return "[" * levels + bottom + "]" * levels
 
 
 def _columns(forger: Forger) -> Iterator[Json]:
@@ -454,6 +510,9 @@ def _meta(forger: Forger) -> Iterator[Json]:
         ("features: MAC alone", features(none), refused),
         ("features: MAC in upper case", features(f"- {none.upper()}"), refused),
         ("features: MAC too short", features(f"- {none[:-2]}"), refused),
+        ("features: a dash beside a name", features(f"-,wrapper {mac('-,wrapper')}"), refused),
+        ("features: a dash twice", features(f"-,- {mac('-,-')}"), refused),
+        ("features: no name between commas", features(f"a,,b {mac('a,,b')}"), refused),
         ("features: two spaces", features(f"-  {none}"), refused),
         ("features: line feed at the end", features(f"- {none}\n"), refused),
         ("features: MAC modified", features(f"- {none[:-1]}{int(none[-1], 16) ^ 1:x}"), wrong),

@@ -106,7 +106,7 @@ async def features(db: Database, names: str) -> None:
     db.run("UPDATE secure_meta SET value = :v WHERE name = 'features'", v=f"{names} {mac}")
 
 
-@pytest.mark.parametrize("names", ["later", "-,later", "separating,later"])
+@pytest.mark.parametrize("names", ["later", "wrapper,later", "separating,later"])
 async def test_unknown_feature_stops_retire_and_all_else(db: Database, names: str) -> None:
     async with db.maintained() as maintained:
         await rotate_master(maintained)

@@ -27,8 +27,7 @@ class Point:
     y: int
 
 
-def nested(depth: int) -> Any:
-    value: Any = "bottom"
+def nested(depth: int, value: Any = "bottom") -> Any:
     for _ in range(depth):
         value = [value]
     return value

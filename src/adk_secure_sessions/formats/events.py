@@ -224,8 +224,11 @@ def decode_in(plaintext: bytes, table: str, row: str) -> Event:
 def _parsed(plaintext: bytes) -> Event | None:
     is_ours = plaintext.startswith(_PREFIX)
     if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
+        data = plaintext[start:]
         try:
-            return _parse(plaintext[start:])
+            event = _parse(data)
+            if json_text.within_levels(data):
+                return event
         except ValueError:
             pass  # raise after this block: otherwise `__context__` would hold the event
     return None

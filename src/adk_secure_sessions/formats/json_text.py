@@ -2,7 +2,8 @@
 
 docs/limits.md, "Sizes", lists the limits.  Every process can parse JSON that is within the limits:
 pydantic's parser accepts 200 nested lists and objects, and 4300 digits in an integer, in every
-process.  The limits of Python's module `json` depend on the stack and on a setting of the process.
+process.  It does not count an innermost list or object that is empty, so `within_levels` does.  The
+limits of Python's module `json` depend on the stack and on a setting of the process.
 """
 
 import json
@@ -17,7 +18,7 @@ from adk_secure_sessions.errors import DecryptionError, Reason
 
 JsonObject = dict[str, Any]
 
-MAX_LEVELS = 200  # nested lists and objects; an empty list or object does not count
+MAX_LEVELS = 200  # nested lists and objects, also empty ones
 MAX_DIGITS = 4300  # in one integer
 MAX_BYTES = 256 * 2**20  # JSON in one record
 
@@ -28,9 +29,10 @@ _MAX_DECIMAL_BITS = 2**20
 _PARSER = SchemaValidator(core_schema.model_fields_schema({}, extra_behavior="ignore"))
 # The escape of a surrogate in JSON, such as \ud800.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-# The version of google-adk at the start of an event.  Error messages quote it, so the pattern must
-# match nothing else.
-_VERSION = re.compile(rb"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
+# A list or an object without elements.  In a text of valid JSON, it may match, too.
+_EMPTY = re.compile(rb"\[[ \t\n\r]*\]|\{[ \t\n\r]*\}")
+# The versions of google-adk that error messages quote.  Another text may contain anything.
+_VERSION = re.compile(r"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
 
 
 # --- write ---------------------------------------------------------------------------------------
@@ -41,10 +43,27 @@ def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
 
     Data that is short and has few brackets cannot exceed a limit, so it is not parsed.
     """
-    if len(data) <= MAX_DIGITS and data.count(b"{") + data.count(b"[") <= levels:
+    if len(data) <= MAX_DIGITS and _brackets(data) <= levels:
         return True
-    if len(data) > MAX_BYTES:
-        return False
+    return len(data) <= MAX_BYTES and _parses(data) and within_levels(data, levels)
+
+
+def within_levels(data: bytes, levels: int = MAX_LEVELS) -> bool:
+    """Return whether lists and objects in *data*, which the parser accepts, have so few levels.
+
+    Other data gives any result.
+    """
+    if _brackets(data) <= levels:
+        return True
+    # If the deepest list or object may be empty, give it an element: the parser then counts it.
+    return _parses(data, levels - 1) or _parses(_EMPTY.sub(b"[0]", data), levels)
+
+
+def _brackets(data: bytes) -> int:
+    return data.count(b"{") + data.count(b"[")
+
+
+def _parses(data: bytes, levels: int = MAX_LEVELS) -> bool:
     outer = MAX_LEVELS - levels
     # The parser's limit is always MAX_LEVELS.  To get a lower limit, enclose *data* in extra
     # objects, which use up the difference.
@@ -160,7 +179,7 @@ def to_values(
             problem = f"an integer has more than {MAX_DIGITS} digits"
         elif kind in (dict, list, tuple, set, frozenset):
             level = outer.level + 1 if outer else 1
-            if level <= levels + (not value) and not (outer and outer.contains(value)):
+            if level <= levels and not (outer and outer.contains(value)):
                 here = _Container(outer, key, value, level)
                 if kind is dict:
                     # Of keys with the same JSON text, the last value is kept.
@@ -226,20 +245,22 @@ def _text(value: object) -> str:
 # --- read ----------------------------------------------------------------------------------------
 
 
-def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
+def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) -> JsonObject:
     """Parse *data*, which must be authenticated, and return a new dict.
 
     Raises:
-        DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit.  In the message,
-            *name* stands for *data*.
+        DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit, such as *levels*.
+            In the message, *name* stands for *data*.
     """
     value: Any = None
     try:
         value = from_json(data)
+        if not within_levels(data, levels):
+            value = None
     except ValueError:
         # pydantic rejects lone surrogates.  So check the limits with spaces in their place, and
         # parse the JSON with Python's module `json`, which accepts them.
-        if _SURROGATE.search(data) and fits(_SURROGATE.sub(rb"\\u0020", data)):
+        if _SURROGATE.search(data) and fits(_SURROGATE.sub(rb"\\u0020", data), levels):
             value = _with_room(_loads_surrogates, data)
     if type(value) is dict:
         return value
@@ -252,17 +273,22 @@ def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
 def version_end(plaintext: bytes) -> int:
     """Return the position after the version at the start of an event; 0 if there is no version."""
     end = 1 + plaintext[0] if plaintext else 0
-    return end if _VERSION.fullmatch(plaintext, 1, end) else 0
+    return end if end <= len(plaintext) and plaintext[1:end].isascii() else 0
 
 
 def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
     """Return the version of google-adk that wrote the event, and the event's fields.
 
+    The version is for error messages.  If it does not look like a version, it may hold content, and
+    the result is a text that says so.
+
     Raises:
         DecryptionError: *plaintext* is malformed.
     """
     if end := version_end(plaintext):
-        return plaintext[1:end].decode("ascii"), loads(plaintext[end:])
+        version = plaintext[1:end].decode("ascii")
+        shown = version if _VERSION.fullmatch(version) else "of an unknown version"
+        return shown, loads(plaintext[end:])
     raise DecryptionError(
         "the plaintext does not begin with a version of google-adk: its writer is faulty",
         reason=Reason.MALFORMED,

@@ -72,7 +72,7 @@ def loads(data: bytes, name: str = "the state") -> JsonObject:
         DecryptionError: *data* is not a JSON object, or exceeds a limit of `json_text`.  In the
             message, *name* stands for *data*.
     """
-    return {} if data == b"{}" else json_text.loads(data, name)
+    return {} if data == b"{}" else json_text.loads(data, name, MAX_STATE_LEVELS)
 
 
 def encode(state: JsonObject, prefix: str = "") -> bytes:

@@ -613,6 +613,11 @@ def _decrypt_session(
         fields = records.split_session(rest)
         if row.user_row != user.id:
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
+        has_snapshot = row.base_revision not in (NO_SNAPSHOT, COLLECTION)
+        if not has_snapshot and fields.snapshot_link != NO_LINK:
+            raise TamperedError(
+                "it names a snapshot and has none: its writer is faulty", reason=Reason.MALFORMED
+            )
         if row.last_seq != row.revision - 1:
             last = row.last_seq if isinstance(row.last_seq, int) else "no number"
             item = "item" if row.base_revision == COLLECTION else "event"
@@ -623,7 +628,7 @@ def _decrypt_session(
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
-    if with_snapshot or row.base_revision in (NO_SNAPSHOT, COLLECTION):
+    if with_snapshot or not has_snapshot:
         snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
     return StoredSession(
         row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision, *times,

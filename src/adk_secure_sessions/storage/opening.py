@@ -105,7 +105,10 @@ _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
     r"(?P<mac>[0-9a-f]{32})"
 )
-_FEATURES_FORM = re.compile(r"(?P<names>[-a-z0-9_.]+(?:,[-a-z0-9_.]+)*) (?P<mac>[0-9a-f]{32})")
+_FEATURE_NAME = "[a-z][-a-z0-9_.]*"
+_FEATURES_FORM = re.compile(
+    rf"(?P<names>-|{_FEATURE_NAME}(?:,{_FEATURE_NAME})*) (?P<mac>[0-9a-f]{{32}})"
+)
 _REPLACED = "the database was replaced by another one: restart the service"
 # The maximum length of a value, and the maximum number of rows, to read from `secure_meta`.  An
 # attacker may have stored longer values or more rows, and every start of a service reads the table.
