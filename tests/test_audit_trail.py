@@ -108,7 +108,7 @@ async def trail(place: str | sa.URL, *events: str, **options: Any) -> list[dict[
 
 async def problems(place: str | sa.URL, heads: list[str] | None = None) -> list[str]:
     async with Database(place, BACKEND) as db:
-        found = await verify_audit(db, heads)
+        found = await verify_audit(db, None if heads is None else {"log": heads})
     assert found.bad == len(found.problems)
     return [one.detail for one in found.problems]
 
@@ -124,7 +124,7 @@ def heads(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
     def lines() -> list[str]:
         found = [one for one in caplog.records if one.name == "adk_secure_sessions.audit"]
-        return [f"host app: {one.getMessage()}" for one in found]
+        return [one.getMessage() for one in found]
 
     return lines
 
@@ -198,7 +198,7 @@ async def test_log_and_table_have_the_same_record(
     await service.create_session(**IDS)
     await service.get_session(**IDS)
     stored = await trail(url, "session.create", "session.read")
-    logged = [json.loads(line[line.index("{") :]) for line in heads()]
+    logged = [json.loads(line) for line in heads()]
     for one in stored:
         fields = {key: one[key] for key in one if key not in ("chain", "number")}
         assert fields in logged
@@ -553,7 +553,7 @@ async def test_heads_are_logged_when_the_service_is_closed(
         await service.create_session(**IDS)
         assert not [line for line in heads() if "audit.head" in line]
     async with Database(url, BACKEND) as db:
-        found = await verify_audit(db, heads())
+        found = await verify_audit(db, {"log": heads()})
     assert (found.heads, found.bad) == (1, 0)
 
 
@@ -787,15 +787,21 @@ async def test_command_line(
         async with service_of(url) as service:
             await service.create_session(**IDS)
     (tmp_path / "log").write_text("no json\n" + "\n".join(heads()))
+    (tmp_path / "empty").write_text("app: a user wrote\r" + heads()[-1])
     options = ["--db", f"sqlite:///{url.database}", "--key", "env:AUDIT_KEY"]
 
     def call(*arguments: str) -> Any:
         return asyncio.to_thread(run, "audit", *arguments, *options, AUDIT_KEY=_text(KEY))
 
-    log = str(tmp_path / "log")
+    log, empty = str(tmp_path / "log"), str(tmp_path / "empty")
     said = await call("verify", "--heads", log)
     assert (said.code, said.stderr) == (0, "")
     assert "compared with 1 logged head" in said.stdout
+    for logs in (["--heads", log, "--heads", empty], ["--heads", empty, "--heads", log]):
+        said = await call("verify", *logs)
+        assert (said.code, said.stderr) == (1, "")
+        assert f"secure_audit: no line of the log {empty!r} is a head" in said.stdout
+        assert "compared with 1 logged head" in said.stdout
     said = await call("export", "--since", "2020-01-01")
     assert (said.code, json.loads(said.stdout.splitlines()[0])["event"]) == (0, "session.create")
     said = await call("export", "--output", str(tmp_path / "out"), "--json")

@@ -5,6 +5,7 @@
 
 import logging
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -76,7 +77,7 @@ class Victim(NamedTuple):
 
     async def problems(self, heads: list[str] | None = None) -> list[str]:
         async with Database(self.url, BACKEND) as db:
-            found = await verify_audit(db, heads)
+            found = await verify_audit(db, None if heads is None else {"log": heads})
         return [f"{one.row}: {one.detail}" for one in found.problems]
 
 
@@ -244,19 +245,55 @@ async def test_chain_that_was_written_again_is_reported_with_heads(victim: Victi
     assert "was written again" in found
 
 
-async def test_heads_of_other_databases_and_other_lines_are_ignored(victim: Victim) -> None:
+@pytest.mark.parametrize("at", [0, 10**6])
+async def test_false_line_in_the_log_does_not_hide_a_chain_that_was_written_again(
+    victim: Victim, at: int
+) -> None:
+    """An attacker with the root key, who can also add lines to the log, but remove none."""
+    line = next(line for line in victim.heads() if "audit.head" in line)
+    wrong = line[: line.index('"head": "') + 9] + "0" * 64 + '"}'
+    lines = [line]  # of a chain that is stored as it is: `wrong` stands for what was logged
+    lines.insert(at, wrong)
+    found = await victim.problems(lines)
+    assert any("two different heads" in one for one in found)
+
+
+async def test_only_a_whole_line_is_a_head_of_the_database(victim: Victim) -> None:
     head = next(line for line in victim.heads() if "audit.head" in line)
+    end = head.index('"head": "')
     lines = [
         head.replace('"database": "', '"database": "ff'),
         head.replace('"chain": "', '"chain": "zz'),
         head.replace("audit.head", "audit.tail"),
+        f"app: a user wrote {head}",
+        f"{head} and more",
+        f"{head}\0",
+        f"[{head}]",
+        f"{head[:end]}{head[end:].upper()}",
+        '{"text": ' + head + "}",
+        re.sub(r'"number": \d+', '"number": true', head),
+        re.sub(r'"number": \d+', '"number": -1', head),
         "audit.head {",
         'audit.head {"event": 7}',
-        "[" * 10**5,
+        "[" * 10**5 + "audit.head",
     ]
     async with Database(victim.url, BACKEND) as db:
-        found = await verify_audit(db, lines)
-    assert (found.heads, found.bad) == (0, 0)
+        for line in lines:
+            found = await verify_audit(db, {"log": [line]})
+            (problem,) = found.problems
+            assert (found.heads, found.bad) == (0, 1), line
+            assert problem.detail == "no line of the log 'log' is a head of this database"
+        found = await verify_audit(db, {"log": [*lines, f" {head}\r\n"]})
+        assert (found.heads, found.bad) == (1, 0)
+
+
+async def test_each_log_must_have_a_head(victim: Victim) -> None:
+    async with Database(victim.url, BACKEND) as db:
+        found = await verify_audit(db, {"today": victim.heads(), "yesterday": []})
+        assert (found.heads, found.bad) == (2, 1)
+        assert "'yesterday'" in found.problems[0].detail
+        found = await verify_audit(db, {})  # no log at all
+        assert (found.heads, found.bad) == (None, 0)
 
 
 async def test_chain_that_somebody_inserts_into_is_left(victim: Victim) -> None:

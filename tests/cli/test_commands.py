@@ -10,6 +10,7 @@ import stat
 import time
 from pathlib import Path
 
+import click
 import pytest
 import sqlalchemy as sa
 
@@ -281,3 +282,17 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
         code = int(name == "vacuum" and filled.startswith("mariadb"))
         assert (said.code, said.stderr) == (code, "")
         assert isinstance(json.loads(said.stdout), dict | list)
+
+
+@pytest.mark.parametrize("name", commands())
+def test_option_that_is_given_twice_is_a_usage_error(name: str) -> None:
+    """With the last value alone, the command would do a part of what was asked, and exit 0."""
+    single = [
+        one.opts[0]
+        for one in commands()[name].params
+        if isinstance(one, click.Option) and not (one.multiple or one.is_flag)
+    ]
+    assert single
+    for option in single:
+        said = run(*name.split(), option, "1", f"{option}=2")
+        assert (said.code, f"{option} is given more than once" in said.stderr) == (2, True)

@@ -115,7 +115,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             shutil.copy("sessions.db", "before.db")
         if name == "audit verify":
             asyncio.run(begin_trail())
-            Path("audit.log").touch()
+            run(*example("verify")[1:], "--audit-log", "audit.log")
         if name == "migrate":
             make_adk_tables(tmp_path / "adk.db")
         if name == "export":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from adk_secure_sessions.cli.config import PREFIX
-from adk_secure_sessions.cli.program import Failure, main, one_line_errors
+from adk_secure_sessions.cli.program import Command, Failure, main, one_line_errors
 from adk_secure_sessions.errors import SecureSessionError
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class AdkGroup(click.Group):
 
     google-adk is imported only when one of its commands is used: the import takes seconds.
     """
+
+    command_class = Command
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted({*super().list_commands(context), *_COMMANDS})

@@ -1,10 +1,10 @@
 """The commands for the audit trail."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -43,13 +43,14 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
 
 
 @contextmanager
-def _lines_of(name: str | None) -> Iterator[Iterable[str] | None]:
-    """Yield the lines of the file *name*; None if *name* is None."""
-    if name is None:
-        yield None
-        return
-    with open(name, encoding="utf-8", errors="replace") as file:
-        yield file
+def _opened_logs(names: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
+    """Yield the opened files with these *names*, by name."""
+    with ExitStack() as files:
+        # Only a line feed ends a line: other text of a line may contain a carriage return.
+        yield {
+            name: files.enter_context(open(name, encoding="utf-8", errors="replace", newline="\n"))
+            for name in names
+        }
 
 
 @main.group()
@@ -62,16 +63,20 @@ def audit() -> None:
     "--heads",
     metavar="FILE",
     type=click.Path(),
-    help="Audit log, whose lines audit.head show if last records or whole chains were removed.",
+    multiple=True,
+    help="Audit log, whose lines audit.head show if last records or whole chains were removed; "
+    "repeatable.",
 )
 @with_speed
 @with_keys(required=True)
 @on_database
-def verify(db: "Database", as_json: bool, heads: str | None, rows_per_second: float | None) -> None:
+def verify(
+    db: "Database", as_json: bool, heads: Sequence[str], rows_per_second: float | None
+) -> None:
     """Check that no record was modified, removed, moved or inserted.
 
-    Exits 1 if a record was.  Without --heads, nobody can detect that the last records of a chain,
-    or a whole chain, were removed.
+    Exits 1 if a record was, or if a log has no head of the database.  Without --heads, nobody can
+    detect that the last records of a chain, or a whole chain, were removed.
 
     \b
     Example:
@@ -80,14 +85,14 @@ def verify(db: "Database", as_json: bool, heads: str | None, rows_per_second: fl
     """
     from adk_secure_sessions import maintenance
 
-    with one_line_errors(), _lines_of(heads) as logged:
+    with one_line_errors(), _opened_logs(heads) as logs:
         found = run_with_progress(
             db,
             "audit verify",
             maintenance.verify_audit,
             unit="records",
             again=None,
-            heads=logged,
+            heads=logs,
             rows_per_second=rows_per_second,
         )
     said = [

@@ -69,8 +69,26 @@ class Interrupted(Failure):
         super().__init__(said, "Interrupted", retryable=True)
 
 
+class Command(click.Command):
+    """A command that rejects an option which is given twice: click would use the last value only.
+
+    Otherwise `erase-user --user ada --user eve` would exit 0, and ada would not be erased.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for one in given:
+            is_single = isinstance(one, click.Option) and not (one.multiple or one.is_flag)
+            if is_single and given.count(one) > 1:
+                raise click.UsageError(f"{one.opts[0]} is given more than once", ctx)
+        return super().parse_args(ctx, args)
+
+
 class Program(click.Group):
     """The group of all commands.  With --json, a failure is also printed as JSON on stdout."""
+
+    command_class = Command
+    group_class = type  # a group in this group has the same class
 
     def main(
         self,

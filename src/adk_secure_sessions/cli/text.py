@@ -252,7 +252,8 @@ def missing_from(done: Erasure) -> str:
 
 def problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
     for one in problems:
-        yield f"{one.table} row {one.row}: {for_command_line(one.detail)}"
+        where = f"{one.table} row {one.row}" if one.row else one.table
+        yield f"{where}: {for_command_line(one.detail)}"
     if count > len(problems):
         yield f"and {count - len(problems)} more"
 

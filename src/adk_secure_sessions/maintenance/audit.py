@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ class AuditPurge(NamedTuple):
 @audit.unstored_command
 async def verify_audit(
     db: Database,
-    heads: Iterable[str] | None = None,
+    heads: Mapping[str, Iterable[str]] | None = None,
     *,
     progress: Progress | None = None,
     rows_per_second: float | None = None,
@@ -125,9 +125,10 @@ async def verify_audit(
 
     Args:
         db: The database.
-        heads: Lines of the audit log.  Those with the event `audit.head` say how many records each
-            chain had.  Without them, nobody can detect that the last records of a chain, or a whole
-            chain, were removed.
+        heads: The lines of each audit log, by the name of the log.  Those with the event
+            `audit.head` say how many records each chain had.  Without them, nobody can detect that
+            the last records of a chain, or a whole chain, were removed.  A log without a head of
+            the database is a problem, and so are two different heads of one record.
         progress: Called with the number of records checked and the number of all records.
         rows_per_second: The maximum number of records to check per second.
 
@@ -136,7 +137,7 @@ async def verify_audit(
         WrongKeyError: The root keys do not decrypt the keyring.
     """
     trail = await _opened(db, progress, rows_per_second)
-    logged = None if heads is None else _Heads(heads, trail.keyring.database_id)
+    logged = _Heads(heads, trail.keyring.database_id, trail.problems) if heads else None
     chains = 0
     await trail.check_feature()
     await trail.check_types()
@@ -445,21 +446,32 @@ async def is_unlisted(db: Database) -> bool:
 
 
 class _Heads:
-    """The heads in lines of the audit log.
+    """The heads in the audit logs.
 
     Attributes:
-        number: How many heads of this database the lines have.
+        number: How many heads of this database the logs have.
     """
 
-    def __init__(self, lines: Iterable[str], database_id: bytes) -> None:
+    def __init__(
+        self, logs: Mapping[str, Iterable[str]], database_id: bytes, problems: Problems
+    ) -> None:
         self.number = 0
         self._links: dict[bytes, dict[int, bytes]] = {}
-        for line in lines:
-            found = _head_in(line, database_id.hex())
-            if found is not None:
-                chain, number, link = found
-                self.number += 1
-                self._links.setdefault(chain, {})[number] = link
+        for name, lines in logs.items():
+            before = self.number
+            for line in lines:
+                found = _head_in(line, database_id.hex())
+                if found is not None:
+                    self.number += 1
+                    self._add(*found, problems)
+            if self.number == before:
+                detail = f"no line of the log {name!r} is a head of this database"
+                problems.add(audit_records.name, "", Reason.MISSING, detail)
+
+    def _add(self, chain: bytes, number: int, link: bytes, problems: Problems) -> None:
+        if self._links.setdefault(chain, {}).setdefault(number, link) != link:
+            detail = "two different heads of it were logged: a line was added to a log"
+            problems.add(audit_records.name, f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
     def of(self, chain: object) -> dict[int, bytes]:
         """Return the links of the logged records of *chain*, by number."""
@@ -486,20 +498,19 @@ class _Heads:
 def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     """Return the chain, the number and the link in a line of the audit log.
 
-    Return None if the line is anything else than a head of the database.  A log daemon may have
-    written other text before the JSON.
+    Return None if the line is anything else than the JSON of a head of the database.  Text before
+    or after the JSON is not ignored: it may be what a user wrote, followed by a false head.
     """
-    start = line.find("{")
-    if start < 0 or _HEAD not in line:
+    if _HEAD not in line:
         return None
     try:
-        fields = json.loads(line[start:])
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict) or fields.get("event") != _HEAD:
         return None
     chain, number, link = (fields.get(name) for name in ("chain", "number", "head"))
-    if fields.get("database") != database_id or not isinstance(number, int) or number < 0:
+    if fields.get("database") != database_id or type(number) is not int or number < 0:
         return None
     if not _HEX_CHAIN.fullmatch(str(chain)) or not _HEX_LINK.fullmatch(str(link)):
         return None
