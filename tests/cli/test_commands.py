@@ -285,8 +285,11 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", commands())
-def test_option_that_is_given_twice_is_a_usage_error(name: str) -> None:
+def test_option_that_is_given_twice_is_a_usage_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the last value alone, the command would do a part of what was asked, and exit 0."""
+    monkeypatch.chdir(tmp_path)
     single = [
         one.opts[0]
         for one in commands()[name].params
