@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from adk_secure_sessions.cli.text import retirement_lines
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
 from adk_secure_sessions.storage.schema import metadata
 from tests.cli.support import Said, on, run
+from tests.key_database.support import make_ada_with_spare_keys, pair_in
 from tests.maintenance.support import OLD, fill, interrupt, plaintext_backend, query, run_sql
 
 WITH_FERNET = ["--also-backend", "fernet"]
@@ -252,6 +254,17 @@ def test_keys_of_an_owner_whose_row_is_gone_are_kept(file: str, file_place: sa.U
     said = run("retire", *on(file))
     assert (said.code, "was removed" in said.stderr) == (2, True)
     assert query(file_place, "SELECT id FROM secure_data_keys ORDER BY id") == keys
+
+
+def test_spare_keys_are_shown_and_are_no_reason_for_exit_status_1(tmp_path: Path) -> None:
+    pair = pair_in(tmp_path)
+    asyncio.run(make_ada_with_spare_keys(pair))
+    options = [*on(pair.urls["db_url"]), "--key-db", pair.urls["key_db_url"]]
+    spare = "spare: 2 data keys; no row names them, and they encrypt nothing"
+    said = run("retire", *options)
+    assert (said.code, said.stdout) == (0, f"removed: 0 data keys and 0 master keys\n{spare}\n")
+    said = run("status", *options)
+    assert (said.code, spare in said.stdout) == (0, True)
 
 
 def test_keys_beyond_the_first_are_counted() -> None:

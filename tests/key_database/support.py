@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import sqlalchemy as sa
 from google.adk.events.event import Event
 from google.adk.events.event_actions import EventActions
@@ -18,6 +19,7 @@ from google.adk.sessions import Session
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database
 from tests.attacks.support import dump
+from tests.faults import Point, with_faults
 from tests.maintenance.support import query, run_sql
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
@@ -116,6 +118,31 @@ async def find(
     return await service.get_session(app_name=APP, user_id=user, session_id=name)
 
 
+class Killed(BaseException):
+    """Ends a call as a signal would: nothing catches it."""
+
+
+async def store_only_keys(pair: Pair, user: str) -> None:
+    """Two services store a key for a new user, and end before they store the user's row."""
+    for _ in range(2):
+        service, faults = with_faults(pair.service)
+        async with service:
+            faults.keys.after(Point.WRITE, Killed())
+            with pytest.raises(Killed):
+                await create(service, user)
+
+
+async def make_ada_with_spare_keys(pair: Pair) -> None:
+    """Ada's row names the first of her three data keys."""
+    async with pair.service() as service:
+        await create(service, "bob")
+    service, faults = with_faults(pair.service)
+    async with service:
+        # The first WRITE finds that a data key is needed.  The second one follows the data key.
+        faults.data.before(Point.WRITE, lambda: store_only_keys(pair, "ada"), nth=2)
+        await create(service)
+
+
 __all__ = [
     "APP",
     "KEY",
@@ -127,10 +154,12 @@ __all__ = [
     "everything",
     "find",
     "for_service",
+    "make_ada_with_spare_keys",
     "marks",
     "pair_in",
     "query",
     "run_sql",
     "settle",
+    "store_only_keys",
     "tables",
 ]

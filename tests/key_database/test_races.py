@@ -5,9 +5,22 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions.maintenance import erase_user, retire, rotate_data, verify
+from adk_secure_sessions.formats.records import pack, unpack
+from adk_secure_sessions.maintenance import erase_user, retire, rotate_data, status, verify
 from tests.faults import Point, with_faults
-from tests.key_database.support import APP, Pair, count, create, event, find, query
+from tests.key_database.support import (
+    APP,
+    KEY,
+    Pair,
+    count,
+    create,
+    event,
+    find,
+    make_ada_with_spare_keys,
+    query,
+    run_sql,
+    store_only_keys,
+)
 
 
 async def fill(pair: Pair) -> None:
@@ -144,3 +157,92 @@ async def test_rotation_keeps_no_key_for_a_user_who_is_erased_meanwhile(files: P
     assert count(files.keys, "secure_data_keys") == 2 * files.owners() == 2 * 3
     async with files.service() as service:
         await create(service)
+
+
+def keys_by_generation(pair: Pair) -> list[int]:
+    return [key for (key,) in query(pair.keys, _BY_GENERATION)]
+
+
+_BY_GENERATION = """
+    SELECT id FROM secure_data_keys WHERE owner IN (
+        SELECT owner FROM secure_data_keys WHERE generation > 0
+    ) ORDER BY generation
+"""
+
+
+def keys_of_records(pair: Pair) -> set[int]:
+    """The keys that the headers of all sessions and events name."""
+    tables = {"secure_sessions": "state", "secure_events": "event"}
+    rows = [
+        row for table in tables for row in query(pair.data, f"SELECT {tables[table]} FROM {table}")
+    ]
+    return {unpack(record)[1] for (record,) in rows}
+
+
+@pytest.mark.parametrize("key", [KEY, None], ids=["with a key", "without a key"])
+async def test_spare_key_makes_no_record_count_as_old(key: bytes | None, files: Pair) -> None:
+    await make_ada_with_spare_keys(files)
+    async with files.maintained(key) as db:
+        found = await status(db)
+    assert all(one.newest == one.rows for one in found.records)
+    assert found.spare_keys == 2
+
+
+async def test_retire_leaves_spare_keys_and_does_not_count_them_as_kept(files: Pair) -> None:
+    await make_ada_with_spare_keys(files)
+    async with files.maintained() as db:
+        retired = await retire(db)
+    assert (retired.data_keys, retired.kept, retired.spare_keys) == (0, 0, 2)
+    assert len(keys_by_generation(files)) == 3
+
+
+async def test_spare_key_encrypts_nothing(files: Pair) -> None:
+    await make_ada_with_spare_keys(files)
+    async with files.service() as service:
+        session = await find(service)
+        assert session is not None
+        await service.append_event(session, event(n=1, **{"user:n": 1}))
+        await create(service, name="another")
+    first, *spare = keys_by_generation(files)
+    assert first in keys_of_records(files)
+    assert not keys_of_records(files) & set(spare)
+
+
+async def test_next_rotation_makes_spare_keys_ordinary_unused_keys(files: Pair) -> None:
+    await make_ada_with_spare_keys(files)
+    async with files.maintained() as db:
+        assert (await rotate_data(db)).left == 0
+        assert (await status(db)).spare_keys == 0
+        retired = await retire(db)
+        assert (retired.data_keys, retired.kept, retired.spare_keys) == (5, 0, 0)
+        assert (await verify(db)).problems == ()
+
+
+async def test_key_that_a_record_names_is_no_spare(files: Pair) -> None:
+    """Somebody wrote it into the header of a session, which cannot be decrypted any more."""
+    await make_ada_with_spare_keys(files)
+    spare = pack(1, keys_by_generation(files)[-1])
+    run_sql(files.data, "UPDATE secure_sessions SET state = :record", record=spare + bytes(64))
+    async with files.maintained(None) as db:
+        assert (await status(db)).spare_keys == 1
+
+
+async def test_row_that_is_not_authentic_names_no_current_key(files: Pair) -> None:
+    await make_ada_with_spare_keys(files)
+    of_users = "tag IN (SELECT tag FROM secure_users)"
+    run_sql(files.data, f"UPDATE secure_witnesses SET seal = substr(seal, 1, 40) WHERE {of_users}")
+    async with files.maintained() as db:
+        found = await status(db)
+        retired = await retire(db)
+    assert any(one.newest < one.rows for one in found.records)
+    assert (found.spare_keys, retired.kept) == (0, 2)
+
+
+async def test_keys_of_a_user_who_was_never_stored_are_left_alone(files: Pair) -> None:
+    async with files.service() as service:
+        await create(service, "bob")
+    await store_only_keys(files, "ada")
+    async with files.maintained() as db:
+        retired = await retire(db)
+    assert (retired.data_keys, retired.kept) == (0, 0)
+    assert len(keys_by_generation(files)) == 2

@@ -75,6 +75,8 @@ def status_lines(found: Status) -> Iterator[str]:
         ],
         _INDENT,
     )
+    if found.spare_keys:
+        yield f"{_INDENT}{_spare(found.spare_keys)}"
     yield "rows"
     rotated = any(one.rotation == "data" and one.done is not None for one in found.unfinished)
     under = "under keys of the rotation" if rotated else "under newest key"
@@ -163,6 +165,8 @@ def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
     verb = "would be removed" if dry_run else "removed"
     data, masters = counted(done.data_keys, "data key"), counted(len(done.masters), "master key")
     yield f"{verb}: {data} and {masters}"
+    if done.spare_keys:
+        yield _spare(done.spare_keys)
     if done.kept:
         yield f"kept: {counted(done.kept, 'older key')}"
         # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need
@@ -281,6 +285,10 @@ def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
 def _references(key: KeptKey) -> str:
     rows = ", ".join(f"{counted(number, 'row')} of {name}" for name, number in key.references)
     return rows or "an older key is needed, or the rows that need it are unknown: see `verify`"
+
+
+def _spare(number: int) -> str:
+    return f"spare: {counted(number, 'data key')}; no row names them, and they encrypt nothing"
 
 
 def _percent(count: RecordCount) -> str:

@@ -5,24 +5,23 @@ import functools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.formats.records import HEADER_LENGTH, header
+from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.owners import CurrentKeys, header_of
 from adk_secure_sessions.storage import (
     DATA_KEYS,
     apps,
     bases,
     data_keys,
     events,
-    read_data_keys,
     sessions,
     users,
     witnesses,
@@ -192,14 +191,21 @@ class RecordCount(NamedTuple):
         table: The table's name.
         backend_id: The id of the backend; None for values in an unknown format.
         rows: The number of these rows.
-        newest: How many of these rows name the newest data key of their owner (the user or app) in
-            the record's header.  The newest data key is the one with the highest generation.
+        newest: How many of these rows name the current data key of their owner (the user or app) in
+            the record's header.  The current data key is the newest one that the owner's row names.
     """
 
     table: str
     backend_id: int | None
     rows: int
     newest: int
+
+
+class RecordCounts(NamedTuple):
+    """The numbers of records, and of spare data keys, which no row or record names."""
+
+    records: tuple[RecordCount, ...]
+    spare_keys: int
 
 
 class DataKeyCount(NamedTuple):
@@ -214,15 +220,6 @@ class DataKeyCount(NamedTuple):
     backend_id: int
     master_id: int | None
     keys: int
-
-
-def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-    """Return the SQL expression for the header of the record in *column*."""
-    # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
-    # would have different parameters, and PostgreSQL would treat the expressions as different.
-    one: sa.ColumnElement[int] = sa.literal_column("1")
-    length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
-    return sa.func.substr(column, one, length, type_=sa.LargeBinary)
 
 
 async def count_rows(db: Database, *tables: sa.Table) -> int:
@@ -246,29 +243,41 @@ async def count_events(db: Database) -> int:
 
 async def count_records(
     db: Database, meter: Meter, since: int = 0, masters: Keyring | None = None
-) -> tuple[RecordCount, ...]:
-    """Count records by table and by the backend in the header; no record is decrypted.
+) -> RecordCounts:
+    """Count records by table and by the backend in the header, and spare data keys.
 
-    A record counts as `newest` if its header names the newest data key of its owner.  In addition,
-    this data key must have been created at *since* (microseconds since 1970) or later.  If the
-    keyring *masters* is given, *masters* must be able to unwrap the data key.  *meter* counts the
-    rows.
+    A record counts as `newest` if its header names the current data key of its owner (see
+    `CurrentKeys`).  In addition, this data key must have been created at *since* (microseconds
+    since 1970) or later.  If the keyring *masters* is given, *masters* must be able to unwrap the
+    data key.  *meter* counts the rows.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
+    current = CurrentKeys(db)
+    named: set[int] = set()  # the data keys in `current.newer` that records name nevertheless
     for table, key, query in _COUNTED:
         async for groups in batches(db, key, query, _RecordGroup, db.limits.headers):
-            keys = await _newest_keys(db, {group.owner for group in groups}, since, masters)
+            found = await current.of({group.owner for group in groups})
+            keys = {
+                owner: row.id
+                for owner, row in found.items()
+                if isinstance(row.created_at, int)
+                and row.created_at >= since
+                and (masters is None or can_unwrap(row, masters))
+            }
             for group in groups:
                 backend_id, key_id = header(group.header) or (None, None)
                 counts[table.name, backend_id] += group.rows
                 if key_id is not None and key_id == keys.get(group.owner):
                     newest[table.name, backend_id] += group.rows
+                elif key_id in current.newer:
+                    named.add(key_id)
             await meter.advance(sum(group.rows for group in groups))
-    return tuple(
+    records = (
         RecordCount(table, backend_id, number, newest[table, backend_id])
         for (table, backend_id), number in counts.items()
     )
+    return RecordCounts(tuple(records), len(current.newer - named))
 
 
 async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:
@@ -300,28 +309,6 @@ class _DataKeyGroup(NamedTuple):
     backend_id: int
     header: object
     rows: int
-
-
-async def _newest_keys(
-    db: Database, owners: set[object], since: int, masters: Keyring | None
-) -> dict[object, int | None]:
-    """Map the tag of each owner to the id of the owner's newest data key.
-
-    Map the tag to None if this data key was created before *since*, or if *masters* are given and
-    cannot unwrap this data key.
-    """
-    rows = (await read_data_keys(db.read_keys, owners)).data_keys
-    # SQLite stores any type in any column, so a modified generation can have another type.
-    numbered = [row for row in rows if isinstance(row.generation, int)]
-    newest = {row.owner: row for row in sorted(numbered, key=attrgetter("generation"))}
-    return {
-        owner: row.id
-        if isinstance(row.created_at, int)
-        and row.created_at >= since
-        and (masters is None or can_unwrap(row, masters))
-        else None
-        for owner, row in newest.items()
-    }
 
 
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:

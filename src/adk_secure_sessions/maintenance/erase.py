@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
-from adk_secure_sessions.maintenance.engine import header_of
+from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.storage import (
     bases,
     data_keys,

@@ -23,10 +23,10 @@ from adk_secure_sessions.maintenance.engine import (
     Bounds,
     Range,
     first_rows,
-    header_of,
     within,
 )
 from adk_secure_sessions.maintenance.identities import SessionColumns
+from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import (
     COLLECTION,

@@ -25,10 +25,15 @@ from adk_secure_sessions.maintenance.engine import (
     Progress,
     batches,
     first_rows,
-    header_of,
     select_data_keys,
 )
 from adk_secure_sessions.maintenance.identities import app_name_of, located_sessions
+from adk_secure_sessions.maintenance.owners import (
+    APP_OF_TAG,
+    USER_OF_TAG,
+    by_age,
+    header_of,
+)
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.records import OwnerIds, session_batches
 from adk_secure_sessions.storage import (
@@ -80,12 +85,16 @@ class Retirement(NamedTuple):
         masters: The ids of the data masters that were deleted.
         kept: How many replaced keys were kept.
         examples: The first 1000 kept keys.
+        spare_keys: How many data keys are newer than the current data key of their owner, and no
+            row or record names them.  They were left alone: with a key database, a service may be
+            about to name such a key.  The next rotation replaces them.
     """
 
     data_keys: int
     masters: tuple[int, ...]
     kept: int
     examples: tuple[KeptKey, ...]
+    spare_keys: int = 0
 
 
 @command
@@ -106,8 +115,9 @@ async def retire(
     of the owner.  If a record is missing or cannot be decrypted, `retire` keeps all data keys of
     this owner: an attacker may have modified the headers that name the keys.  Otherwise, one
     transaction finds the replaced data keys that no record names, and deletes them.  With a key
-    database, these are two transactions.  If a replaced data key is kept, all newer data keys of
-    its owner are also kept.
+    database, these are two transactions.  A data key is replaced if it is older than the newest one
+    that the owner's row names.  If a replaced data key is kept, all newer data keys of its owner
+    are also kept.
 
     A replaced data master is deleted if it wraps no data key.  If a data key cannot be unwrapped,
     all data masters are kept.
@@ -133,7 +143,7 @@ async def retire(
     ((total,),) = await db.read_keys(_number_of_owners(), {})
     meter = Meter(progress, int(total), rows_per_second)
     kept: list[KeptKey] = []
-    deleted = number = 0
+    deleted = number = spare = 0
     after = b""
     query = _owners_after(db.limits.headers)
     while owners := [owner for (owner,) in await db.read_keys(query, {"after": after})]:
@@ -141,6 +151,7 @@ async def retire(
             keys = await _retire_data_keys(db, owner, dry_run)
             deleted += len(keys.unused)
             number += len(keys.kept)
+            spare += keys.spare
             kept += keys.kept[: _MAX_EXAMPLES - len(kept)]
             await meter.advance()
         after = owners[-1]
@@ -151,7 +162,7 @@ async def retire(
     masters = await db.change_keys(work, commit=not dry_run)
     kept += masters.kept[: _MAX_EXAMPLES - len(kept)]
     unused = tuple(row.id for row in masters.unused)
-    return Retirement(deleted, unused, number + len(masters.kept), tuple(kept))
+    return Retirement(deleted, unused, number + len(masters.kept), tuple(kept), spare)
 
 
 def reject_wrapper(survey: Survey, command: str) -> None:
@@ -172,10 +183,11 @@ def reject_wrapper(survey: Survey, command: str) -> None:
 
 
 class _OlderKeys(NamedTuple):
-    """The data keys of one owner that were replaced: all except the newest (by generation)."""
+    """The data keys of one owner that were replaced, and the number of the owner's spare keys."""
 
     kept: list[KeptKey]
     unused: list[DataKeyRow]
+    spare: int = 0
 
 
 class _OwnerRow(NamedTuple):
@@ -258,7 +270,9 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
     rows = (await read_data_keys(db.read_keys, [owner])).data_keys
     audit = await _audit(db, owner, rows)
     if audit is None:
-        claimed = await db.change(partial(_find_headers, owner, True), commit=False) or Counter()
+        claimed = await db.change(partial(_find_headers, owner, True), commit=False)
+        if claimed is None:  # no row needs a key: `_reject_orphans` has found none
+            return _OlderKeys([], [])
         return _OlderKeys([_kept(row, _under(row, claimed)) for row in _replaced(rows)], [])
     if db.key_executor is db.executor:
         work = partial(_retire_beside_data, owner, audit, dry_run)
@@ -280,7 +294,7 @@ async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audit |
     try:
         keys = await db.keys_of(owner)
         ids = {row.id for row in rows}
-        for table, query in ((apps, _APP_OF_TAG), (users, _USER_OF_TAG)):
+        for table, query in ((apps, APP_OF_TAG), (users, USER_OF_TAG)):
             for row_id, app_name in await db.read(query, {"owner": owner}):
                 named, headers = await _check_owner(
                     db, keys, owner, table is users, row_id, app_name_of(app_name)
@@ -380,7 +394,7 @@ def _kept(row: DataKeyRow, references: Iterable[tuple[str, int]] = ()) -> KeptKe
 
 
 def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
-    """Sort an owner's replaced keys into keys to keep and unused keys.
+    """Sort an owner's replaced keys into keys to keep and unused keys, and count spare keys.
 
     A key is kept in these cases:
 
@@ -396,7 +410,7 @@ def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
             made.  None if the owner's row was deleted or the owner's data keys have changed since
             then.  In this case, all keys are kept.
     """
-    older = sorted(audit.rows, key=attrgetter("generation"))[:-1]
+    older, _, newer = by_age(audit.rows, audit.named)
     if headers is None:
         return _OlderKeys([_kept(row) for row in older], [])
     headers = headers | audit.headers
@@ -412,7 +426,13 @@ def _sort_out(audit: _Audit, headers: Headers | None) -> _OlderKeys:
             kept.append(_kept(row, [*under, *unknown]))
         else:
             unused.append(row)
-    return _OlderKeys(kept, unused)
+    spare = 0
+    for row in newer:
+        if under := _under(row, headers):
+            kept.append(_kept(row, under))
+        else:
+            spare += 1
+    return _OlderKeys(kept, unused, spare)
 
 
 def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
@@ -552,13 +572,6 @@ def _retire_masters(
 
 # --- statements ----------------------------------------------------------------------------------
 
-_OWNER = sa.bindparam("owner", type_=users.c.tag.type)
-_APP_OF_TAG = sa.select(apps.c.id, apps.c.app_name).where(apps.c.tag == _OWNER)
-_USER_OF_TAG = (
-    sa.select(users.c.id, apps.c.app_name)
-    .select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
-    .where(users.c.tag == _OWNER)
-)
 _DELETE_KEY = sa.delete(data_keys).where(
     data_keys.c.id == sa.bindparam("at_id"),
     data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),

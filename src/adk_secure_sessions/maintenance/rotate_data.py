@@ -53,8 +53,8 @@ class DataRotation(NamedTuple):
         keys: How many data keys were created.
         reencrypted: How many records were re-encrypted.
         left: How many records still have to be re-encrypted.  The data key of such a record is not
-            the newest data key of its owner (the user or app), or was created before `since`, or is
-            not for `backend`.
+            the current data key of its owner (the user or app), or was created before `since`, or
+            is not for `backend`.
         left_in: The name of each table with such records, and the number of these records.  The sum
             of the numbers is `left`.
         bad: How many rows cannot be decrypted; they were left unchanged.
@@ -263,7 +263,7 @@ class DataRotationRun(Rotation):
         writer = self._db.backends.writer.backend_id
         left: Counter[str] = Counter()
         masters = (await self._db.keys()).keyring
-        for one in await count_records(self._db, self._meter, self._since, masters):
+        for one in (await count_records(self._db, self._meter, self._since, masters)).records:
             left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
         self._left_in = +left
         return self._left_in.total()

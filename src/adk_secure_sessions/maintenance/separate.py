@@ -139,8 +139,8 @@ async def separate(
         if opened.has_audit_table:
             await db.renew_keyring()
             await db.keys()  # store in the audit trail of the copy that this command has run
-    deleted, masters, kept, _ = retirement
-    kept = max(kept, old)
+    deleted, masters = retirement.data_keys, retirement.masters
+    kept = max(retirement.kept, old)
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
 
 
@@ -217,10 +217,10 @@ def _empty(table: sa.Table, connection: sa.Connection) -> None:
 async def _records_left(db: Database, since: int) -> int:
     """Count the records that must still be re-encrypted.
 
-    A record need not be re-encrypted if its header names the newest data key of its owner, and this
-    key was created at *since* (microseconds since 1970) or later.
+    A record need not be re-encrypted if its header names the current data key of its owner, and
+    this key was created at *since* (microseconds since 1970) or later.
     """
-    counts = await count_records(db, Meter(None, 0, None), since)
+    counts = (await count_records(db, Meter(None, 0, None), since)).records
     return sum(one.rows - one.newest for one in counts)
 
 

@@ -158,6 +158,9 @@ class Status(NamedTuple):
             no service with `PlaintextFallbackService` has used it.
         state_index: The search index of state keys; None if the database has none.
         audit_trail: The audit trail; None if the database has none.
+        spare_keys: How many of the data keys are spare: newer than the current data key of their
+            owner, while no row or record names them.  With a key database, several services may
+            create a data key for one new user.
     """
 
     format_version: str
@@ -169,18 +172,20 @@ class Status(NamedTuple):
     migration: MigrationStatus | None
     state_index: IndexStatus | None
     audit_trail: TrailStatus | None
+    spare_keys: int = 0
 
 
 @unstored_command
 async def status(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Status:
-    """Count rows and keys.  No key is needed, and no record is decrypted.
+    """Count rows and keys.  No key is needed.
 
     Args:
         db: The database.  If *db* has a backend, the result also tells which master keys can be
             unwrapped, and whether the checkpoints of unfinished rotations are authentic.  It also
-            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).
+            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).  And
+            the row of an owner with spare data keys is decrypted, because it names the current one.
         progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to count per second.
 
@@ -196,7 +201,7 @@ async def status(
     meter = Meter(progress, total + await count_events(db), rows_per_second)
     keys = await count_data_keys(db, meter)
     begun = {one.rotation: one.since for one in rotations if one.genuine is not False}
-    records = await count_records(db, meter, begun.get("data") or 0)
+    records, spare_keys = await count_records(db, meter, begun.get("data") or 0)
     meter.finish()
     return Status(
         str(survey.format_version),
@@ -208,6 +213,7 @@ async def status(
         await _migration(db, survey),
         await _state_index(db, survey),
         await _audit_trail(db, survey),
+        spare_keys,
     )
 
 

@@ -1,0 +1,150 @@
+"""Find the current data key of each owner (user or app), and the spare data keys.
+
+The *current* data key is the newest one that the owner's row names.  With a key database, the
+owner's newest data key may be another one: if several services write for a new user at once, each
+stores a data key, but only one of them stores the user's row.  A data key that is newer than the
+current one, and that no row or record names, is a *spare*.  Nothing is encrypted with it.  It is
+kept, because the service that created it may be about to name it.  After the next rotation, it is
+an older key, which `retire` deletes.
+"""
+
+import functools
+from collections.abc import Collection, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.errors import WrongKeyError
+from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, header
+from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.storage import (
+    CheckApp,
+    CheckUser,
+    apps,
+    chunks,
+    is_one_of,
+    numbered,
+    read_data_keys,
+    users,
+)
+
+
+class KeysByAge(NamedTuple):
+    """All data keys of an owner: those older than the current one, the current one, newer ones."""
+
+    older: list[DataKeyRow]
+    current: DataKeyRow
+    newer: list[DataKeyRow]
+
+
+def by_age(rows: Collection[DataKeyRow], named: Collection[int]) -> KeysByAge:
+    """Divide *rows*, all data keys of an owner, at the current one.
+
+    Args:
+        rows: At least one data key.  All generations are integers.
+        named: The ids of the data keys that the owner's row names.  If it names none of *rows*,
+            the newest data key counts as the current one.
+    """
+    ordered = sorted(rows, key=attrgetter("generation"))
+    last = len(ordered) - 1
+    at = max((n for n, row in enumerate(ordered) if row.id in named), default=last)
+    return KeysByAge(ordered[:at], ordered[at], ordered[at + 1 :])
+
+
+class CurrentKeys:
+    """Finds the current data keys of owners, and collects the ids of data keys that are newer.
+
+    If the database object has keys, the owner's row must be authentic.  If it is not, the newest
+    data key counts as the current one.  Without keys, the data key that encrypts the owner's row
+    counts as the current one.
+
+    Attributes:
+        newer: The ids of the data keys that are newer than the current data key of their owner.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._named: dict[bytes, Collection[int]] = {}  # if the newest data key is not current
+        self.newer: set[int] = set()
+
+    async def of(self, owners: set[object]) -> dict[object, DataKeyRow]:
+        """Return the current data key of each of *owners* (tags) that has data keys."""
+        keys: dict[bytes, list[DataKeyRow]] = {}
+        for row in (await read_data_keys(self._db.read_keys, owners)).data_keys:
+            # SQLite stores any type in any column, so a modified generation can have another type.
+            if isinstance(row.generation, int):
+                keys.setdefault(row.owner, []).append(row)
+        several = [owner for owner, rows in keys.items() if len(rows) > 1]
+        encrypting = await self._keys_of_rows(several)
+        current: dict[object, DataKeyRow] = {}
+        for owner, rows in keys.items():
+            divided = by_age(rows, ())
+            key_id = encrypting.get(owner)
+            if key_id is not None and key_id != divided.current.id:
+                if owner not in self._named:
+                    self._named[owner] = await self._names(owner, key_id)
+                divided = by_age(rows, self._named[owner])
+                self.newer.update(row.id for row in divided.newer)
+            current[owner] = divided.current
+        return current
+
+    async def _keys_of_rows(self, owners: Iterable[bytes]) -> dict[object, int]:
+        """Return the ids of the data keys that the headers of the rows of *owners* name."""
+        found: dict[object, int] = {}
+        for tags in chunks(owners):
+            for tag, stored in await self._db.read(_headers(len(tags)), numbered(tags)):
+                if (parts := header(stored)) is not None:
+                    found[tag] = parts[1]
+        return found
+
+    async def _names(self, owner: bytes, key_id: int) -> Collection[int]:
+        """Return the ids of the data keys that the row of *owner* names, if it is authentic.
+
+        Without keys, return *key_id*, the id of the data key that encrypts the row.
+        """
+        if not self._db.has_keys:
+            return [key_id]
+        try:
+            for of_user, query in ((False, APP_OF_TAG), (True, USER_OF_TAG)):
+                for _, app_name in await self._db.read(query, {"owner": owner}):
+                    who = await self._db.unit.identify(decode_text(app_name))
+                    check = CheckUser(who._replace(user_tag=owner)) if of_user else CheckApp(who)
+                    found = await self._db.unit.run(check)
+                    if found is not None and found.tag == owner:
+                        return found.key_ids
+        except (WrongKeyError, *UNREADABLE):
+            pass
+        return ()
+
+
+def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    """Return the SQL expression for the header of the record in *column*."""
+    # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
+    # would have different parameters, and PostgreSQL would treat the expressions as different.
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
+    return sa.func.substr(column, one, length, type_=sa.LargeBinary)
+
+
+@functools.cache
+def _headers(number: int) -> sa.CompoundSelect[Any]:
+    """Return the query for the tags and the headers of apps and users, from *number* tags."""
+    return sa.union_all(
+        *(
+            sa.select(table.c.tag, header_of(table.c.state)).where(is_one_of(table.c.tag, number))
+            for table in (apps, users)
+        )
+    )
+
+
+# The row id and the app's name of the app or user with a tag.
+_OWNER = sa.bindparam("owner", type_=users.c.tag.type)
+APP_OF_TAG = sa.select(apps.c.id, apps.c.app_name).where(apps.c.tag == _OWNER)
+USER_OF_TAG = (
+    sa.select(users.c.id, apps.c.app_name)
+    .select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
+    .where(users.c.tag == _OWNER)
+)
