@@ -8,9 +8,9 @@ from typing import Any
 
 import pydantic
 import pytest
-from google.adk.events import Event
+from google.adk.events import Event, EventActions
 from google.genai import types
-from pydantic_core import SchemaValidator
+from pydantic_core import SchemaSerializer, SchemaValidator
 
 from adk_secure_sessions.formats import event_parser
 from adk_secure_sessions.formats.event_parser import EventParser, same
@@ -132,6 +132,8 @@ def random_event(random: Random) -> dict[str, Any]:
 def outcome(parse: Callable[[bytes], Event], data: bytes) -> Any:
     try:
         return parse(data)
+    except AttributeError:  # of an enumeration of google-genai, for a value that is not a text
+        return repr(ValueError("the value of an enumeration is not a text"))
     except Exception as error:
         return repr(error)
 
@@ -197,6 +199,31 @@ def test_error_is_that_of_the_public_call(data: bytes) -> None:
 
 
 # --- other versions of pydantic and ADK ----------------------------------------------------------
+
+
+def test_installed_versions_have_a_serializer_that_logs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    serializer = event_parser.event_serializer(EventParser())
+    assert serializer is not None
+    event = Event(author="a", actions=EventActions(state_delta={"k": print}))
+    with pytest.raises(ValueError, match="Unable to serialize"):
+        serializer.to_json(event)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("difference", ["options", "error"])
+def test_serializer_that_differs_from_google_adks_is_not_used(
+    difference: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other(schema: Any, options: Any, **more: Any) -> SchemaSerializer:
+        if difference == "error":
+            raise TypeError
+        return SchemaSerializer(schema, options | {"ser_json_bytes": "hex"}, **more)
+
+    monkeypatch.setattr(event_parser, "SchemaSerializer", other)
+    assert event_parser.event_serializer(EventParser()) is None
+    assert "their serializer does not fit" in caplog.text
 
 
 def is_slow(parser: EventParser) -> bool:

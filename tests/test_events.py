@@ -266,6 +266,18 @@ def test_field_of_an_undeclared_type_is_named_without_a_warning_that_repeats_it(
     assert not caught
 
 
+@pytest.mark.parametrize("event", [*EVENTS.values(), NULLS], ids=[*EVENTS, "nulls"])
+def test_event_is_stored_as_well_without_the_serializer_of_events(
+    event: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a later google-adk or pydantic, for which the serializer does not work."""
+    expected = events.encode(event)
+    monkeypatch.setattr(events, "_serializer", None)
+    _, fields = parsed(events.encode(event))
+    fields.get("long_running_tool_ids", []).sort()
+    assert fields == parsed(expected)[1]
+
+
 # --- preparing -----------------------------------------------------------------------------------
 
 

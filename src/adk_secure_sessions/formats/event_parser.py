@@ -1,4 +1,7 @@
-"""A faster `Event.model_validate_json`, for JSON that ADK itself wrote and that is authenticated.
+"""Parsing and serializing google-adk's models: faster, and without code that logs values.
+
+The first part is a faster `Event.model_validate_json`, for JSON that ADK itself wrote and that is
+authenticated.
 
 Google's models run Python code for each value that they validate:
 
@@ -24,16 +27,19 @@ event.
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from google.adk.events import Event
 from google.genai import types
-from pydantic_core import SchemaValidator
+from pydantic import BaseModel
+from pydantic_core import SchemaSerializer, SchemaValidator
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 Parser = Callable[[bytes], Event]
+M = TypeVar("M", bound=BaseModel)
 
 # Hooks that return JSON values unchanged, by module and name.  Other hooks stay in the schema.
 _IDLE_HOOKS = {
@@ -67,12 +73,91 @@ class EventParser:
     def __call__(self, data: bytes) -> Event:
         # The public call drops some null fields of a `Part`, and the faster parser keeps them.  So
         # the public call parses all JSON that may contain null.
-        if self._fast is None or b"null" in data:
-            return Event.model_validate_json(data)
-        try:
-            return self._fast(data)
-        except ValueError:  # raise the error of the public call, unless the call accepts the JSON
-            return Event.model_validate_json(data)
+        if self._fast is not None and b"null" not in data:
+            try:
+                return self._fast(data)
+            except ValueError:  # the public call accepts the JSON, or raises its own error
+                pass
+        return validated(Event, data)
+
+
+def validated(model: type[M], values: Any) -> M:
+    """Return the *model* in *values*, a dictionary or JSON, without a warning that quotes a value.
+
+    Raises:
+        ValueError: google-adk or google-genai rejects *values*.  The text may quote a value.
+    """
+    silence_enumerations()
+    try:
+        if isinstance(values, bytes):
+            return model.model_validate_json(values)
+        return model.model_validate(values)
+    except AttributeError:  # google-genai's enumerations raise it for a number
+        pass
+    raise ValueError("the value of an enumeration is not a text")
+
+
+def silence_enumerations() -> None:
+    """Silence a warning of google-genai: its enumerations quote each unknown value.
+
+    The filter stays, because restoring the filters of a process is not safe while other threads
+    run.  Each call sets it again, because the application may have replaced it.
+    """
+    warnings.filterwarnings("ignore", ".* is not a valid ", UserWarning, r"google\.genai\._common")
+
+
+def event_serializer(parse: Parser) -> SchemaSerializer | None:
+    """Return a serializer of `Event` that runs none of google-adk's code; None if there is none.
+
+    google-adk's own serializer logs an error that occurs while it serializes the state delta, with
+    the traceback.  If a field before the delta has a wrong type, and `warnings` is "error", the
+    text of this error quotes the field.
+
+    The serializer is compared with google-adk's, as the faster parser is.  *parse* parses the
+    samples.
+    """
+    try:
+        schema = Event.__pydantic_core_schema__
+        options: Any = {
+            name: value for name, value in Event.model_config.items() if name.startswith("ser_json")
+        }
+        serializer = SchemaSerializer(_without_wrappers(schema), options, _use_prebuilt=False)
+        for sample in _samples(schema):
+            event = _parsed(parse, json.dumps({**sample, **_START}).encode())
+            if event is not None and not _is_serialized_equally(serializer, event):
+                break
+        else:
+            return serializer
+    except Exception:  # after any error, events are serialized field by field
+        logger.debug("the serializer of events failed", exc_info=True)
+    logger.warning(
+        "events are written several times as slowly: their serializer does not fit the installed "
+        "google-adk and pydantic"
+    )
+    return None
+
+
+def _is_serialized_equally(serializer: SchemaSerializer, event: Event) -> bool:
+    public = Event.__pydantic_serializer__
+    event.actions.state_delta = {"key": [None, 1.5, b"\xff", {1, "text"}]}
+    return bool(
+        serializer.to_json(event, exclude_none=True) == public.to_json(event, exclude_none=True)
+        and serializer.to_python(event, exclude_none=True)
+        == public.to_python(event, exclude_none=True)
+    )
+
+
+def _without_wrappers(schema: Any) -> Any:
+    """Return a copy of *schema* without the functions that wrap the serializers of fields."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_without_wrappers, schema))
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("cls", "metadata") else _without_wrappers(value)
+        for key, value in schema.items()
+        if not (key == "serialization" and value["type"] == "function-wrap")
+    }
 
 
 def same(one: Any, other: Any) -> bool:
@@ -158,6 +243,9 @@ def _without_hooks(schema: Any) -> Any:
         # A shorthand argument, such as `message`, is not a field of an event.  The faster parser
         # must reject it, so that `EventParser` uses the public call, which accepts it.
         stripped["config"] = {**stripped["config"], "extra_fields_behavior": "forbid"}
+    if stripped.get("type") == "enum":
+        # The faster parser must reject the values that google-genai would warn about.
+        stripped = {"type": "literal", "expected": stripped["members"], "ref": stripped["ref"]}
     return stripped
 
 

@@ -6,7 +6,7 @@ docs/format.md, "Events", describes the format.
 import logging
 from typing import Any
 
-from google.adk.events import Event
+from google.adk.events import Event, EventActions
 from google.adk.sessions import State
 from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel, ValidationError
@@ -14,16 +14,16 @@ from pydantic_core import to_json, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.event_parser import EventParser
+from adk_secure_sessions.formats.event_parser import EventParser, event_serializer, validated
 from adk_secure_sessions.formats.json_text import JsonObject
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
-# The serializer of `Event`.  It is also used for subclasses of `Event`, and omits the fields that a
-# subclass adds: `decode` returns an `Event`, which has no such fields.
-_serializer = Event.__pydantic_serializer__
+# It is also used for subclasses of `Event`, and omits the fields that a subclass adds: `decode`
+# returns an `Event`, which has no such fields.
+_serializer = event_serializer(_parse)
 
 
 def prepare(event: Event, state: JsonObject) -> None:
@@ -58,6 +58,8 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
             value is not the type that google-adk declares.
     """
     try:
+        if _serializer is None:
+            return _encode_slowly(event, replaces)
         data: bytes = _serializer.to_json(event, exclude_none=True, warnings="error")
         if json_text.fits(data):
             # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
@@ -142,25 +144,28 @@ def _encode_slowly(event: Event, replaces: bool) -> bytes:
     except ConfigurationError:
         pass
     raise ValueError(
-        "the event is not stored, because google-adk could not read it back: it rejects the values "
-        f"of {', '.join(_rejected(values))}"
+        "the event is not stored, because google-adk could not read it back: it rejects "
+        + _rejected(values)
     )
 
 
-def _rejected(values: JsonObject) -> list[str]:
-    """Return the names of the fields in *values* that google-adk rejects."""
+def _rejected(values: JsonObject) -> str:
+    """Return a text that names the fields in *values* that google-adk rejects."""
     try:
-        Event.model_validate(values)
+        validated(Event, values)
     except ValidationError as error:
-        return sorted({str(problem["loc"][0]) for problem in error.errors() if problem["loc"]})
-    return []
+        names = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+        return f"the values of {', '.join(sorted(names))}"
+    except ValueError:
+        pass
+    return "the value of an enumeration"
 
 
 def _fields(event: Event) -> JsonObject:
     """Return the fields of *event* that google-adk stores.  Their values may have any type."""
-    fields = _dumped(event)
+    fields = dumped(event)
     for name in ("state_delta", "agent_state"):
-        # `_dumped` omits all fields that are None.  google-adk also omits them, with one exception:
+        # `dumped` omits all fields that are None.  google-adk also omits them, with one exception:
         # if the value of `state_delta` or `agent_state` cannot be converted to JSON, google-adk
         # keeps the None fields of the models inside that value.  In this case, use the original
         # value, which still contains these models with all their fields.
@@ -170,23 +175,30 @@ def _fields(event: Event) -> JsonObject:
     return fields
 
 
-def _dumped(model: BaseModel) -> JsonObject:
-    serializer = _serializer if isinstance(model, Event) else type(model).__pydantic_serializer__
+def dumped(model: BaseModel) -> JsonObject:
+    """Return the fields of *model* that are not None.  Nothing is logged, whatever their types."""
+    serializer: Any = type(model).__pydantic_serializer__
+    kind = type(model)
+    if isinstance(model, Event):
+        serializer, kind = _serializer, Event
+    elif isinstance(model, EventActions):  # its serializer logs errors: see `event_serializer`
+        serializer = None
     try:
         dumped: JsonObject = serializer.to_python(model, exclude_none=True, warnings=False)
         return dumped
-    except Exception:  # the serializer of a value failed
-        return {name: _dumped_value(value) for name, value in model if value is not None}
+    except Exception:  # there is no serializer, or the serializer of a value failed
+        fields = {name: getattr(model, name, None) for name in kind.model_fields}
+    return {name: _dumped_value(value) for name, value in fields.items() if value is not None}
 
 
 def _dumped_value(value: Any) -> Any:
     if isinstance(value, BaseModel):
-        return _dumped(value)
+        return dumped(value)
     if type(value) is list:
-        return [_dumped(item) if isinstance(item, BaseModel) else item for item in value]
+        return [dumped(item) if isinstance(item, BaseModel) else item for item in value]
     if type(value) is dict:
         return {
-            key: _dumped(item) if isinstance(item, BaseModel) else item
+            key: dumped(item) if isinstance(item, BaseModel) else item
             for key, item in value.items()
         }
     return value
@@ -244,7 +256,7 @@ def _decode_slowly(plaintext: bytes, table: str, row: str) -> Event:
     if malformed:
         raise malformed
     try:
-        return Event.model_validate(fields)  # accepts lone surrogates, which `_parse` rejects
+        return validated(Event, fields)  # accepts lone surrogates, which `_parse` rejects
     except ValueError:
         pass
     raise ConfigurationError(

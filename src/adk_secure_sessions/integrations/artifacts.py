@@ -9,11 +9,11 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
-from google.adk.artifacts.base_artifact_service import ArtifactVersion, ensure_part
+from google.adk.artifacts.base_artifact_service import ArtifactVersion
 from google.adk.errors.input_validation_error import InputValidationError
 from google.adk.errors.not_found_error import NotFoundError
 from google.adk.version import __version__ as adk_version
@@ -37,6 +37,7 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
+from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.integrations.artifact_versions import (
@@ -149,15 +150,16 @@ class EncryptedArtifactService(BaseArtifactService):
         """Store a new version of an artifact, and return its number.
 
         Raises:
-            InputValidationError: The part contains neither bytes, nor text, nor a reference to a
-                file.  Or the name does not begin with `user:`, and *session_id* is None.
+            InputValidationError: *artifact* is no part, or has neither bytes, nor text, nor a
+                reference to a file.  Or the name does not begin with `user:`, and *session_id* is
+                None.
             ValueError: An id is too long, the part would change when it is stored and read back,
                 or *custom_metadata* contains a value that cannot be converted to JSON.
             ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
         name = _collection_name(app_name, user_id, filename, session_id)
-        part = ensure_part(artifact)
+        part = _part(artifact)
         content = _content(part)
         if content is None:
             if part.file_data is None:
@@ -565,6 +567,20 @@ def _collection_name(app_name: str, user_id: str, filename: str, session_id: str
     return collection_name(session_id, filename)
 
 
+def _part(artifact: object) -> types.Part:
+    """Return *artifact* as a part.  google-adk's `ensure_part` would quote and log its values.
+
+    Raises:
+        InputValidationError: *artifact* is neither a part nor a dictionary that describes one.
+    """
+    if isinstance(artifact, types.Part):
+        return artifact
+    if isinstance(artifact, dict):
+        with suppress(ValueError):
+            return validated(types.Part, artifact)
+    raise InputValidationError("artifact must be a Part, or a dictionary with fields of a Part.")
+
+
 def _content(part: types.Part) -> bytes | None:
     if part.inline_data is not None:
         return part.inline_data.data or b""
@@ -602,7 +618,7 @@ def _part_values(part: types.Part) -> dict[str, Any]:
 def _restored(values: dict[str, Any]) -> types.Part | None:
     """Return the part in *values*; None if the installed google-adk cannot read it."""
     try:
-        return types.Part.model_validate_json(json_text.dumps(values))
+        return validated(types.Part, json_text.dumps(values))
     except ValueError:  # do not chain this error: its text quotes values
         return None
 

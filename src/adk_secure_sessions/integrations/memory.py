@@ -23,6 +23,7 @@ from google.genai import types
 from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import (
@@ -659,7 +660,7 @@ def _content(content: types.Content, name: str, number: int) -> bytes:
         raise ValueError(f"{name} holds a value of a wrong type, or a circular one")
     data = _json(fields, name)
     try:
-        types.Content.model_validate(json_text.loads(data))
+        validated(types.Content, json_text.loads(data))
         return data
     except ValueError:
         pass

@@ -23,6 +23,7 @@ from google.genai import types
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
 from adk_secure_sessions.storage import Expected
@@ -106,7 +107,7 @@ class Entry:
             ConfigurationError: The installed google-adk cannot read the content.
         """
         try:
-            content = types.Content.model_validate(json_text.loads(self.content))
+            content = validated(types.Content, json_text.loads(self.content))
         except ValueError:
             pass
         else:

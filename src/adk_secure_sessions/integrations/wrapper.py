@@ -84,6 +84,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 EVENTS, STATES = "inner events", "inner states"
 
 _IDS = ("app_name", "user_id", "id")
+_TEXTS = ("id", "invocation_id", "author")  # of an event, for the inner service
 _CHUNK = 64  # events to decrypt before other tasks may run
 _NAME = re.compile("[0-9a-f]{32}")  # a state key without its prefix, as the inner service stores it
 _LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionService`
@@ -341,6 +342,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         delta = _json_scopes(event.actions.state_delta)
         if not abs(event.timestamp) <= _LATEST:
             raise ValueError("the timestamp is not a possible time in seconds")
+        if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
+            raise ValueError(f"{', '.join(_TEXTS)} of an event must be strings")
         plaintext = events.encode(event)
         stored = _known_stored(session) or await self._stored_of(session)
         writer = await self._writer(session.app_name, session.user_id, session.id)
@@ -626,7 +629,7 @@ class _Records:
 
         The inner service may have rounded the timestamp.
         """
-        for name in ("id", "invocation_id", "author", "turn_complete"):
+        for name in (*_TEXTS, "turn_complete"):
             if getattr(stored, name) != getattr(event, name):
                 raise TamperedError(f"its {name} was modified", reason=Reason.MISMATCH)
         if not abs(stored.timestamp - event.timestamp) <= _ROUNDING:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
+from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds, of_datetime
 from adk_secure_sessions.migration import pickled_actions
@@ -165,13 +166,14 @@ def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
     values = _loads(event_data) or {}
     time = values.get("timestamp")
     return _encoded(
-        Event.model_validate(
+        validated(
+            Event,
             {
                 **values,
                 "id": event_id,
                 "invocation_id": invocation_id,
                 "timestamp": seconds_of(timestamp, zone) if time is None else time,
-            }
+            },
         )
     )
 
@@ -193,12 +195,13 @@ def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
     values = _loads(event_data)
     # If these fields are missing, google-adk would create a new id and use the present time.
     return _encoded(
-        Event.model_validate(
+        validated(
+            Event,
             {
                 **values,
                 "id": values.get("id") or text(event_id),
                 "timestamp": values.get("timestamp", seconds_of(timestamp, zone)),
-            }
+            },
         )
     )
 
@@ -273,8 +276,7 @@ def pickle_reader() -> EventReader:
         fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
         pickled = fields["actions"]
         actions = None if pickled is None else _load(_bytes(pickled), loads)
-        # Without `warnings=False`, pydantic would warn about an unexpected value, with its content.
-        values = actions.model_dump(warnings=False) if actions else {}
+        values = events.dumped(actions) if actions else {}
         ids = fields.pop("long_running_tool_ids_json")
         custom = fields["custom_metadata"]
         fields |= {name: _optional_text(fields[name]) for name in _TEXTS}
@@ -331,7 +333,7 @@ def _optional_flag(value: object) -> bool | None:
 def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
     """Parse a column of JSON as a model; None if the JSON is not an object, as in google-adk."""
     decoded = _loads(value)
-    return kind.model_validate(decoded) if isinstance(decoded, dict) else None
+    return validated(kind, decoded) if isinstance(decoded, dict) else None
 
 
 def zone_of_sessions(dialect: str) -> tzinfo | None:

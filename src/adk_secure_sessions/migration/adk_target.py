@@ -30,6 +30,7 @@ from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import UniqueViolation
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
+from adk_secure_sessions.formats.event_parser import silence_enumerations
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.migration.export_reader import Ids, ids_of
@@ -414,13 +415,12 @@ class AdkTarget(ClosedByWith):
         if not same_json(stored, text):
             return False
         ours = _parsed_event(event, "an event")
+        silence_enumerations()
         theirs = v1.StorageEvent(**{**row._mapping, "event_data": stored}).to_event()
         if self._reading.is_event_time and abs(theirs.timestamp - ours.timestamp) <= 1e-6:
             # This release reads the time from the column, which has no fractions of a microsecond.
             theirs.timestamp = ours.timestamp
-        return theirs == ours or same_json(
-            theirs.model_dump(exclude_none=True), ours.model_dump(exclude_none=True)
-        )
+        return theirs == ours or same_json(events.dumped(theirs), events.dumped(ours))
 
     # --- statements ------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from adk_secure_sessions.crypto.package_1x import Package1xKeys
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.envelopes_1x import FERNET, parse_envelope
+from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.states import TEMP_PREFIX, JsonObject
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.migration.adk_rows import (
@@ -221,7 +222,7 @@ def _event(plaintext: bytes, event_id: str, invocation_id: str, timestamp: objec
             )
         fields[name] = column
     fields.setdefault("timestamp", seconds_of(timestamp, UTC))
-    event = Event.model_validate(fields)
+    event = validated(Event, fields)
     return SourceEvent(events.encode(event, replaces=False), microseconds(event.timestamp))
 
 
