@@ -16,7 +16,7 @@ from typing import Any
 from release.build import ROOT
 from release.environments import clean_environment, run
 
-EXTRAS = "artifacts,aws,gcp,mysql,pkcs11,postgresql,vault,zstd"
+EXTRAS = "artifacts,aws,gcp,mysql,pkcs11,postgresql,vault"
 # Licences that allow to use a library in any application.  MPL-2.0 asks only for changes of the
 # library's own files.
 ALLOWED = {

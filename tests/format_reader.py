@@ -5,12 +5,10 @@ must reject a value, this reader raises `Refused`.
 """
 
 import hmac
-import importlib
 import json
 import re
 import sqlite3
 import struct
-import sys
 import zlib
 from base64 import b64decode, b64encode, urlsafe_b64encode
 from decimal import Decimal
@@ -22,14 +20,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256, Hash
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
-
-zstd: Any = None
-try:
-    zstd = importlib.import_module(
-        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    )
-except ImportError:
-    pass
 
 Part = str | bytes | int
 Row = dict[str, Any]
@@ -165,27 +155,21 @@ def open_record(
         plaintext = opener(key, plaintext, associated_data)
     require(plaintext)
     flags, rest = plaintext[0], plaintext[1:]
-    if flags not in ((0, 1, 2, 4, 5, 6) if has_flags else (0,)):
+    if flags not in ((0, 1, 4, 5) if has_flags else (0,)):
         raise UnknownFlags
     if flags & 4:
         require(len(rest) >= 4)
         (length,) = struct.unpack(">I", rest[:4])
         require(length <= len(rest) - 4 and set(rest[4 + length :]) <= {0})
         rest = rest[4 : 4 + length]
-    if flags & 1:
-        return _decompressed(zlib.decompressobj(), rest, zlib.error)
-    if flags & 2:
-        if zstd is None:
-            raise UnknownFlags
-        window = {zstd.DecompressionParameter.window_log_max: 23}
-        return _decompressed(zstd.ZstdDecompressor(options=window), rest, zstd.ZstdError)
-    return rest
+    return _decompressed(rest) if flags & 1 else rest
 
 
-def _decompressed(stream: Any, data: bytes, error: type[Exception]) -> bytes:
+def _decompressed(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
     try:
-        content: bytes = stream.decompress(data, MAX_CONTENT + 1)
-    except error:
+        content = stream.decompress(data, MAX_CONTENT + 1)
+    except zlib.error:
         raise Refused from None
     require(stream.eof and not stream.unused_data and len(content) <= MAX_CONTENT)
     return content

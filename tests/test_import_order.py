@@ -120,7 +120,6 @@ def test_command_line_does_not_wait_for_google_adk() -> None:
 
 OPTIONAL = {
     "aiobotocore",
-    "backports",
     "boto3",
     "botocore",
     "google_crc32c",

@@ -49,14 +49,6 @@ async with service:
     loaded = await artifacts.load_artifact(**names)
     print(loaded.inline_data.data)
 """
-ZSTD = """
-service = EncryptedSessionService(
-    "sqlite:///sessions.db", AesGcmBackend(generate_key()), compression="zstd"
-)
-async with service:
-    session = await service.create_session(app_name="a", user_id="u", state={"a": "stored" * 500})
-    print(session.state["a"])
-"""
 EXTRAS = {
     "artifacts": Extra(ARTIFACTS, "b'stored'", "obstore"),
     "aws": Extra(
@@ -92,7 +84,6 @@ EXTRAS = {
         "KeyServiceError",
         None,
     ),
-    "zstd": Extra(ZSTD, "stored", None if sys.version_info >= (3, 14) else "backports.zstd"),
 }
 MAIN = """
 import asyncio

@@ -74,15 +74,6 @@ def zlib_stream(content: bytes, header: bytes = b"\x78\x01") -> bytes:
     return header + block + zlib.adler32(content).to_bytes(4, "big")
 
 
-def zstd_frame(content: bytes, header: bytes = b"\x00\x58") -> bytes:
-    """Return *content* as a Zstandard frame that stores it as it is.
-
-    *header* is the frame header: a descriptor, and by default a window of 2 MiB.
-    """
-    block = (len(content) << 3 | 1).to_bytes(3, "little") + content
-    return b"\x28\xb5\x2f\xfd" + header + block
-
-
 def padded(body: bytes, zeros: int) -> bytes:
     """Return what follows the flags byte of a padded plaintext."""
     return struct.pack(">I", len(body)) + body + bytes(zeros)

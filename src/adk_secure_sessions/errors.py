@@ -123,8 +123,7 @@ class Reason(StrEnum):
     """The value names a backend that the service was not given."""
 
     UNKNOWN_FLAGS = "unknown flags"
-    """A later release wrote the value, with flags that this release does not know; or the value is
-    compressed with Zstandard, which this Python lacks."""
+    """A later release wrote the value, with flags that this release does not know."""
 
 
 class DecryptionError(SecureSessionError):

@@ -149,9 +149,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             `["ticket", "user:mrn"]`.  The database then contains keyed hashes of their values,
             which show which sessions have the same value (docs/search.md).
         compression: Compress new values of 1 KB or more before they are encrypted.  The lengths of
-            stored values then tell about their content (docs/limits.md, "Compression").  `zstd`
-            needs Python 3.14 or the package `backports-zstd`, also in other processes that read the
-            values.  Apart from that, every service reads compressed values.
+            stored values then tell about their content (docs/limits.md, "Compression").  Every
+            service reads compressed values.
         padding: Pad new values to a Padmé length, so that stored lengths tell less.  Every service
             reads padded values.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engines of `db_url` and
@@ -185,7 +184,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         audit_accesses: Literal["blind", "readable"] | None = None,
         audit_table: bool = False,
         indexed_state_keys: Sequence[str] = (),
-        compression: Literal["zlib", "zstd"] | None = None,
+        compression: Literal["zlib"] | None = None,
         padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
     ) -> None:

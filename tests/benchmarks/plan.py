@@ -94,7 +94,6 @@ SEARCH_GOAL = 0.005  # seconds
 PACKING: dict[str, dict[str, str]] = {
     "neither": {},
     "zlib": {"compression": "zlib"},
-    "Zstandard": {"compression": "zstd"},
     "padding": {"padding": "padme"},
     "zlib and padding": {"compression": "zlib", "padding": "padme"},
 }

@@ -1,7 +1,4 @@
-"""Compression and padding: sizes in the database and times, beside ADK's plaintext.
-
-Without Zstandard (Python 3.14 or the extra `zstd`), its figures are left out.
-"""
+"""Compression and padding: sizes in the database and times, beside ADK's plaintext."""
 
 import itertools
 import os
@@ -18,7 +15,6 @@ from google.adk.sessions import BaseSessionService, Session
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from tests import format_reader
 from tests.benchmarks import plan
 from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.databases import ADK, opened, stored_bytes
@@ -38,7 +34,7 @@ _KEY = os.urandom(32)
 _WORDS = [f"{a}{b}{c}" for a in ("re", "mi", "sol", "la", "con") for b in ("ta", "ner", "vo", "lis",
           "du") for c in ("", "n", "ment", "ra", "st", "ble", "tion", "ly")]  # fmt: skip
 _WEIGHTS = [1 / (2 + n) for n in range(len(_WORDS))]
-SIDES = [side for side in plan.PACKING if side != "Zstandard" or format_reader.zstd is not None]
+SIDES = list(plan.PACKING)
 
 
 def text(chance: random.Random, words: int) -> str:

@@ -166,7 +166,7 @@ def parse(uri: str) -> ServiceUri:
         audit = "blind" if ours["audit_accesses"] == ["blind"] else "readable"
     compression = next((name for name in COMPRESSIONS if ours["compression"] == [name]), None)
     if ours["compression"] and compression is None:
-        raise ConfigurationError("the option 'compression' of the URI can only be zlib or zstd")
+        raise ConfigurationError("the option 'compression' of the URI can only be zlib")
     padding = next((name for name in PADDINGS if ours["padding"] == [name]), None)
     if ours["padding"] and padding is None:
         raise ConfigurationError("the option 'padding' of the URI can only be padme")

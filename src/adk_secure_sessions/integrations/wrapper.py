@@ -141,7 +141,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         data_key_cache_size: int = 10_000,
         cache_seconds: float = 300.0,
         audit_accesses: Literal["blind", "readable"] | None = None,
-        compression: Literal["zlib", "zstd"] | None = None,
+        compression: Literal["zlib"] | None = None,
         padding: Literal["padme"] | None = None,
     ) -> None:
         if not isinstance(inner, BaseSessionService):

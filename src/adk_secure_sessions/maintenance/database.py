@@ -95,7 +95,7 @@ class Database(KeyMaterial, ClosedByWith):
         db_engine: "AsyncEngine | None" = None,
         key_db_url: str | sa.URL | None = None,
         key_db_engine: "AsyncEngine | None" = None,
-        compression: Literal["zlib", "zstd"] | None = None,
+        compression: Literal["zlib"] | None = None,
         padding: Literal["padme"] | None = None,
         **engine_kwargs: Any,
     ) -> None:
