@@ -133,7 +133,7 @@ def outcome(parse: Callable[[bytes], Event], data: bytes) -> Any:
     try:
         return parse(data)
     except AttributeError:  # of an enumeration of google-genai, for a value that is not a text
-        return repr(ValueError("the value of an enumeration is not a text"))
+        return repr(ValueError())
     except Exception as error:
         return repr(error)
 

@@ -94,7 +94,7 @@ def validated(model: type[M], values: Any) -> M:
         return model.model_validate(values)
     except AttributeError:  # google-genai's enumerations raise it for a number
         pass
-    raise ValueError("the value of an enumeration is not a text")
+    raise ValueError
 
 
 def silence_enumerations() -> None:

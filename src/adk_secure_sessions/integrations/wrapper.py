@@ -343,7 +343,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         if not abs(event.timestamp) <= _LATEST:
             raise ValueError("the timestamp is not a possible time in seconds")
         if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
-            raise ValueError(f"{', '.join(_TEXTS)} of an event must be strings")
+            raise ValueError("id, invocation_id and author of an event must be strings")
         plaintext = events.encode(event)
         stored = _known_stored(session) or await self._stored_of(session)
         writer = await self._writer(session.app_name, session.user_id, session.id)
