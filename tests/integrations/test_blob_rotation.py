@@ -117,6 +117,16 @@ async def items(sessions: EncryptedSessionService) -> list[dict[str, Any]]:
     return [decode_item(item) for item in found.items]
 
 
+async def test_each_item_names_its_version_and_how_many_there_are(
+    sessions: EncryptedSessionService, service: EncryptedArtifactService, url: str, blobs: Path
+) -> None:
+    await save(service, 0, 1)
+    await rotate(url, blobs)
+    await save(service, 2)
+    numbers = [(one["version"], one["versions"]) for one in await items(sessions)]
+    assert numbers == [(0, 1), (1, 2), (0, 2), (1, 2), (2, 3)]
+
+
 @pytest.mark.parametrize("separate_keys", [False, True], ids=["one database", "key database"])
 async def test_every_content_gets_a_new_blob_and_a_new_key(
     url: str, blobs: Path, tmp_path: Path, separate_keys: bool
@@ -288,36 +298,66 @@ async def test_separated_copy_gets_contents_of_its_own(
 # --- items ---------------------------------------------------------------------------------------
 
 
-def item(**more: Any) -> bytes:
-    blob = {"prefix": "p", "name": "n", "key": "00", "size": 1}
-    return encode_item({"part": {}, "metadata": {}, "time": 1.0, "blob": blob, **more})
+BLOB: dict[str, Any] = {"prefix": "a" * 32, "name": "0" * 32, "key": "1f" * 32, "size": 2**48}
+
+
+def item(version: int, versions: int, **more: Any) -> bytes:
+    values = {"part": {}, "metadata": {}, "time": 1.0, "version": version, "versions": versions}
+    return encode_item(values | {"blob": BLOB} | more)
 
 
 def again(version: int, versions: int, **more: Any) -> bytes:
-    return item(version=version, versions=versions, rotation=1, **more)
+    return item(version, versions, rotation=1, **more)
+
+
+def of_blob(**changes: Any) -> bytes:
+    return item(0, 1, blob=BLOB | changes)
+
+
+def read_items(first: int, items: list[bytes]) -> list[int]:
+    found = versions_of(Collection(NAME, Expected(7, first + len(items)), tuple(items)))
+    return [one.number for one in found]
+
+
+def test_items_that_the_page_allows_are_read() -> None:
+    assert read_items(0, [item(0, 1), again(0, 1), item(1, 2), again(0, 2)]) == [0, 1]
+    assert read_items(5, [again(1, 3), item(3, 4)]) == [1, 3]
+    assert read_items(0, [of_blob(size=0)]) == [0]
 
 
 @pytest.mark.parametrize(
     ("first", "items"),
     [
         (0, [again(0, 1)]),  # the first item describes nothing again
-        (0, [item(version=1, versions=2)]),
-        (0, [item(), again(1, 2)]),  # a version that there is not yet
-        (0, [item(), item(), again(0, 1)]),  # a version was dropped
-        (0, [item(), again(0, 1), item()]),  # item 2 is version 1, and must say so
-        (0, [item(), again(0, 1), item(version=0, versions=1)]),
-        (0, [item(), again(0, 1, blob=None)]),
-        (0, [item(), item(rotation=1)]),
+        (0, [item(1, 2)]),
+        (0, [encode_item({"part": {}, "metadata": {}, "time": 1.0})]),  # no number
+        (0, [item(0, 1), again(1, 2)]),  # a version that there is not yet
+        (0, [item(0, 1), item(1, 2), again(0, 1)]),  # a version was dropped
+        (0, [item(0, 1), again(0, 1), item(2, 3)]),
+        (0, [item(0, 1), again(0, 1), item(0, 1)]),
+        (0, [item(0, 1), again(0, 1, blob=None)]),
+        (0, [item(0, 1), item(1, 2, rotation=1)]),
+        (0, [of_blob(prefix="../" + "a" * 29)]),
+        (0, [of_blob(prefix="A" * 32)]),
+        (0, [of_blob(prefix="a" * 31)]),
+        (0, [of_blob(name="0" * 32 + "\n")]),
+        (0, [of_blob(name=0)]),
+        (0, [of_blob(key="1f" * 31)]),
+        (0, [of_blob(key="1F" * 32)]),
+        (0, [of_blob(size=-1)]),
+        (0, [of_blob(size=2**48 + 1)]),
+        (0, [of_blob(size=1.0)]),
+        (0, [item(0, 1, blob={})]),
         (5, [again(-1, 3)]),
         (5, [again(3, 3)]),
         (5, [again(0, 6)]),
         (5, [again(0.0, 3)]),  # type: ignore[arg-type]
-        (5, [item(version=2, versions=3), item(version=4, versions=5)]),
+        (5, [item(2, 3), item(4, 5)]),
     ],
 )
 def test_items_of_a_faulty_writer_are_rejected(first: int, items: list[bytes]) -> None:
     with pytest.raises(TamperedError, match="malformed"):
-        versions_of(Collection(NAME, Expected(7, first + len(items)), tuple(items)))
+        read_items(first, items)
 
 
 # --- at the same time ----------------------------------------------------------------------------

@@ -11,15 +11,20 @@ importing google-adk takes seconds.
 """
 
 import json
+import re
 from typing import Any, NamedTuple
 
+from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.blobs import MAX_SIZE
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.storage import Collection, events
 from adk_secure_sessions.tracebacks import hides_frames
 
 _KIND = "artifact"  # the first part of the names of our collections
+# The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.
+_ID = re.compile("[0-9a-f]{32}")
 
 
 class Blob(NamedTuple):
@@ -137,8 +142,7 @@ def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> J
         collection: The artifact.  It must contain the last item, unless the artifact is new.
     """
     number = version_count(collection) if collection.size else 0
-    if number != collection.size:  # there are more items than versions, after a re-encryption
-        values = values | {"version": number, "versions": number + 1}
+    values = values | {"version": number, "versions": number + 1}
     return values if blob is None else values | {"blob": _values(blob)}
 
 
@@ -164,6 +168,21 @@ def reencrypted_item(
 def _values(blob: Blob) -> JsonObject:
     """Return *blob* as the JSON values that an item stores."""
     return {**blob._asdict(), "key": blob.key.hex()}
+
+
+def _blob(values: JsonObject) -> Blob:
+    """Return the blob in the JSON *values*; raise ValueError or TypeError if they are malformed."""
+    blob = Blob(values["prefix"], values["name"], bytes.fromhex(values["key"]), values["size"])
+    if (
+        _ID.fullmatch(blob.prefix)
+        and _ID.fullmatch(blob.name)
+        and blob.key.hex() == values["key"]
+        and len(blob.key) == KEY_LENGTH
+        and type(blob.size) is int
+        and 0 <= blob.size <= MAX_SIZE
+    ):
+        return blob
+    raise ValueError("not a blob")
 
 
 class _Described(NamedTuple):
@@ -206,12 +225,12 @@ def _parsed(collection: Collection, item: int) -> _Described:
     row = collection.at.session_row
     try:
         blob = values.get("blob")
-        number, versions = values.get("version", item), values.get("versions", item + 1)
+        number, versions = values["version"], values["versions"]
         rotation = values.get("rotation")
         version = Version(
             number,
             dict(values["part"]),
-            blob and Blob(blob["prefix"], blob["name"], bytes.fromhex(blob["key"]), blob["size"]),
+            None if blob is None else _blob(blob),
             dict(values["metadata"]),
             float(values["time"]),
             f"encrypted-artifact:///{row:x}/{number}",
