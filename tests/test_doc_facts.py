@@ -182,7 +182,7 @@ def test_reference_has_every_public_name_outside_the_package_itself() -> None:
             if language(block) == "python":
                 used |= imports(str(block.parsed["source"]))
     modules = {module for module, _ in used}
-    assert {"adk_secure_sessions", "adk_secure_sessions.integrations.leaks"} <= modules
+    assert {"adk_secure_sessions", "adk_secure_sessions.maintenance"} <= modules
     missing = {
         f"{module}.{name}"
         for module, name in used - {("adk_secure_sessions.integrations", "adk")}  # a module

@@ -240,6 +240,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         return self._store.unit.backends.writer
 
     @property
+    def stores_plaintext(self) -> bool:
+        """True if new records are stored as plaintext, because `backend` is a `NoOpBackend`."""
+        return self._store.unit.backends.stores_plaintext
+
+    @property
     def collections(self) -> Collections:
         """The collections, in which other services of this package store artifacts and memory."""
         return self._collections

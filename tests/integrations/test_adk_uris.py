@@ -13,6 +13,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from google.adk.sessions import InMemorySessionService
+from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from starlette.applications import Starlette
 from starlette.responses import Response
 
@@ -20,18 +21,21 @@ from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
     EncryptedSessionService,
+    EncryptedSessionWrapper,
     NoOpBackend,
     WrongKeyError,
     generate_key,
 )
 from adk_secure_sessions.cli.adk import _hide_ids_in_logs, _ignore_trace_variables
 from adk_secure_sessions.integrations import adk
+from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.integrations.plaintext_guard import (
-    TRACE_VARIABLES,
     WithoutEvaluations,
     guard_registry,
     plaintext_stores,
 )
+from adk_secure_sessions.integrations.plaintext_places import EXPORTER, PLACES
 from tests.cli.support import run
 
 with warnings.catch_warnings():  # of an old Python, and of ADK's experimental parts
@@ -257,50 +261,63 @@ def test_register_serves_every_scheme_and_leaves_those_of_adk_alone(registry: An
 
 # --- what the command refuses ---------------------------------------------------------------------
 
+TRACE_VARIABLES = PLACES[EXPORTER].variables
 ENCRYPTED = f"{SQLITE}?{ENVIRONMENT_KEY}"
 BOTH = {"session_service_uri": ENCRYPTED, "artifact_service_uri": "memory://"}
 
 
+PLUGIN = "google.adk.plugins.save_files_as_artifacts_plugin.SaveFilesAsArtifactsPlugin"
+DEBUG_PLUGIN = "google.adk.plugins.debug_logging_plugin.DebugLoggingPlugin"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "allowed", "refused"),
+    ("arguments", "found"),
     [
-        ({}, (), "sessions (no --session_service_uri, so in .adk), artifacts (no"),
-        ({"session_service_uri": ENCRYPTED}, (), "plaintext: artifacts (no"),
-        ({"session_service_uri": ENCRYPTED}, ("artifacts",), None),
-        ({"artifact_service_uri": "memory://"}, ("artifacts",), "plaintext: sessions (no"),
-        (BOTH, (), None),
-        (BOTH | {"memory_service_uri": "memory://"}, (), None),
-        (BOTH | {"memory_service_uri": "sqlite:///m.db"}, (), "memory (--memory_service_uri"),
-        (BOTH | {"memory_service_uri": "rag://corpus"}, ("memory",), None),
-        (BOTH | {"session_service_uri": "sqlite:///s.db"}, (), "sqlite://...)"),
-        (BOTH | {"session_service_uri": f"{SQLITE}?backend=no-op"}, (), "has backend=no-op"),
-        (BOTH | {"session_service_uri": None, "session_db_url": "mysql://x"}, (), "sessions ("),
-        (BOTH | {"artifact_service_uri": None, "artifact_storage_uri": "gs://b"}, (), "artifact"),
-        (BOTH | {"artifact_service_uri": "file:///blobs"}, (), "artifacts (--artifact_service_uri"),
-        (BOTH | {"save_session": True}, (), "sessions (--save_session)"),
-        (BOTH | {"save_session": True}, ("sessions",), None),
-        (BOTH | {"eval_storage_uri": "gs://b"}, (), "evaluations (--eval_storage_uri)"),
-        (BOTH | {"otel_to_cloud": True}, (), "traces (--otel_to_cloud)"),
-        ({"in_memory": True}, (), None),
+        ({}, {"sessions": "no --session_service_uri, so in .adk",
+              "artifacts": "no --artifact_service_uri, so in .adk"}),
+        ({"session_service_uri": ENCRYPTED},
+         {"artifacts": "no --artifact_service_uri, so in .adk"}),
+        ({"artifact_service_uri": "memory://"},
+         {"sessions": "no --session_service_uri, so in .adk"}),
+        (BOTH, {}),
+        (BOTH | {"memory_service_uri": "memory://"}, {}),
+        (BOTH | {"memory_service_uri": "sqlite:///m.db"},
+         {"memory": "--memory_service_uri sqlite://..."}),
+        (BOTH | {"session_service_uri": "sqlite:///s.db"},
+         {"sessions": "--session_service_uri sqlite://..."}),
+        (BOTH | {"session_service_uri": f"{SQLITE}?backend=no-op"},
+         {"sessions": "--session_service_uri has backend=no-op"}),
+        (BOTH | {"session_service_uri": None, "session_db_url": "mysql://x"},
+         {"sessions": "--session_service_uri mysql://..."}),
+        (BOTH | {"artifact_service_uri": None, "artifact_storage_uri": "gs://b"},
+         {"artifacts": "--artifact_service_uri gs://..."}),
+        (BOTH | {"artifact_service_uri": "file:///blobs"},
+         {"artifacts": "--artifact_service_uri file://..."}),
+        (BOTH | {"save_session": True}, {"sessions": "--save_session"}),
+        (BOTH | {"eval_storage_uri": "gs://b"}, {"evaluations": "--eval_storage_uri"}),
+        (BOTH | {"otel_to_cloud": True}, {"traces": "--otel_to_cloud"}),
+        (BOTH | {"verbose": True}, {"logs": "--verbose"}),
+        (BOTH | {"log_level": "debug"}, {"logs": "--log_level debug"}),
+        (BOTH | {"log_level": "INFO"}, {"logs": "--log_level INFO"}),
+        (BOTH | {"log_level": "WARNING"}, {}),
+        (BOTH | {"extra_plugins": (PLUGIN,)}, {}),
+        (BOTH | {"extra_plugins": (PLUGIN, f"{DEBUG_PLUGIN}, {PLUGIN}")},
+         {"plugins": f"--extra_plugins {DEBUG_PLUGIN}"}),
+        ({"in_memory": True}, {}),
     ],
 )  # fmt: skip
 def test_plaintext_stores_are_found_in_the_arguments(
-    arguments: dict[str, Any], allowed: tuple[str, ...], refused: str | None
+    arguments: dict[str, Any], found: dict[str, str]
 ) -> None:
-    found = plaintext_stores(arguments, allowed)
-    assert (found is None) == (refused is None), found
-    assert refused is None or refused in (found or "")
+    assert plaintext_stores(arguments, {}) == found
 
 
 @pytest.mark.parametrize("signal", ["", "TRACES_", "METRICS_", "LOGS_"])
 def test_environment_variable_that_sends_traces_is_found(signal: str) -> None:
     name = f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT"
-    address = {name: "http://user:secret@host:4318"}
-    found = plaintext_stores(BOTH, (), address) or ""
-    assert f"traces (the environment variable {name}: unset it)" in found
-    assert "secret" not in found
-    assert plaintext_stores(BOTH, ("traces",), address) is None
-    assert plaintext_stores(BOTH, (), {name: ""}) is None
+    found = plaintext_stores(BOTH, {name: "http://user:secret@host:4318"})
+    assert found == {"traces": f"the environment variable {name}: unset it"}
+    assert plaintext_stores(BOTH, {name: ""}) == {}
 
 
 def test_env_file_of_an_agent_cannot_make_adk_send_traces(
@@ -317,7 +334,7 @@ def test_env_file_of_an_agent_cannot_make_adk_send_traces(
         envs.load_dotenv_for_agent("", str(tmp_path))
     finally:
         envs._get_explicit_env_keys.cache_clear()
-    assert [os.environ[name] for name in TRACE_VARIABLES] == [""] * 4
+    assert [os.environ[name] for name in TRACE_VARIABLES] == [""] * len(TRACE_VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -330,9 +347,11 @@ def test_env_file_of_an_agent_cannot_make_adk_send_traces(
         ("DELETE", "/dev/apps/a/Tests/t", 403),
         ("POST", "/new/evaluations", 403),  # no route, for example in another release
         ("POST", "/mounted/eval", 403),
+        ("POST", "/prefix/apps/a/eval_sets/e/run_eval", 403),
         ("GET", "/dev/apps/a/tests/t", 200),
         ("POST", "/apps/evaluator/users/eval/sessions", 200),
         ("POST", "/apps/tests/users/u/sessions", 200),
+        ("POST", "/apps/a/users/u/sessions/s/artifacts/evaluation/tests", 200),
     ],
 )
 async def test_requests_that_write_evaluations_are_rejected(
@@ -346,6 +365,8 @@ async def test_requests_that_write_evaluations_are_rejected(
         "/apps/{app}/eval_sets/{set}/run_eval",
         "/dev/apps/{app}/tests/{test}",
         "/dev/apps/{app}/Tests/{test}",
+        "/prefix/apps/{app}/eval_sets/{set}/run_eval",
+        "/apps/{app}/users/{user}/sessions/{session}/artifacts/{name:path}",
     ):
         app.router.add_route(template, lambda _: Response(), methods)
     app.mount("/mounted", Response())
@@ -414,33 +435,62 @@ def test_logs_of_adk_have_no_ids_and_no_names_of_artifacts(
     assert record.getMessage().startswith(shown)
 
 
-def test_guarded_registry_makes_no_service_that_stores_plaintext(registry: Any) -> None:
+def test_guarded_registry_makes_no_service_that_stores_plaintext(
+    registry: Any, tmp_path: Path
+) -> None:
+    """A service of ours over `NoOpBackend` does, whatever the name of its class says."""
     with pytest.warns(UserWarning, match="NoOpBackend"):
-        plain = EncryptedSessionService("sqlite:///plain.db", NoOpBackend())
-    encrypting = EncryptedSessionService("sqlite:///x.db", AesGcmBackend(KEY))
+        no_op = NoOpBackend()
+    plain = EncryptedSessionService("sqlite:///plain.db", no_op)
+    encrypting = EncryptedSessionService("sqlite:///x.db", AesGcmBackend(KEY), [no_op])
+    inner = InMemorySessionService()
 
     class Sessions(InMemorySessionService):
         """Some service of an application."""
 
-    registry.register_session_service("plain", lambda uri, **_: plain)
-    registry.register_session_service("other", lambda uri, **_: Sessions())
-    registry.register_session_service("good", lambda uri, **_: encrypting)
+    rejected: dict[str, list[Any]] = {"session": [Sessions(), SqliteSessionService("plain.db")]}
+    created: dict[str, list[Any]] = {}
+    for service, backend, found in (
+        (plain, no_op, rejected),
+        (encrypting, AesGcmBackend(KEY), created),
+    ):
+        wrapper = EncryptedSessionWrapper(inner, backend, key_db_url="sqlite:///keys.db")
+        artifacts = EncryptedArtifactService(service, tmp_path / "blobs")
+        found.setdefault("session", []).extend([service, wrapper])
+        found["artifact"] = [artifacts]
+        found["memory"] = [EncryptedMemoryService(service)]
+    guard_registry(registry, ())
+    for kind in created:
+        register = getattr(registry, f"register_{kind}_service")
+        create = getattr(registry, f"create_{kind}_service")
+        assert create("memory://") is not None
+        for one in created[kind]:
+            register("some", lambda uri, one=one, **_: one)
+            assert create("some://") is one
+        for one in rejected[kind]:
+            register("some", lambda uri, one=one, **_: one)
+            with pytest.raises(ConfigurationError, match=f"this as plaintext: {kind}.* makes a"):
+                create("some://")
+        with pytest.raises(ConfigurationError, match="nothing is registered"):
+            create("nobody://")
+
+
+def test_guarded_registry_leaves_what_is_allowed_to_google_adk(registry: Any) -> None:
     guard_registry(registry, ("memory",))
-    assert registry.create_session_service("good://") is encrypting
-    assert registry.create_artifact_service("memory://") is not None
-    for uri in ("plain://", "sqlite:///x.db"):
-        with pytest.raises(ConfigurationError, match="would store this as plaintext: sessions"):
-            registry.create_session_service(uri)
+    assert registry.create_memory_service("nobody://") is None
     with pytest.raises(ConfigurationError, match="nothing is registered"):
         registry.create_session_service("nobody://")
-    assert registry.create_memory_service("nobody://") is None  # allowed: google-adk decides
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["."], "plaintext: sessions (no --session_service_uri"),
-        ([".", "--allow-plaintext", "session"], "write one or more of sessions,artifacts,memory"),
+        ([".", "--service_uri", "memory://", "-v"], "plaintext: logs (--verbose); leave it out"),
+        (
+            [".", "--allow-plaintext", "session"],
+            "session is not one of sessions, artifacts, memory",
+        ),
         ([".", "--service_uri", SQLITE], "the URI has no key"),
         ([".", "--service_uri", f"{SQLITE}?key={KEY}"], "never the key itself"),
     ],

@@ -3,9 +3,8 @@
 How it works.  OpenTelemetry's provider is set once for a process, so this is a process of its own.
 It reads a JSON list from stdin; each item has the environment variables of one trial.  A trial
 says needles to an agent, which calls a tool with one needle and another tool that raises another,
-then says one in a live run.  The output is a JSON list: for each trial, the needles in spans, those
-in log records, and the names that `check_plaintext_leaks` returns.  With an argument, that is the
-file of a `SqliteSpanExporter`.
+then says one in a live run.  The output is a JSON list: for each trial, the needles in spans and
+those in log records.  With an argument, that is the file of a `SqliteSpanExporter`.
 """
 
 import asyncio
@@ -28,7 +27,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from adk_secure_sessions.integrations.leaks import check_plaintext_leaks
 from tests.attacks.needles import SESSION, USER, found_in, needle
 from tests.conformance.agents import OfflineLlm
 
@@ -163,7 +161,6 @@ def trial(settings: dict[str, str]) -> dict[str, list[str]]:
     return {
         "spans": sorted(found_in("\n".join(one.to_json() for one in spans.get_finished_spans()))),
         "records": sorted(found_in("\n".join(records))),
-        "leaks": sorted({leak.name for leak in check_plaintext_leaks(app, run_config=run_config)}),
     }
 
 

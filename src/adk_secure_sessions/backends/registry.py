@@ -26,6 +26,11 @@ class Backends(NamedTuple):
     by_id: dict[int, EncryptionBackend]
     roots: dict[str, KeyProvider]
 
+    @property
+    def stores_plaintext(self) -> bool:
+        """Whether new records are stored as plaintext, because `writer` is a `NoOpBackend`."""
+        return isinstance(self.writer, NoOpBackend)
+
 
 def register(backend: object, additional: Sequence[object]) -> Backends:
     """Check the backends that a service was given, and return them.

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -15,6 +15,7 @@ import click
 from adk_secure_sessions.cli.config import PREFIX
 from adk_secure_sessions.cli.program import Command, Failure, main, one_line_errors
 from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.integrations.plaintext_places import EXPORTER, KINDS, PLACES
 
 if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
@@ -79,22 +80,24 @@ class AdkGroup(click.Group):
 def adk() -> None:
     """Run google-adk's commands so that they store sessions, artifacts and memory encrypted.
 
-    A command does not start if google-adk would store user content as plaintext.
+    A command does not start if its options, its environment variables, or services of
+    services.yaml and services.py would write user content as plaintext. It cannot know what your
+    agents and their plugins write: adk doctor finds plugins of google-adk.
     """
 
 
-def _kinds(context: click.Context, parameter: click.Parameter, given: str) -> set[str]:
-    """Convert the value of --allow-plaintext to a set.  click calls this function.
+def names_of(
+    known: Collection[str],
+) -> Callable[[click.Context, click.Parameter, str], set[str]]:
+    """Return a callback of click that converts names of *known*, separated by commas, to a set."""
 
-    Raises:
-        click.BadParameter: The value contains an unknown kind of content.
-    """
-    from adk_secure_sessions.integrations.plaintext_guard import KINDS
+    def convert(context: click.Context, parameter: click.Parameter, given: str) -> set[str]:
+        names = {name.strip() for name in given.split(",")} - {""}
+        if unknown := sorted(names - set(known)):
+            raise click.BadParameter(f"{unknown[0]} is not one of {', '.join(known)}")
+        return names
 
-    kinds = {kind.strip() for kind in given.split(",")} - {""}
-    if not kinds <= set(KINDS):
-        raise click.BadParameter(f"write one or more of {','.join(KINDS)}, separated by commas")
-    return kinds
+    return convert
 
 
 def _without_plaintext(command: click.Command) -> click.Command:
@@ -116,9 +119,9 @@ def _without_plaintext(command: click.Command) -> click.Command:
         ["--allow-plaintext"],
         metavar="KINDS",
         default="",
-        callback=_kinds,
-        help="What may be stored as plaintext: sessions, artifacts, memory, evaluations or "
-        "traces, separated by commas.",
+        callback=names_of(KINDS),
+        help="What may be written as plaintext: sessions, artifacts, memory, evaluations, logs, "
+        "plugins or traces, separated by commas.",
     )
     ours.params = [service_uri, allow_plaintext, *map(_with_fewer_logs, command.params)]
 
@@ -173,9 +176,9 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
             uri = service_uri if service_uri is not None else default
             if uri is not None:
                 arguments[plaintext_guard.URI_ARGUMENTS[kind][0]] = uri
-    refused = plaintext_guard.plaintext_stores(arguments, allowed, os.environ)
-    if refused is not None:
-        raise Failure(refused, "PlaintextRefusedError")
+    found = plaintext_guard.plaintext_stores(arguments, os.environ)
+    if refused := {kind: where for kind, where in found.items() if kind not in allowed}:
+        raise Failure(plaintext_guard.refusal(refused), "PlaintextRefusedError")
     adk.register()
     plaintext_guard.guard_registry(get_service_registry(), allowed)
     _hide_ids_in_logs()
@@ -244,9 +247,7 @@ def _ignore_trace_variables() -> None:
     google-adk loads the `.env` files of agents later.  A `.env` file does not replace a variable
     that is already set, and google-adk ignores an empty variable.
     """
-    from adk_secure_sessions.integrations.plaintext_guard import TRACE_VARIABLES
-
-    os.environ.update(dict.fromkeys(TRACE_VARIABLES, ""))
+    os.environ.update(dict.fromkeys(PLACES[EXPORTER].variables, ""))
 
 
 @contextlib.contextmanager

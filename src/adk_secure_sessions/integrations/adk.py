@@ -15,10 +15,12 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from urllib.parse import parse_qsl, unquote
 
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
@@ -205,6 +207,21 @@ def _unknown_option(number: int, name: str, url: str) -> str:
 
 # --- The functions that google-adk calls ----------------------------------------------------------
 
+_describes: ContextVar[bool] = ContextVar("describes", default=False)
+
+
+@contextmanager
+def describing() -> Iterator[None]:
+    """Let the following functions return a `ServiceUri` during the block, instead of a service.
+
+    `adk doctor` thus learns whether google-adk would call them, without the root key or a database.
+    """
+    token = _describes.set(True)
+    try:
+        yield
+    finally:
+        _describes.reset(token)
+
 
 @hides_frames
 def session_service(
@@ -227,7 +244,8 @@ def session_service(
         raise ConfigurationError(
             f"{', '.join(sorted(options))}: options of an encrypted service are part of its URI"
         )
-    return _shared(parse(uri))
+    parsed = parse(uri)
+    return cast(EncryptedSessionService, parsed) if _describes.get() else _shared(parsed)
 
 
 @hides_frames
@@ -245,6 +263,8 @@ def artifact_service(
             "artifacts need a place for their contents: add blobs= to the URI, with a directory or "
             "the URL of a bucket, such as &blobs=./artifacts"
         )
+    if _describes.get():
+        return cast("BaseArtifactService", parsed)
     make = _class_of("artifacts", "EncryptedArtifactService")
     service: BaseArtifactService = make(_shared(parsed), parsed.blobs, allow_http=parsed.allow_http)
     return service
@@ -259,6 +279,8 @@ def memory_service(
     See `session_service` for the arguments and errors.
     """
     parsed = parse(uri)
+    if _describes.get():
+        return cast("BaseMemoryService", parsed)
     service: BaseMemoryService = _class_of("memory", "EncryptedMemoryService")(_shared(parsed))
     return service
 

@@ -134,6 +134,11 @@ class EncryptedArtifactService(BaseArtifactService):
         self._store("0" * 32)  # if the store cannot be used, raise an error now, not at first use
         self._stores.clear()
 
+    @property
+    def stores_plaintext(self) -> bool:
+        """True if new artifacts can be read without a key, because of a `NoOpBackend`."""
+        return self._collections.stores_plaintext
+
     # --- ADK's contract --------------------------------------------------------------------------
 
     @accessed("artifact.write")

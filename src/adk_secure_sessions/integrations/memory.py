@@ -179,6 +179,11 @@ class EncryptedMemoryService(BaseMemoryService):
         self._reads = LoopLocks()
         self._writes = LoopLocks()
 
+    @property
+    def stores_plaintext(self) -> bool:
+        """True if new memories are stored as plaintext, because of a `NoOpBackend`."""
+        return self._collections.stores_plaintext
+
     @accessed("memory.write")
     async def add_session_to_memory(self, session: Session) -> None:
         """Replace the memory of a session by those events of *session* that have content.

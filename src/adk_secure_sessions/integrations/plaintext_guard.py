@@ -1,61 +1,59 @@
-"""Detect services of google-adk that would store user content as plaintext.
+"""Detect services and settings of google-adk that would store user content as plaintext.
 
-google-adk may store plaintext by mistake.  Without a URI, it stores sessions and artifacts in files
-in `.adk`.  If `services.py` raises an error, google-adk only logs a warning and continues.  Its
-server copies sessions into eval sets and tests, which are files beside the agents.  So this module
-has three checks.  `plaintext_stores` checks the options and the environment before google-adk
-starts.  `guard_registry` checks each service that google-adk creates from a URI.
-`WithoutEvaluations` checks each request to the server.
+Before google-adk starts, `plaintext_stores` checks its options and the environment: without a URI,
+google-adk stores sessions in files.  `guard_registry` checks each service that google-adk creates.
+`WithoutEvaluations` checks each request to its server, which copies sessions into eval sets.
+For `adk doctor`, `find_stores` makes the first two checks without starting google-adk.
 """
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from adk_secure_sessions.backends import NoOpBackend
-from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.integrations.adk import SCHEMES, parse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-SERVICES = ("sessions", "artifacts", "memory")
-KINDS = (*SERVICES, "evaluations", "traces")
-# The arguments of google-adk's commands that take the URI of a service.  Releases before 2.0 also
-# have the second name of each pair.
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.integrations import adk
+from adk_secure_sessions.integrations.plaintext_places import (
+    EXPORTER,
+    PLUGINS,
+    variables_set,
+)
+
+# For each service, the arguments of google-adk's commands that take its URI.  Releases before 2.0
+# also have the second name of each pair.
 URI_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "sessions": ("session_service_uri", "session_db_url"),
     "artifacts": ("artifact_service_uri", "artifact_storage_uri"),
     "memory": ("memory_service_uri",),
 }
+SERVICES = tuple(URI_ARGUMENTS)
 # The arguments that make google-adk store or send user content as plaintext if they are given.
 _WRITES_PLAINTEXT = {
     "save_session": "sessions",
     "eval_storage_uri": "evaluations",
     "trace_to_cloud": "traces",
     "otel_to_cloud": "traces",
+    "verbose": "logs",
 }
-# Environment variables that make google-adk send traces, which contain ids of sessions.  An empty
-# variable has no effect.
-TRACE_VARIABLES = tuple(
-    f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT" for signal in ("", "TRACES_", "METRICS_", "LOGS_")
-)
-# Matches the paths of google-adk's routes for evaluations and tests, in all releases.
+# The first matches the paths of google-adk's routes for evaluations and tests, in all releases.
+# The second matches names and ids, which may contain the same words.
 _EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
-IN_MEMORY = "memory"  # the scheme of google-adk's services that store nothing
+_NAMES = re.compile(r"/apps?/[^/]+(?:/users/[^/]+(?:/sessions/[^/]+(?:/artifacts/.*)?)?)?")
 # The schemes of google-adk's services that store plaintext.
-PLAINTEXT_SCHEMES = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
-# The names of the classes that encrypt.  Importing the classes would need all extras.
-_ENCRYPTS = {
-    "sessions": {"EncryptedSessionService", "EncryptedSessionWrapper"},
-    "artifacts": {"EncryptedArtifactService"},
-    "memory": {"EncryptedMemoryService"},
-}
-_STORES_NOTHING = {
-    "sessions": "InMemorySessionService",
-    "artifacts": "InMemoryArtifactService",
-    "memory": "InMemoryMemoryService",
-}
+_PLAINTEXT_SCHEMES = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
+ENCRYPTED, PLAINTEXT, NOTHING, UNKNOWN = "encrypted", "plaintext", "nothing", "unknown"
+
+
+class ServiceStore(NamedTuple):
+    """What a service would store, and where; `UNKNOWN` if it cannot be created."""
+
+    service: str
+    stores: str
+    where: str
 
 
 def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
@@ -64,58 +62,58 @@ def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
 
 
 def plaintext_stores(
-    arguments: Mapping[str, Any],
-    allowed: Collection[str],
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> str | None:
-    """Return the text of an error if google-adk would store plaintext; otherwise None.
-
-    Args:
-        arguments: The arguments of one of google-adk's commands, by name.
-        allowed: The elements of `KINDS` that may be stored as plaintext.
-        environment: The environment variables that google-adk will see.
-
-    Raises:
-        ConfigurationError: A URI for one of our services cannot be used.
-    """
+    arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what a command with *arguments* would write as plaintext: `KINDS`, with the cause."""
     found: dict[str, str] = {}
     for name, kind in _WRITES_PLAINTEXT.items():
         if arguments.get(name):
-            found[kind] = f"{kind} (--{name})"
-    for name in TRACE_VARIABLES:
-        if environment.get(name):
-            found["traces"] = f"traces (the environment variable {name}: unset it)"
+            found[kind] = f"--{name}"
+    if str(arguments.get("log_level")).upper() in ("DEBUG", "INFO"):
+        found["logs"] = f"--log_level {arguments['log_level']}"
+    for plugin in ",".join(arguments.get("extra_plugins") or ()).split(","):
+        if plugin.strip().rpartition(".")[2] in PLUGINS:
+            found["plugins"] = f"--extra_plugins {plugin.strip()}"
+    for name in variables_set(EXPORTER, environment):
+        found["traces"] = f"the environment variable {name}: unset it"
     for kind in SERVICES if not arguments.get("in_memory") else ():
         uri = uri_of(kind, arguments)
         option = f"--{URI_ARGUMENTS[kind][0]}"
         scheme = urlsplit(uri).scheme if uri is not None else None
         if scheme is None and kind != "memory":  # without a URI, memories are not stored
-            found[kind] = f"{kind} (no {option}, so in .adk)"
-        elif uri is not None and scheme in SCHEMES:
-            if parse(uri).stores_plaintext:
-                found[kind] = f"{kind} ({option} has backend=no-op)"
-        elif scheme in PLAINTEXT_SCHEMES:
-            found[kind] = f"{kind} ({option} {scheme}://...)"
-    stored = [text for kind, text in found.items() if kind not in allowed]
-    if not stored:
-        return None
-    return _refusal(", ".join(stored), [kind for kind in found if kind not in allowed])
+            found[kind] = f"no {option}, so in .adk"
+        elif uri is not None and scheme in adk.SCHEMES:
+            if adk.parse(uri).stores_plaintext:
+                found[kind] = f"{option} has backend=no-op"
+        elif scheme in _PLAINTEXT_SCHEMES:
+            found[kind] = f"{option} {scheme}://..."
+    return found
+
+
+def refusal(found: Mapping[str, str]) -> str:
+    """Return the text of an error for *found*, elements of `KINDS` with the cause."""
+    text = ", ".join(f"{kind} ({where})" for kind, where in found.items())
+    uri = "--service_uri encrypted+..., or the URI memory:// to store nothing, or "
+    return (
+        f"google-adk would write this as plaintext: {text}; leave it out, or give "
+        f"{uri if found.keys() & set(SERVICES) else ''}--allow-plaintext {','.join(found)}"
+    )
 
 
 def guard_registry(registry: Any, allowed: Collection[str]) -> None:
-    """Make *registry* reject every service that stores plaintext, unless its kind is *allowed*.
+    """Make *registry* reject services that store plaintext, unless their kind is *allowed*.
 
-    The methods of *registry* then raise ConfigurationError for such a service.  They also raise
-    this error if no service is registered for a URI, because google-adk would then create a
+    It also rejects a URI for which nothing is registered: google-adk would then create a
     `DatabaseSessionService`.
     """
-    for kind, name in (
-        ("sessions", "create_session_service"),
-        ("artifacts", "create_artifact_service"),
-        ("memory", "create_memory_service"),
-    ):
+    for kind in SERVICES:
         if kind not in allowed:
-            setattr(registry, name, _checked(kind, getattr(registry, name)))
+            setattr(registry, _method(kind), _checked(kind, getattr(registry, _method(kind))))
+
+
+def _method(kind: str) -> str:
+    """Return the name of the method of google-adk's registry that creates a service."""
+    return f"create_{URI_ARGUMENTS[kind][0].removesuffix('_uri')}"
 
 
 def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,78 +121,82 @@ def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
 
     def create_checked(uri: str, **options: Any) -> Any:
         service = create(uri, **options)
+        option = URI_ARGUMENTS[kind][0]
         if service is None:
             raise ConfigurationError(
-                f"nothing is registered for the scheme of --{URI_ARGUMENTS[kind][0]}: if "
-                "services.yaml or services.py registers it, see google-adk's warning above"
+                f"nothing is registered for the scheme of --{option}: if services.yaml or "
+                "services.py registers it, see google-adk's warning above"
             )
-        if not is_encrypted(kind, service):
-            made = f"{kind} (--{URI_ARGUMENTS[kind][0]} makes a {type(service).__name__})"
-            raise ConfigurationError(_refusal(made, [kind]))
+        if stored_by(service) == PLAINTEXT:
+            made = f"--{option} makes a {type(service).__name__}"
+            raise ConfigurationError(refusal({kind: made}))
         return service
 
     return create_checked
 
 
-def is_encrypted(kind: str, service: object) -> bool:
-    """Return True if *service* encrypts what it stores, or stores nothing."""
-    for base in type(service).__mro__:
-        package = base.__module__.split(".")[0]
-        if package == "adk_secure_sessions" and base.__name__ in _ENCRYPTS[kind]:
-            return not isinstance(getattr(service, "backend", None), NoOpBackend)
-    return is_in_memory(kind, service)
+def stored_by(service: object) -> str:
+    """Return what *service* stores; without the property `stores_plaintext`, it is plaintext."""
+    from google.adk.artifacts import InMemoryArtifactService
+    from google.adk.memory import InMemoryMemoryService
+    from google.adk.sessions import InMemorySessionService
+
+    if type(service) in (InMemoryArtifactService, InMemoryMemoryService, InMemorySessionService):
+        return NOTHING
+    return ENCRYPTED if getattr(service, "stores_plaintext", True) is False else PLAINTEXT
 
 
-def is_in_memory(kind: str, service: object) -> bool:
-    """Return True if *service* is google-adk's service that stores nothing."""
-    made = type(service)
-    return made.__module__.startswith("google.adk.") and made.__name__ == _STORES_NOTHING[kind]
+def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[ServiceStore]:
+    """Yield the store of each service, after loading `services.yaml` and `services.py`."""
+    from google.adk.cli.service_registry import get_service_registry, load_services_module
+
+    adk.register()  # as `adk-secure-sessions adk` does
+    load_services_module(agents_dir)
+    found = plaintext_stores(arguments, {})
+    for kind in SERVICES:
+        if kind in found:
+            yield ServiceStore(kind, PLAINTEXT, found[kind])
+        elif uri := uri_of(kind, arguments):
+            create = partial(getattr(get_service_registry(), _method(kind)), agents_dir=agents_dir)
+            yield ServiceStore(kind, *_described(uri, create))
+        else:
+            yield ServiceStore(kind, NOTHING, "no URI: memory of the process")
 
 
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
+    """Return what the service that *create* makes for *uri* stores, and where."""
+    scheme = urlsplit(uri).scheme
+    try:
+        with adk.describing():
+            service = create(uri)
+    except Exception as error:  # any error of the application's code, whose text may quote the URI
+        reason = f": {error}" if isinstance(error, SecureSessionError) else ""
+        return UNKNOWN, f"{scheme}:// raises {type(error).__name__}{reason}"
+    if service is None:
+        return UNKNOWN, f"{scheme}:// is not registered"
+    made = "" if isinstance(service, adk.ServiceUri) else f" makes a {type(service).__name__}"
+    return stored_by(service), f"{scheme}://{made}"
 
 
 class WithoutEvaluations:
     """An ASGI application that passes requests to *application*, except writes of evaluations.
 
-    A request is rejected if its method is not GET and its path contains `/eval` or `/tests`.  It is
-    not rejected if only a parameter in the path contains these words, such as an agent's name.
+    A request is rejected if its method is not GET and its path contains `/eval` or `/tests`, after
+    the agent's name and the ids of users and sessions are left out.
     """
 
-    def __init__(self, application: _Application) -> None:
+    def __init__(self, application: ASGIApp) -> None:
         self._application = application
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "GET" or not self._rejects(scope):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writes = scope["type"] == "http" and scope["method"] != "GET"
+        if not writes or not _EVALUATIONS.search(_NAMES.sub("", scope["path"])):
             await self._application(scope, receive, send)
             return
         text = (
-            "google-adk would store this as plaintext: evaluations; to permit it, start the "
+            "google-adk would write this as plaintext: evaluations; to permit it, start the "
             "command with --allow-plaintext evaluations"
         )
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 403, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps({"detail": text}).encode()})
-
-    def _rejects(self, scope: _Message) -> bool:
-        if not _EVALUATIONS.search(scope["path"]):
-            return False
-        from starlette.routing import Match, Route
-
-        root_path = getattr(self._application, "root_path", "") or scope.get("root_path", "")
-        scope = {**scope, "root_path": root_path}  # FastAPI does this before it finds the route
-        for route in getattr(self._application, "routes", ()):
-            if route.matches(scope)[0] is Match.FULL:
-                return not isinstance(route, Route) or bool(_EVALUATIONS.search(route.path))
-        return True
-
-
-def _refusal(stored: str, kinds: Collection[str]) -> str:
-    """Return the text of an error: *stored* describes the data, whose kinds are *kinds*."""
-    return (
-        f"google-adk would store this as plaintext: {stored}; give --service_uri encrypted+..., or "
-        f"the URI memory:// to store nothing, or --allow-plaintext {','.join(kinds)}"
-    )

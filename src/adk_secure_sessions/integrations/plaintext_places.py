@@ -1,218 +1,164 @@
-"""The places where google-adk may write user content as plaintext, outside our services.
+"""The places where `adk doctor` can find user content that google-adk writes as plaintext.
 
-docs/adk-plaintext.md shows this list as a table; `leaks.py` finds which places are in use.
+docs/adk-plaintext.md lists all places, also those that only the application itself can find.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """A place where google-adk may write user content as plaintext.
+    """How to prevent google-adk from writing to a place, as Markdown, and what shows that it does.
 
-    Attributes:
-        name: A short name.
-        content: The content that google-adk writes.
-        where: The kind of place.
-        default: `on` or `off`: whether google-adk writes without being asked.
-        remedy: How to prevent google-adk from writing there, as Markdown.
+    The signs are environment variables, the name of the class of a plugin, and files in the
+    directory of all agents or of one agent: patterns of their names, and bytes that they contain.
     """
 
+    remedy: str
+    variables: tuple[str, ...] = ()
+    plugin: str = ""
+    files: tuple[str, ...] = ()
+    contains: bytes = b""
+
+
+class Leak(NamedTuple):
+    """A place that is in use: its name on the page, and the setting, the plugin or the file."""
+
     name: str
-    content: str
     where: str
-    default: str
     remedy: str
 
 
-_LOG_REMEDY = (
-    '`logging.getLogger("google_adk").setLevel(logging.WARNING)`, or `--log_level WARNING`'
-)
-_PLUGIN_REMEDY = "Remove the plugin."
-
+# What google-adk's commands may write as plaintext, if --allow-plaintext names it.
+KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "plugins", "traces")
+CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
+EXPORTER = "telemetry-exporter"
+_REMOVE = "Remove the plugin."
 PLACES: Mapping[str, Place] = {
-    place.name: place
-    for place in (
-        Place(
-            "span-content",
-            "Requests to models, answers, arguments and results of tools. From google-adk 2.13 on, "
-            "only the history of live runs; with `ADK_TELEMETRY_SCHEMA_VERSION_OPT_IN=1`, all of "
-            "these.",
-            "attributes of spans",
-            "on",
-            "`ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS=false`",
+    "span-content": Place(f"`{CAPTURE_IN_SPANS}=false`"),
+    "genai-content": Place(
+        "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`. Set "
+        "`ADK_TELEMETRY_IGNORE_RUN_CONFIG=true`, so that google-adk ignores "
+        "`capture_message_content` of a `RunConfig`.",
+        ("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT",),
+    ),
+    "mcp-bodies": Place(
+        "Do not set `ADK_CAPTURE_MCP_HTTP_BODIES`.", ("ADK_CAPTURE_MCP_HTTP_BODIES",)
+    ),
+    EXPORTER: Place(
+        "`OTEL_SDK_DISABLED=true`. Or use no exporter: do not set `OTEL_EXPORTER_OTLP_ENDPOINT`, "
+        "`--otel_to_cloud` or `--trace_to_cloud`.",
+        (
+            *(
+                f"OTEL_EXPORTER_OTLP_{data}ENDPOINT"
+                for data in ("", "TRACES_", "METRICS_", "LOGS_")
+            ),
+            "OTEL_TRACES_EXPORTER",
+            "OTEL_LOGS_EXPORTER",
+            "GOOGLE_CLOUD_AGENT_ENGINE_ENABLE_TELEMETRY",
         ),
-        Place(
-            "genai-content",
-            "Requests to models, answers, arguments and results of tools, user ids.",
-            "attributes of spans, log records of OpenTelemetry",
-            "off",
-            "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`. Set "
-            "`ADK_TELEMETRY_IGNORE_RUN_CONFIG=true`, so that google-adk ignores "
-            "`capture_message_content` of a `RunConfig`.",
-        ),
-        Place(
-            "mcp-bodies",
-            "HTTP requests to MCP servers, and the responses.",
-            "log records of OpenTelemetry",
-            "off",
-            "Do not set `ADK_CAPTURE_MCP_HTTP_BODIES`.",
-        ),
-        Place(
-            "telemetry-exporter",
-            "Session ids, texts and tracebacks of exceptions; in older releases, also user ids. "
-            "Spans always contain them.",
-            "spans, wherever an exporter sends them",
-            "off",
-            "`OTEL_SDK_DISABLED=true`. Or use no exporter: do not set "
-            "`OTEL_EXPORTER_OTLP_ENDPOINT`, `--otel_to_cloud` or `--trace_to_cloud`.",
-        ),
-        Place(
-            "sqlite-spans",
-            "All attributes of spans.",
-            "the SQLite file of `SqliteSpanExporter`",
-            "off",
-            "Do not use `SqliteSpanExporter`, or set `OTEL_SDK_DISABLED=true`; delete the file.",
-        ),
-        Place(
-            "auto-tracing-plugin",
-            "Arguments and results of the application's functions.",
-            "attributes of spans",
-            "off",
-            _PLUGIN_REMEDY,
-        ),
-        Place(
-            "debug-logs",
-            "Requests to models, answers, events, code.",
-            "DEBUG logs of `google_adk`",
-            "off",
-            _LOG_REMEDY,
-        ),
-        Place(
-            "info-logs",
-            "Messages to `Runner.run_debug`, session ids.",
-            "INFO logs of `google_adk`",
-            "on in google-adk's commands",
-            _LOG_REMEDY,
-        ),
-        Place(
-            "rewind-log",
-            "The event that rewinds a session, with all state that it restores.",
-            "INFO logs of `google_adk`",
-            "on in google-adk's commands",
-            _LOG_REMEDY,
-        ),
-        Place(
-            "access-log",
-            "User ids and session ids, in the paths of requests.",
-            "INFO logs of `uvicorn.access`",
-            "on in `adk web` and `adk api_server`",
-            "`--log_level WARNING`, or `uvicorn.run(..., access_log=False)`; "
-            "`adk-secure-sessions adk web` replaces the ids.",
-        ),
-        Place(
-            "log-directory",
-            "All logs of all libraries at the level of `--log_level`.",
-            "`agents_log` in the directory for temporary files",
-            "on in `adk run`",
-            "`--log_level WARNING`, or set `TMPDIR` to a directory in memory; delete the files.",
-        ),
-        Place(
-            "saved-session",
-            "A whole session.",
-            "`*.session.json` beside the agent",
-            "off",
-            "Do not use `adk run --save_session`; delete the files.",
-        ),
-        Place(
-            "local-services",
-            "Sessions, artifacts.",
-            "`.adk/session.db` and `.adk/artifacts` beside the agents",
-            "on in google-adk's commands without URIs",
-            "`--session_service_uri` and `--artifact_service_uri` with our URIs; delete the files.",
-        ),
-        Place(
-            "service-uris",
-            "Sessions, artifacts, memory.",
-            "the stores that google-adk's commands would use; only `adk doctor` checks them",
-            "on without URIs",
-            "`adk-secure-sessions adk web --service_uri encrypted+...`, or the environment "
-            "variable `ADK_SECURE_SESSIONS_URI`.",
-        ),
-        Place(
-            "plaintext-service",
-            "Sessions, artifacts, memory.",
-            "a service that does not encrypt",
-            "off",
-            "Use `EncryptedSessionService`, `EncryptedArtifactService` and "
-            "`EncryptedMemoryService`.",
-        ),
-        Place(
-            "rag-memory",
-            "Each session that is added to memory.",
-            "a temporary file that `VertexAiRagMemoryService` uploads; it stays if the process is "
-            "killed",
-            "off",
-            "Use `EncryptedMemoryService`, or set `TMPDIR` to a directory in memory.",
-        ),
-        Place(
-            "task-store",
-            "Tasks of A2A, with their messages.",
-            "the database of `DatabaseTaskStore`",
-            "off",
-            "Use `InMemoryTaskStore`, the default: do not set `--task_store_uri` or the argument "
-            "`task_store` of `to_a2a`.",
-        ),
-        Place(
-            "eval-sets",
-            "Sessions that were added to an evaluation set.",
-            "`*.evalset.json` beside the agent, or the bucket of `--eval_storage_uri`",
-            "off",
-            "Do not add sessions to evaluation sets, or use `InMemoryEvalSetsManager` in your own "
-            "code; delete the files.",
-        ),
-        Place(
-            "eval-results",
-            "Conversations of evaluations.",
-            "`.adk/eval_history` beside the agent, or the bucket of `--eval_storage_uri`",
-            "on in `adk eval` and in evaluations of `adk web`",
-            "Evaluate with invented data only; delete the files.",
-        ),
-        Place(
-            "test-files",
-            "Sessions that were saved as tests on the page of `adk web`.",
-            "`tests/*.json` beside the agent",
-            "off",
-            "Do not save sessions as tests: run `adk api_server` instead of `adk web`; "
-            "delete the files.",
-        ),
-        Place(
-            "recordings",
-            "Requests to models, answers, calls of tools.",
-            "`generated-recordings*.yaml` of `RecordingsPlugin`",
-            "off",
-            "Do not load the plugin with `--extra_plugins`; delete the files.",
-        ),
-        Place(
-            "debug-logging-plugin",
-            "Messages, requests to models, answers, session state.",
-            "`adk_debug.yaml` of `DebugLoggingPlugin`",
-            "off",
-            f"{_PLUGIN_REMEDY} Delete the file.",
-        ),
-        Place(
-            "logging-plugin",
-            "Messages, answers, arguments and results of tools, ids.",
-            "stdout, by `LoggingPlugin`",
-            "off",
-            _PLUGIN_REMEDY,
-        ),
-        Place(
-            "bigquery-plugin",
-            "Messages, requests to models, answers, ids, session state.",
-            "BigQuery, by `BigQueryAgentAnalyticsPlugin` or `plugins.yaml`",
-            "off",
-            f"{_PLUGIN_REMEDY} Or use `BigQueryLoggerConfig(enabled=False)`.",
-        ),
-    )
+    ),
+    "auto-tracing-plugin": Place(_REMOVE, plugin="AutoTracingPlugin"),
+    "saved-session": Place(
+        "Do not use `adk run --save_session`; delete the files.", files=("*.session.json",)
+    ),
+    "local-services": Place(
+        "`--session_service_uri` and `--artifact_service_uri` with our URIs; delete the files.",
+        files=(".adk/session.db", ".adk/artifacts/**/*"),
+    ),
+    "service-uris": Place(
+        "`adk-secure-sessions adk web --service_uri encrypted+...`, or the environment variable "
+        "`ADK_SECURE_SESSIONS_URI`."
+    ),
+    "eval-sets": Place(
+        "Do not add sessions to evaluation sets, or use `InMemoryEvalSetsManager` in your own "
+        "code; delete the files.",
+        files=("*.evalset.json",),
+    ),
+    "eval-results": Place(
+        "Evaluate with invented data only; delete the files.",
+        files=(".adk/eval_history/*.json",),
+    ),
+    "test-files": Place(
+        "Do not save sessions as tests: run `adk api_server` instead of `adk web`; delete the "
+        "files.",
+        files=("tests/*.json",),
+        contains=b'"events"',
+    ),
+    "recordings": Place(
+        "Do not load the plugin with `--extra_plugins`; delete the files.",
+        plugin="RecordingsPlugin",
+        files=("**/generated-recordings*.yaml",),
+    ),
+    "debug-logging-plugin": Place(
+        f"{_REMOVE} Delete the file.", plugin="DebugLoggingPlugin", files=("adk_debug.yaml",)
+    ),
+    "logging-plugin": Place(_REMOVE, plugin="LoggingPlugin"),
+    "bigquery-plugin": Place(
+        _REMOVE,
+        plugin="BigQueryAgentAnalyticsPlugin",
+        files=("plugins.yaml",),
+        contains=b"bigquery_agent_analytics",
+    ),
 }
+PLUGINS = {place.plugin: name for name, place in PLACES.items() if place.plugin}
+
+
+def leak(name: str, where: str) -> Leak:
+    return Leak(name, where, PLACES[name].remedy)
+
+
+def _is_disabled(environment: Mapping[str, str]) -> bool:
+    """Return True if OpenTelemetry exports nothing, whatever the other variables say."""
+    return environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def variables_set(name: str, environment: Mapping[str, str]) -> list[str]:
+    """Return the variables in *environment* that make google-adk write to the place *name*."""
+    if _is_disabled(environment):
+        return []
+    off = {"", "0", "false", "none", "no_content"}
+    variables = PLACES[name].variables
+    return [one for one in variables if environment.get(one, "").strip().lower() not in off]
+
+
+def in_environment(environment: Mapping[str, str]) -> tuple[list[Leak], list[Leak]]:
+    """Return the places that *environment* turns on, and those that are on if traces are exported.
+
+    No variable says whether the application's own code exports traces.
+    """
+    on = [
+        leak(name, f"{variable} is set")
+        for name in PLACES
+        for variable in variables_set(name, environment)
+    ]
+    spans = [leak("span-content", f"{CAPTURE_IN_SPANS} is not false")]
+    is_off = environment.get(CAPTURE_IN_SPANS, "true").strip().lower() in {"0", "false"}
+    if is_off or _is_disabled(environment):
+        return on, []
+    return (spans + on, []) if variables_set(EXPORTER, environment) else (on, spans)
+
+
+def in_plugins(application: object) -> Iterator[Leak]:
+    """Yield a leak for each plugin of google-adk in *application*, an `App` or an agent."""
+    for plugin in getattr(application, "plugins", ()):
+        for base in type(plugin).__mro__:
+            if base.__name__ in PLUGINS:
+                yield leak(PLUGINS[base.__name__], f"the plugin {base.__name__} is in use")
+
+
+def in_files(agents_dir: Path) -> Iterator[Leak]:
+    """Yield a leak for each file that google-adk's commands have written; it may be repeated."""
+    inside = [one for one in sorted(agents_dir.iterdir()) if one.is_dir()]
+    for directory in (agents_dir, *(one for one in inside if one.name[0] not in "._")):
+        for name, place in PLACES.items():
+            for path in sorted(found for one in place.files for found in directory.glob(one)):
+                if _has_content(path, place.contains):
+                    yield leak(name, str(path))
+
+
+def _has_content(path: Path, content: bytes) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    return not content or content in path.read_bytes()

@@ -175,6 +175,11 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         self._feature = Feature(self._unit, WRAPPER)
         self._locks = LoopLocks()
 
+    @property
+    def stores_plaintext(self) -> bool:
+        """True if states and events are stored as plaintext: the backend is a `NoOpBackend`."""
+        return self._unit.backends.stores_plaintext
+
     @measured
     async def prepare_tables(self) -> None:
         """Open the key database and create its tables; let the other service do the same.

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.errors import ConfigurationError, Reason
 from adk_secure_sessions.formats.records import binary, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
@@ -161,7 +160,7 @@ class DataRotationRun(Rotation):
 
     async def _begin(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
-        if isinstance(self._db.backends.writer, NoOpBackend) and not self._dry_run:
+        if self._db.backends.stores_plaintext and not self._dry_run:
             await self._db.change(mark_plaintext)
             if self._db.executors.has_key_database:
                 await self._db.change_keys(mark_plaintext)

@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import record_new_key
-from adk_secure_sessions.backends import NoOpBackend
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import already_exists, exclusively
 from adk_secure_sessions.db.failures import meaning
@@ -727,8 +726,7 @@ async def open_database(
         renewed = await _open(survey, backends, known, leaves_pending=True)
         return await _read_indexed_keys(executors, survey, renewed)
     root = backends.writer.root_key
-    writes_plaintext = isinstance(backends.writer, NoOpBackend)
-    marks = {PLAINTEXT: "1"} if writes_plaintext else {}
+    marks = {PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
         data, keys = await _survey(executors, create_tables)
         if keys.database_id is not None:
@@ -756,7 +754,7 @@ async def open_database(
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
-            await _warn(executors.data, data, writes_plaintext)
+            await _warn(executors.data, data, backends.stores_plaintext)
             return await _read_indexed_keys(executors, data, opened)
     raise SecureSessionError(
         "the database kept changing while it was opened: try again", retryable=True

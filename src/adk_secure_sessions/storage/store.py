@@ -657,6 +657,11 @@ class Collections:
         self._unit = unit
         self._feature = Feature(unit, COLLECTIONS)
 
+    @property
+    def stores_plaintext(self) -> bool:
+        """Whether new records are stored as plaintext."""
+        return self._unit.backends.stores_plaintext
+
     async def database_id(self) -> bytes:
         """Return the random id of the database."""
         return (await self._unit.keys()).keyring.database_id
