@@ -480,8 +480,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     ) -> ListSessionsResponse:
         """Find the sessions whose state has *value* under *key*, without decrypting others.
 
-        The sessions of all users of the app are searched.  Before the first search, run
-        `adk-secure-sessions index fill`.  ADK has no such method.
+        The sessions of all users of the app are searched.  If the app had sessions before the key
+        was in `indexed_state_keys`, run `adk-secure-sessions index fill` before the first search.
+        ADK has no such method.
 
         Args:
             app_name: The app's name.

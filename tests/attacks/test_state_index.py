@@ -241,7 +241,7 @@ async def test_search_without_an_authentic_mark_is_rejected(victim: Victim, atta
     async with victim.maintained() as db:
         reported = (await status(db)).state_index
         assert reported is not None
-        assert reported.complete == 2
+        assert reported.complete == 3
         forged = reported.tampered
         assert (await verify(db)).bad == forged
         await fill_index(db, CLINIC, ["ticket"])

@@ -194,7 +194,28 @@ async def test_search_is_rejected_until_the_index_was_filled(opened: Opened, db:
     with pytest.raises(ConfigurationError):
         await found(service, "user:mrn", 7)
     with pytest.raises(ConfigurationError):
-        await service.find_sessions(app_name="other", key="ticket", value=7)
+        await unaware.find_sessions(app_name="other", key="ticket", value=7)
+
+
+@pytest.mark.parametrize("searches_first", [True, False])
+async def test_app_without_sessions_is_searched_without_a_fill(
+    opened: Opened, db: Database, searches_first: bool
+) -> None:
+    service = await opened()
+    if searches_first:
+        assert await found(service, "ticket", 7) == await found(service, "user:mrn", "A") == []
+    await create(service, "one", ticket=7, user_mrn="A")
+    await create(await opened([]), "two", ticket=7)
+    for one in (service, await opened([])):
+        assert await found(one, "ticket", 7) == ["one", "two"]
+        assert await found(one, "user:mrn", "A") == ["one", "two"]
+    later = await opened(["ticket", "user:mrn", "other"])
+    await create(later, "three", other=1)
+    with pytest.raises(ConfigurationError, match="'other' of the app 'app' is not complete"):
+        await found(later, "other", 1)
+    assert (await verify(db)).bad == 0
+    assert (await fill_index(db, APP, [*KEYS, "other"])).written == 0
+    assert await found(later, "other", 1) == ["three"]
 
 
 @pytest.mark.parametrize("key", ["app:x", "temp:x", "", "user:", 7, "x" * 9000])
@@ -465,18 +486,19 @@ async def test_index_that_was_dropped_cannot_be_searched_and_can_be_filled_again
 async def test_unreadable_session_keeps_the_index_incomplete_unless_it_is_skipped(
     opened: Opened, db: Database
 ) -> None:
+    await create(await opened([]), "before the keys")
     service = await opened(skip_unreadable_sessions=True)
     for name in ("one", "two"):
         await create(service, name, ticket=1)
 
     def damage(connection: sa.Connection) -> None:
         row = sa.text("UPDATE secure_sessions SET revision = 1 WHERE id = :id")
-        first = connection.scalar(sa.text("SELECT min(id) FROM secure_sessions"))
-        connection.execute(row, {"id": first})
+        _, one, _ = connection.scalars(sa.text("SELECT id FROM secure_sessions ORDER BY id"))
+        connection.execute(row, {"id": one})
 
     await db.change(damage)
     filled = await fill_index(db, APP, KEYS)
-    assert (filled.sessions, filled.bad, filled.complete) == (1, 1, False)
+    assert (filled.sessions, filled.bad, filled.complete) == (2, 1, False)
     (problem,) = filled.problems
     assert isinstance(problem, Problem)
     with pytest.raises(ConfigurationError):

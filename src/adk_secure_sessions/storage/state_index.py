@@ -24,7 +24,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, StoredSession
 from adk_secure_sessions.storage.queries import IndexedRow
-from adk_secure_sessions.storage.schema import INDEX_MARK, indexed
+from adk_secure_sessions.storage.schema import INDEX_MARK, apps, indexed
 
 Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
 
@@ -85,16 +85,23 @@ def state_of_mark(index: BlindIndex, key_tag: object, mac: object) -> IndexState
     return None
 
 
-def declare(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:
+def declare(
+    keyring: Keyring, app_tag: bytes, key_tags: Iterable[bytes], connection: sa.Connection
+) -> None:
     """Store the mark that writers maintain the rows of these keys, if they have no authentic mark.
+
+    If the app with *app_tag* is not stored, it has no sessions, so the mark says that the rows are
+    complete.
 
     Raises:
         UniqueViolation: Another process has just stored a mark.
     """
+    is_stored = connection.scalar(sa.select(apps.c.id).where(apps.c.tag == app_tag)) is not None
+    state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
     for tag in sorted(key_tags):
         stored = connection.scalar(_stored_mark(tag))
         if state_of_mark(keyring.index, tag, stored) is None:
-            _put_mark(mark_of(keyring.index, tag, IndexState.DECLARED), stored, connection)
+            _put_mark(mark_of(keyring.index, tag, state), stored, connection)
 
 
 def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:

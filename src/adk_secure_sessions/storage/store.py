@@ -12,7 +12,7 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import state_index
-from adk_secure_sessions.storage.bindings import StoredSession
+from adk_secure_sessions.storage.bindings import Identity, StoredSession
 from adk_secure_sessions.storage.histories import Keeper
 from adk_secure_sessions.storage.imports import (
     AddTombstone,
@@ -269,32 +269,51 @@ class Store:
         state_index.check_key(key)
         who = await self.unit.identify(app_name)
         lookup = Lookup((await self.unit.keys()).keyring, app_name, key, value)
-        views: list[View] = []
-        try:
-            if not await self._index.is_added():
-                raise NotIndexed
-            while True:
-                operation = FindPage(who, after, lookup, limit=limit, newest=newest, skip=skip)
-                found, after = await self.unit.run(operation)
-                views += filter(lookup.matches, found)
-                if len(views) > limit or (len(views) == limit and after is not None):
-                    last = views[limit - 1].session
-                    return Page(views[:limit], Position(last.user_row, last.id))
-                if after is None:
-                    return Page(views, None)
-        except NotIndexed:
-            pass
+        find = partial(self._find, who, after, lookup, limit=limit, newest=newest, skip=skip)
+        page = await find()
+        if page is None and key in self._indexed_keys:  # perhaps the app has no sessions yet
+            await self._declare_configured(app_name)
+            page = await find()
+        if page is not None:
+            return page
         raise ConfigurationError(
             f"the search index of the state key {key!r} of the app {app_name!r} is not complete: "
             "name the key in indexed_state_keys of all services, restart them, and run "
             "`adk-secure-sessions index fill`"
         )
 
+    async def _find(
+        self,
+        who: Identity,
+        after: Position | None,
+        lookup: Lookup,
+        *,
+        limit: int,
+        newest: bool,
+        skip: bool,
+    ) -> Page | None:
+        """Do the same as `find`; return None if the index is not complete."""
+        if not await self._index.is_added():
+            return None
+        views: list[View] = []
+        while True:
+            operation = FindPage(who, after, lookup, limit=limit, newest=newest, skip=skip)
+            try:
+                found, after = await self.unit.run(operation)
+            except NotIndexed:
+                return None
+            views += filter(lookup.matches, found)
+            if len(views) > limit or (len(views) == limit and after is not None):
+                last = views[limit - 1].session
+                return Page(views[:limit], Position(last.user_row, last.id))
+            if after is None:
+                return Page(views, None)
+
     async def declare_indexed(self, app_name: str, keys: Iterable[str]) -> frozenset[bytes]:
         """Store that *keys* of the state are indexed, and return their tags.
 
         From now on, this process and each process that opens the database later maintains the rows
-        of these keys.
+        of these keys.  If the app has no sessions yet, it can be searched by these keys at once.
 
         Raises:
             ConfigurationError: A key cannot be indexed, or the table is missing and this process
@@ -308,7 +327,8 @@ class Store:
         keyring = opened.keyring
         tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
         if tags:
-            await self.unit.change(partial(state_index.declare, keyring, tags))
+            app_tag = keyring.index.app(app_name)
+            await self.unit.change(partial(state_index.declare, keyring, app_tag, tags))
         # The keyring may have been read again, by now or before the marks were committed.
         for one in (keyring, opened.keyring):
             one.indexed_keys.update(tags)
