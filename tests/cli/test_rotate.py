@@ -285,8 +285,8 @@ PROGRESS = {
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_unfinished_rotation_is_shown_and_continued(name: str, filled: str) -> None:
     asyncio.run(interrupt(filled, ROTATIONS[name]))
-    shown = rf"  {name}: {PROGRESS[name]}(, about [^;]* since it began)?; {BEGUN}"
-    hint = f"; if it is not running, `rotate {name}` continues it"
+    shown = rf"  {name}: {PROGRESS[name]}; {BEGUN.replace('begun', 'began')}"
+    hint = "; it runs or was stopped; running the same command again is safe and continues it"
     told = run("status", "--db", filled)
     heading, line = told.stdout.splitlines()[-2:]
     assert (told.code, heading) == (0, "unfinished rotations")

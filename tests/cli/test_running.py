@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import program, rotate
-from adk_secure_sessions.cli.text import index_fill_lines, status_lines
+from adk_secure_sessions.cli.text import duration, index_fill_lines, status_lines
 from adk_secure_sessions.cli.wording import WORDING, for_command_line
 from adk_secure_sessions.db.connect import wrapping_executors
 from adk_secure_sessions.db.protocol import Executor
@@ -36,15 +36,16 @@ from adk_secure_sessions.maintenance import (
     MigrationStatus,
     Problem,
     RecordCount,
-    RotationProgress,
     Status,
     TrailStatus,
     rotate_data,
     rotate_master,
+    separate,
 )
 from adk_secure_sessions.maintenance.database import Limits
 from tests.cli.support import Said, on, run
-from tests.maintenance.support import OLD, interrupt, query, run_sql
+from tests.clocks import shifted
+from tests.maintenance.support import OLD, fill, interrupt, query, run_sql
 from tests.pages import ROOT
 
 PROGRAM = str(Path(sys.executable).parent / "adk-secure-sessions")
@@ -378,21 +379,39 @@ def test_status_in_the_middle_of_a_rotation_says_how_much_is_done(rotate: Any, f
     asyncio.run(stop_after_one_batch(file, rotate))
     (one,) = run("status", *on(file), "--json").json["unfinished"]
     assert 0 < one["done"] < one["total"]
-    assert 0 < one["seconds_left"] < 3600
     said = run("status", "--db", file).stdout
     share = f"{100 * one['done'] // one['total']}%, {one['done']} of {one['total']} "
     assert share in said.splitlines()[-1]
-    assert " left at the average speed since it began; begun " in said.splitlines()[-1]
     if rotate is rotate_data:
         assert re.search(r"secure_events +aesgcm +12 +0 under keys of the rotation +0%", said)
 
 
-def test_time_left_is_told_in_the_unit_that_fits() -> None:
-    told = {
-        seconds: list(status_lines(unfinished_at(seconds)))[-1].split(", ")[2].partition(" left")[0]
-        for seconds in (1.0, 90.0, 7000.0, 80_000.0, 900_000.0)
-    }
-    assert list(told.values()) == [
+@pytest.mark.parametrize(
+    ("days", "text", "code"), [(400, "400 days in the future: a clock", 1), (-3, "3 days old", 0)]
+)
+def test_master_key_from_the_future_is_a_problem(
+    days: int, text: str, code: int, file_url: str
+) -> None:
+    with shifted(days):
+        asyncio.run(fill(file_url))
+    said = run("status", "--db", file_url)
+    assert said.code == code
+    assert said.stdout.count(text) == 2  # the data master and the index master
+
+
+def test_status_of_an_interrupted_separation_names_the_command_that_ends_it(file: str) -> None:
+    asyncio.run(stop_after_one_batch(file, separate))
+    said = run("status", *on(file))
+    again = "it runs or was stopped; running `separate` again is safe and continues it"
+    assert f"unfinished separation, and services reject this copy; {again}\n" in said.stdout
+    assert "running the same command" not in said.stdout
+    assert run("status", *on(file), "--json").json["is_separating"] is True
+    said = run("check", *on(file))
+    assert (said.code, "run `adk-secure-sessions separate` again" in said.stderr) == (2, True)
+
+
+def test_time_is_told_in_the_unit_that_fits() -> None:
+    assert [duration(seconds) for seconds in (1.0, 90.0, 7000.0, 80_000.0, 900_000.0)] == [
         "about 1 second",
         "about 90 seconds",
         "about 117 minutes",
@@ -401,14 +420,19 @@ def test_time_left_is_told_in_the_unit_that_fits() -> None:
     ]
 
 
-def unfinished_at(seconds_left: float) -> Status:
-    progress = RotationProgress("data", 1, True, 1, 10, seconds_left)
-    keys = (DataKeyCount(1, 1, 1),)
-    master = MasterKey(1, "data", "key:0", 1, 1.0, None)
-    records = (RecordCount("t", 1, 10, 1),)
-    return Status("1", False, (master,), keys, records, (progress,), None, None, None)
-
-
+STATUS = Status(
+    "1",
+    False,
+    (MasterKey(1, "data", "key:0", 1, 1.0, None),),
+    (DataKeyCount(1, 1, 1),),
+    (RecordCount("t", 1, 10, 1),),
+    (),
+    None,
+    None,
+    None,
+    0,
+    False,
+)
 MIGRATIONS = [
     (MigrationStatus(0, 0, False, None), "0 sessions copied, 0 tombstones; not complete"),
     (MigrationStatus(1204, 1, True, True), "1,204 sessions copied, 1 tombstone; complete"),
@@ -421,7 +445,7 @@ MIGRATIONS = [
 def test_status_says_how_far_a_migration_is(migration: MigrationStatus, text: str) -> None:
     (line,) = [
         line
-        for line in status_lines(unfinished_at(1)._replace(migration=migration))
+        for line in status_lines(STATUS._replace(migration=migration))
         if line.startswith("migration: ")
     ]
     assert text in line
@@ -435,7 +459,7 @@ TRAILS = [
 
 @pytest.mark.parametrize(("trail", "text"), TRAILS)
 def test_status_says_how_long_an_audit_trail_is(trail: TrailStatus, text: str) -> None:
-    lines = [*status_lines(unfinished_at(1)._replace(audit_trail=trail))]
+    lines = [*status_lines(STATUS._replace(audit_trail=trail))]
     (line,) = [line for line in lines if line.startswith("audit trail: ")]
     assert line.removeprefix("audit trail: ").startswith(text)
 
@@ -452,7 +476,7 @@ INDEXES = [
 def test_status_says_how_far_a_search_index_is(index: IndexStatus, text: str) -> None:
     (line,) = [
         line
-        for line in status_lines(unfinished_at(1)._replace(state_index=index))
+        for line in status_lines(STATUS._replace(state_index=index))
         if line.startswith("search index: ")
     ]
     assert text in line

@@ -60,7 +60,7 @@ def status_lines(found: Status) -> Iterator[str]:
                 one.id,
                 f"under {one.root_key_id}",
                 f"of {_date(one.created_at)}",
-                f"{one.age / 86400:.0f} days old",
+                _age(one.age),
                 unwraps[one.unwraps],
             )
             for one in found.masters
@@ -93,10 +93,13 @@ def status_lines(found: Status) -> Iterator[str]:
         ],
         _INDENT,
     )
-    if found.unfinished:
+    if found.is_separating:
+        yield f"unfinished separation, and services reject this copy; {_again('`separate`')}"
+    elif found.unfinished:
         yield "unfinished rotations"
     for rotation in found.unfinished:
-        yield f"{_INDENT}{_unfinished(rotation)}"
+        again = "" if found.is_separating else f"; {_again('the same command')}"
+        yield f"{_INDENT}{_unfinished(rotation, again)}"
     if found.migration is not None:
         yield f"migration: {_migration(found.migration)}"
     if found.state_index is not None:
@@ -295,7 +298,7 @@ def _percent(count: RecordCount) -> str:
     return f"{100 * count.newest // max(count.rows, 1)}%"  # rounded down: 100% means all rows
 
 
-def _unfinished(rotation: RotationProgress) -> str:
+def _unfinished(rotation: RotationProgress, again: str) -> str:
     if rotation.genuine is False or rotation.since is None:
         return (
             f"{rotation.rotation}: its checkpoint was tampered with; "
@@ -303,9 +306,12 @@ def _unfinished(rotation: RotationProgress) -> str:
         )
     unchecked = "" if rotation.genuine else "; not verified: that needs --key"
     return (
-        f"{rotation.rotation}: {_done(rotation)}; begun {moment(rotation.since)}{unchecked}; "
-        f"if it is not running, `rotate {rotation.rotation}` continues it"
+        f"{rotation.rotation}: {_done(rotation)}; began {moment(rotation.since)}{unchecked}{again}"
     )
+
+
+def _again(command: str) -> str:
+    return f"it runs or was stopped; running {command} again is safe and continues it"
 
 
 def _migration(found: MigrationStatus) -> str:
@@ -341,10 +347,7 @@ def _done(rotation: RotationProgress) -> str:
     assert rotation.total is not None
     percent = 100 * rotation.done // max(rotation.total, 1)
     noun = "data key" if rotation.rotation == "master" else "record"
-    said = f"{percent}%, {rotation.done:,} of {counted(rotation.total, noun)}"
-    if rotation.seconds_left is None:
-        return said
-    return f"{said}, {duration(rotation.seconds_left)} left at the average speed since it began"
+    return f"{percent}%, {rotation.done:,} of {counted(rotation.total, noun)}"
 
 
 def duration(seconds: float) -> str:
@@ -353,6 +356,11 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"about {counted(round(seconds / size), unit)}"
     return f"about {counted(round(seconds), 'second')}"
+
+
+def _age(seconds: float) -> str:
+    days = f"{abs(seconds) / 86400:.0f} days"
+    return f"{days} old" if seconds >= 0 else f"{days} in the future: a clock is or was wrong"
 
 
 def moment(microseconds: int) -> str:

@@ -1,9 +1,11 @@
 """Check whether a service could start on a database, without reading sessions."""
 
+from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import unstored_command
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.storage import open_for_service, reject_new, repeated
 
 
 class Check(NamedTuple):
@@ -39,20 +41,24 @@ async def check(db: Database) -> Check:
         db: The database, with the backends that the service has.
 
     Raises:
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
+        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or
+            `separate` or `move_keys` has not ended.
         WrongKeyError: The root keys do not decrypt the keyring.
         PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is neither
             `backend` nor one of `additional_backends`.
         KeyServiceError: The key provider failed.
     """
-    root = db.backends.writer.root_key
-    survey = await db.survey()
-    keyring = (await db.keys()).keyring
+    db.require_files()
+    backends = db.backends
+    opening = partial(open_for_service, db.executors, backends, create_tables=True)
+    data, keys, keyring = await repeated(opening)
+    reject_new(data)
+    assert keyring is not None, "keys are created before data"
     return Check(
-        str(survey.format_version),
-        root.key_id,
-        len(survey.keyring),
+        str(data.format_version),
+        backends.writer.root_key.key_id,
+        len(keys.keyring),
         keyring.current_id,
         db.executors.has_key_database,
-        survey.has_plaintext_records,
+        data.has_plaintext_records,
     )

@@ -26,6 +26,7 @@ from adk_secure_sessions.storage import (
     INDEX_MARK,
     MIGRATION,
     MIGRATION_MARK,
+    SEPARATING,
     IndexState,
     Survey,
     apps,
@@ -50,7 +51,8 @@ class MasterKey(NamedTuple):
         root_key_id: The id of the root key that wraps the master key; `none` if the master key is
             stored as plaintext.
         created_at: When the master key was created, in microseconds since 1970, UTC.
-        age: Seconds since `created_at`.
+        age: Seconds since `created_at`.  An age below zero is a problem: the clock was ahead when
+            the key was created, or this clock is behind.
         unwraps: Whether the given root keys can unwrap the master key; None if no root keys were
             given.
     """
@@ -66,7 +68,8 @@ class MasterKey(NamedTuple):
 class RotationProgress(NamedTuple):
     """The progress of an unfinished rotation.
 
-    `done`, `total` and `seconds_left` are None if the checkpoint was tampered with.
+    The database does not tell whether the rotation still runs.  `done` and `total` are None if the
+    checkpoint was tampered with.
 
     Attributes:
         rotation: The name of the rotation, `master` or `data`.
@@ -77,8 +80,6 @@ class RotationProgress(NamedTuple):
         done: For `data`, the number of records whose data key was created since the rotation began.
             For `master`, the number of data keys whose data master was created since then.
         total: For `data`, the number of all records.  For `master`, the number of all data keys.
-        seconds_left: The remaining time at the average speed since the rotation began; None if
-            nothing is done yet.
     """
 
     rotation: str
@@ -86,7 +87,6 @@ class RotationProgress(NamedTuple):
     genuine: bool | None
     done: int | None
     total: int | None
-    seconds_left: float | None
 
 
 class MigrationStatus(NamedTuple):
@@ -161,6 +161,7 @@ class Status(NamedTuple):
         spare_keys: How many of the data keys are spare: newer than the current data key of their
             owner, while no row or record names them.  With a key database, several services may
             create a data key for one new user.
+        is_separating: Whether `separate` has not ended on this copy, so that services reject it.
     """
 
     format_version: str
@@ -172,7 +173,16 @@ class Status(NamedTuple):
     migration: MigrationStatus | None
     state_index: IndexStatus | None
     audit_trail: TrailStatus | None
-    spare_keys: int = 0
+    spare_keys: int
+    is_separating: bool
+
+    @property
+    def problems(self) -> int:
+        """How many things are wrong: keys, checkpoints and marks; see the command `status`."""
+        checks = [one.unwraps for one in self.masters] + [one.genuine for one in self.unfinished]
+        if self.migration is not None:
+            checks.append(self.migration.genuine)
+        return checks.count(False) + sum(one.age < 0 for one in self.masters)
 
 
 @unstored_command
@@ -214,6 +224,7 @@ async def status(
         await _state_index(db, survey),
         await _audit_trail(db, survey),
         spare_keys,
+        SEPARATING in stored_features(survey),
     )
 
 
@@ -301,7 +312,7 @@ def _progress(
     records: tuple[RecordCount, ...],
 ) -> RotationProgress:
     if one.since is None or one.genuine is False:
-        return RotationProgress(one.rotation, one.since, one.genuine, None, None, None)
+        return RotationProgress(one.rotation, one.since, one.genuine, None, None)
     if one.rotation == "master":
         new = {row.id for row in masters if row.purpose == DATA and row.created_at >= one.since}
         done = sum(count.keys for count in keys if count.master_id in new)
@@ -309,9 +320,7 @@ def _progress(
     else:
         done = sum(count.newest for count in records)
         total = sum(count.rows for count in records)
-    elapsed = time.time() - one.since / 1_000_000
-    left = elapsed * (total - done) / done if done and elapsed > 0 else None
-    return RotationProgress(one.rotation, one.since, one.genuine, done, total, left)
+    return RotationProgress(one.rotation, one.since, one.genuine, done, total)
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:

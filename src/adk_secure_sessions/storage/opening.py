@@ -672,6 +672,8 @@ def _check_mark(survey: Survey, part: Part) -> None:
             "does not know: install the release that wrote it, or restore that table from a backup"
         )
     if survey.part is not part:
+        if FEATURES in survey.meta:
+            reject_moving(survey)
         raise ConfigurationError(_MISPLACED[part, survey.part])
 
 
@@ -694,6 +696,9 @@ def check_together(data: Survey, keys: Survey) -> None:
             "check key_db_url, or restore the key database from a backup; without it the data is "
             "lost"
         )
+    old_id = _separated_from(keys)
+    if old_id is not None and old_id == data.meta.get(DATABASE_ID):
+        reject_separating(keys)  # the command ended before it stored the new id in *data*
     if data.database_id is not None and data.database_id != keys.database_id:
         raise ConfigurationError(
             "the key database belongs to another database: check db_url and key_db_url"
@@ -728,16 +733,11 @@ async def open_database(
     root = backends.writer.root_key
     marks = {PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
-        data, keys = await _survey(executors, create_tables)
-        if keys.database_id is not None:
-            reject_separating(keys)
+        data, keys, opened = await open_for_service(executors, backends, create_tables)
         database_id = keys.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
         missing = [INDEX, DATA]
-        opened: Keyring | None = None
-        if keys.database_id is not None:
-            opened = await open_keyring(keys.keyring, backends.roots, root.key_id, database_id)
-            check_features(keys, opened)
+        if opened is not None:
             missing = [DATA] if opened.current_id is None else []
         marks |= {FORMAT: str(FORMAT_VERSION), DATABASE_ID: database_id.hex()}
         part = Part.KEYS if executors.has_key_database else Part.ALL
@@ -755,10 +755,41 @@ async def open_database(
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
             await _warn(executors.data, data, backends.stores_plaintext)
-            return await _read_indexed_keys(executors, data, opened)
+            return opened
     raise SecureSessionError(
         "the database kept changing while it was opened: try again", retryable=True
     )
+
+
+class Opened(NamedTuple):
+    """A database as a service finds it when it starts.
+
+    Attributes:
+        data: The survey of the data database.
+        keys: The survey of the key database; without a key database, the same as *data*.
+        keyring: The opened keyring; None if the key tables are new.
+    """
+
+    data: Survey
+    keys: Survey
+    keyring: Keyring | None
+
+
+async def open_for_service(executors: Executors, backends: Backends, create_tables: bool) -> Opened:
+    """Check the database and open its keys as a service does when it starts; write nothing.
+
+    Services call this function before each step of `open_database`, and `check` calls it, so that
+    both accept and reject the same databases.  The arguments and errors are those of
+    `open_database`.
+    """
+    data, keys = await _survey(executors, create_tables)
+    if keys.database_id is None:
+        return Opened(data, keys, None)
+    reject_separating(keys)
+    writer = backends.writer.root_key.key_id
+    opened = await open_keyring(keys.keyring, backends.roots, writer, keys.database_id)
+    check_features(keys, opened)
+    return Opened(data, keys, await _read_indexed_keys(executors, data, opened))
 
 
 async def survey_existing(executors: Executors, known: Collection[int] = ()) -> Survey:
@@ -773,11 +804,7 @@ async def survey_existing(executors: Executors, known: Collection[int] = ()) -> 
         WrongKeyError: The keyring has too many rows, and *known* is empty.
     """
     data, keys = await _survey(executors, create_tables=True, known=known)
-    if data.database_id is None:
-        raise ConfigurationError(
-            "this database holds no encrypted sessions yet: create its tables and keys with "
-            "`adk-secure-sessions init`, or start a service on it"
-        )
+    reject_new(data)
     if not known:
         check_row_count(keys.keyring_rows)
     names = (FEATURES, SEPARATION, MIGRATION_MARK)
@@ -785,6 +812,15 @@ async def survey_existing(executors: Executors, known: Collection[int] = ()) -> 
     return data._replace(
         keyring=keys.keyring, keyring_rows=keys.keyring_rows, meta=data.meta | shared
     )
+
+
+def reject_new(data: Survey) -> None:
+    """Raise ConfigurationError if the data database, whose survey is *data*, is new."""
+    if data.database_id is None:
+        raise ConfigurationError(
+            "this database holds no encrypted sessions yet: create its tables and keys with "
+            "`adk-secure-sessions init`, or start a service on it"
+        )
 
 
 async def open_existing(
@@ -835,11 +871,20 @@ async def half_separated(executors: Executors) -> tuple[Survey, str] | None:
     if not executors.has_key_database:
         return None
     data, keys = await survey_data(executors), await survey_keys(executors)
-    found = _SEPARATION_FORM.fullmatch(str(keys.meta.get(SEPARATION)))
-    if found is None or found["old"] != data.meta.get(DATABASE_ID):
+    old_id = _separated_from(keys)
+    if old_id is None or old_id != data.meta.get(DATABASE_ID):
         return None
     check(keys, Part.KEYS, create_tables=False)
-    return keys, found["old"]
+    return keys, old_id
+
+
+def _separated_from(keys: Survey) -> str | None:
+    """Return the id of the original, in hexadecimal, if `separate` has not ended; else None.
+
+    *keys* is the survey of the database with the keys.  The id is not authenticated.
+    """
+    found = _SEPARATION_FORM.fullmatch(str(keys.meta.get(SEPARATION)))
+    return None if found is None else found["old"]
 
 
 async def survey_data(executors: Executors) -> Survey:
