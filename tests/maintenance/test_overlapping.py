@@ -21,11 +21,12 @@ from adk_secure_sessions.maintenance import (
     retire,
     rotate_data,
     rotate_master,
+    status,
     verify,
 )
 from adk_secure_sessions.maintenance.database import Limits
 from tests.faults import Faults, Point, with_faults
-from tests.maintenance.support import APP, OLD, event, fill, query
+from tests.maintenance.support import APP, OLD, event, fill, interrupt, query
 from tests.servers import Server
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(OLD)
@@ -111,6 +112,29 @@ async def test_master_that_another_rotation_retired_wraps_no_data_key(url: str) 
     async with Database(url, AES) as db:
         assert (await rotate_master(db)).left == 0
     await assert_whole(url, AES)
+
+
+@pytest.mark.parametrize("rotate", [rotate_data, rotate_master])
+@pytest.mark.parametrize("nth", range(1, 6))
+async def test_rotations_that_are_started_at_once_are_one_rotation(
+    rotate: Any, nth: int, file_url: str
+) -> None:
+    await fill(file_url)
+    db, faults = maintained(file_url)
+    begun: list[int | None] = []
+
+    async def begin_another() -> None:
+        await interrupt(file_url, rotate)
+        async with Database(file_url) as another:
+            begun.extend(one.since for one in (await status(another)).unfinished)
+
+    faults.data.before(Point.DEFINE, begin_another, nth=nth)
+    async with db:
+        done = await rotate(db)
+        assert (await status(db)).unfinished == ()
+    assert done.left == 0
+    assert begun == [done.since]
+    await assert_whole(file_url, AES)
 
 
 async def test_overlapping_rotations_leave_no_record_under_a_retired_data_key(url: str) -> None:

@@ -159,13 +159,15 @@ class Checkpoints:
                 after the year 9999.
             WrongKeyError: A master key cannot be unwrapped.
         """
-        stored = None if restart else await self._stored()
-        self.resumed = stored is not None
-        if stored is not None:
-            return stored
-        since = await later_than_all_keys(self._db)
-        await self._write(str(since), None)
-        return since
+        while True:
+            stored = None if restart else await self._stored()
+            self.resumed = stored is not None
+            if stored is not None:
+                return stored
+            since = await later_than_all_keys(self._db)
+            # If another run has just begun the rotation, continue the rotation of that run.
+            if await self._write(str(since), replaces=restart):
+                return since
 
     async def check(self, since: int) -> None:
         """Check that no other rotation was started since this rotation began at *since*.
@@ -186,26 +188,21 @@ class Checkpoints:
         Raises:
             SecureSessionError: Another rotation was started after this one began.
         """
-        if complete:
-            await self._write(None, since)
-        else:
+        if not complete or self._dry_run:
             await self.check(since)
+        elif not await self._db.change(partial(_remove, self._name, since)):
+            raise self._overlapped()
 
-    async def _write(self, text: str | None, expected: int | None) -> None:
-        """Store a checkpoint with the time *text*, or delete the checkpoint if *text* is None.
+    async def _write(self, text: str, *, replaces: bool) -> bool:
+        """Store a checkpoint with the time *text*, and return True.
 
-        Raises:
-            SecureSessionError: *expected* is given, and the stored checkpoint belongs to another
-                rotation than the one that began at *expected*.
+        If another checkpoint is stored, and *replaces* is False, change nothing and return False.
         """
         if self._dry_run:
-            return
-        value = None
-        if text is not None:
-            mac = (await self._index()).checkpoint(self._name, text)
-            value = f"{text} {mac.hex()}"
-        if not await self._db.change(partial(_replace, self._name, value, expected)):
-            raise self._overlapped()
+            return True
+        mac = (await self._index()).checkpoint(self._name, text)
+        value = f"{text} {mac.hex()}"
+        return await self._db.change(partial(_store, self._name, value, replaces))
 
     async def _stored(self) -> int | None:
         value = (await self._db.survey()).meta.get(self._name)
@@ -334,18 +331,31 @@ def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
     return hmac.compare_digest(written["mac"], index.checkpoint(name, written["since"]).hex())
 
 
-def _replace(name: str, value: str | None, expected: int | None, connection: sa.Connection) -> bool:
-    """Replace the checkpoint *name* by *value*, or delete it if *value* is None; return True.
+def _store(name: str, value: str, replaces: bool, connection: sa.Connection) -> bool:
+    """Store *value* as the checkpoint *name*, and return True.
 
-    If *expected* is given, the stored checkpoint must belong to the rotation that began at
-    *expected*.  Otherwise, leave the checkpoint unchanged and return False.
+    If another checkpoint *name* is stored, and *replaces* is False, change nothing and return
+    False.
+    """
+    query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
+    stored = connection.scalar(query)
+    if stored is not None and not replaces:
+        return bool(stored == value)  # True: an earlier attempt was committed
+    connection.execute(sa.delete(meta).where(meta.c.name == name))
+    connection.execute(sa.insert(meta).values(name=name, value=value))
+    return True
+
+
+def _remove(name: str, since: int, connection: sa.Connection) -> bool:
+    """Delete the checkpoint *name*, and return True.
+
+    If the stored checkpoint belongs to another rotation than the one that began at *since*, change
+    nothing and return False.
     """
     query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
     stored = connection.scalar(query)
     # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
-    if expected is not None and stored is not None and not _is_of(expected, stored):
+    if stored is not None and not _is_of(since, stored):
         return False
     connection.execute(sa.delete(meta).where(meta.c.name == name))
-    if value is not None:
-        connection.execute(sa.insert(meta).values(name=name, value=value))
     return True
