@@ -218,11 +218,11 @@ class Page:
         extras_of_ours = PROJECT["optional-dependencies"]
         required = "\n".join(itertools.chain(PROJECT["dependencies"], *extras_of_ours.values()))
         for name in command[2:]:
-            package, _, extras = name.rstrip("]").partition("[")
+            package, _, extras = name.split("==")[0].rstrip("]").partition("[")
             if package == ".":  # by its name, pip would install another author's package
                 assert set(filter(None, extras.split(","))) <= set(extras_of_ours)
             else:
-                assert re.search(rf"^{re.escape(name)}\b", required, re.MULTILINE), line
+                assert re.search(rf"^{re.escape(package)}\b", required, re.MULTILINE), line
 
     def _pytest(self, command: list[str], line: str) -> None:
         """Check that the arguments are valid and select tests of this repository."""

@@ -42,10 +42,10 @@ _RECHECK = 1.0  # seconds
 _SIZES = (1024, 16 * 1024, 256 * 1024, 4096 * 1024)
 _SIZE_CLASSES = ("1KiB", "16KiB", "256KiB", "4MiB", "larger")
 # The upper limits of the buckets of a histogram, in seconds.  They reach from the duration of an
-# append without a read to that of an operation on a slow database.
+# append without a read to the default of `read_timeout`.
 _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
-    5.0, 10.0,
+    5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
 # The upper limits for the time of encryption and decryption, in seconds.  Encrypting one record
 # takes some microseconds.

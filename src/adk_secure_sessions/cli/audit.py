@@ -10,7 +10,7 @@ import click
 
 from adk_secure_sessions.cli.export import output_to
 from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_speed
-from adk_secure_sessions.cli.output import counted, progress, show, without_controls
+from adk_secure_sessions.cli.output import counted, progress, show
 from adk_secure_sessions.cli.program import (
     AGAIN,
     main,
@@ -154,11 +154,7 @@ def export(
         f"exported: {counted(done.records, 'record')}",
         *([f"not authentic: {done.bad:,}"] if done.bad else []),
     ]
-    if output == _STDOUT:
-        for line in lines:
-            click.echo(without_controls(line), err=True)
-    else:
-        show(done, as_json, lines)
+    show(done, as_json, lines, err=output == _STDOUT)
     if done.bad:
         sys.exit(1)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adk_secure_sessions.cli.options import on_database, with_keys
-from adk_secure_sessions.cli.output import counted, progress, show, without_controls
+from adk_secure_sessions.cli.output import counted, progress, show
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Failure,
@@ -87,11 +87,7 @@ def export(
     else:
         assert jsonl is not None
         done = _to_lines(db, jsonl, app=app, user=user, skip_bad=skip_bad)
-    if jsonl == _STDOUT:
-        for line in _lines(done):
-            click.echo(without_controls(line), err=True)
-    else:
-        show(done, as_json, _lines(done))
+    show(done, as_json, _lines(done), err=jsonl == _STDOUT)
     if not done.is_complete:
         sys.exit(1)
 

@@ -10,6 +10,7 @@ import click
 
 from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
+from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS
@@ -45,7 +46,7 @@ def age(context: click.Context, parameter: click.Parameter, value: str | None) -
 
 
 def on_database(command: Command) -> Command:
-    """Add the options --db, --key-db, --config, --audit-log and --json to *command*.
+    """Add --db, --key-db, --config, --audit-log, --metrics-file and --json to *command*.
 
     The decorated function calls *command* with the arguments `db` (a `Database`) and `as_json`.
     """
@@ -53,7 +54,7 @@ def on_database(command: Command) -> Command:
 
 
 def on_target(command: Command) -> Command:
-    """Add the options --to, --key-db, --config, --audit-log and --json to *command*.
+    """Add --to, --key-db, --config, --audit-log, --metrics-file and --json to *command*.
 
     --to names the database that `on_database` calls --db.  The decorated function calls *command*
     with the arguments `db` (a `Database`) and `as_json`.
@@ -81,6 +82,15 @@ def _with_database(option: str, text: str) -> Callable[[Command], Command]:
             metavar="FILE",
             type=click.Path(),
             help=_AUDIT_LOG_HELP,
+        )
+        @click.option(
+            "--metrics-file",
+            metavar="FILE",
+            type=click.Path(),
+            is_eager=True,
+            expose_value=False,
+            callback=metrics.to_file,
+            help=_METRICS_HELP,
         )
         @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
         @functools.wraps(command)
@@ -187,6 +197,7 @@ _TO_HELP = (
 )
 _KEY_DB_HELP = f"URL of the key database, if there is one; or set {variable('key-db')}."
 _AUDIT_LOG_HELP = f"Append audit records to this file, as JSON; or set {variable('audit-log')}."
+_METRICS_HELP = "Replace this file, NAME.prom, by metrics of this run for Prometheus."
 _CONFIG_HELP = f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}."
 _BACKEND_HELP = (
     "Backend with which the services write; no-op stores plaintext and needs no key; or set "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBackend
+from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.wording import for_command_line
 
 if TYPE_CHECKING:
@@ -55,21 +56,25 @@ def plain(value: Any, name: str = "") -> Any:
     return value if value is None or not is_id else str(value)
 
 
-def show(result: Any, as_json: bool, lines: Iterable[str], **more: object) -> None:
-    """Print the result of a command.
+def show(
+    result: Any, as_json: bool, lines: Iterable[str], *, err: bool = False, **more: object
+) -> None:
+    """Print the result of a command, and keep it for --metrics-file.
 
     Args:
         result: The result, a named tuple or a dict.
         as_json: If True, print *result* and *more* as a JSON object.  If False, print *lines*.
         lines: Lines of text that describe *result*.
+        err: If True, print to stderr, because stdout has the output of the command.
         more: Further fields of the JSON object, such as `dry_run=True`.
     """
+    metrics.keep(result)
     if as_json:
         fields = result if isinstance(result, dict) else result._asdict()
-        click.echo(json.dumps(plain(more | fields), indent=2))
+        click.echo(json.dumps(plain(more | fields), indent=2), err=err)
         return
     for line in lines:
-        click.echo(without_controls(line))
+        click.echo(without_controls(line), err=err)
 
 
 def without_controls(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import click
 
+from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.output import progress, without_controls
 from adk_secure_sessions.cli.wording import for_command_line
 from adk_secure_sessions.errors import SecureSessionError
@@ -104,19 +105,20 @@ class Program(click.Group):
             atexit.register(gc.freeze)
         arguments = sys.argv[1:] if args is None else list(args)
         failure: click.ClickException
-        try:
-            status = super().main(
-                arguments, prog_name, complete_var, standalone_mode=False, **extra
-            )
-            sys.exit(status if isinstance(status, int) else 0)
-        except click.ClickException as error:
-            failure = error
-        except click.Abort:  # Ctrl-C before the command began its work, or when it asked a question
-            failure = Interrupted(None)
-        if "--json" in arguments:
-            click.echo(json.dumps(_as_json(failure), indent=2))
-        failure.show()
-        sys.exit(failure.exit_code)
+        with metrics.writing() as extra["obj"]:
+            try:
+                status = super().main(
+                    arguments, prog_name, complete_var, standalone_mode=False, **extra
+                )
+                sys.exit(status if isinstance(status, int) else 0)
+            except click.ClickException as error:
+                failure = error
+            except click.Abort:  # Ctrl-C before the command began its work, or at a question
+                failure = Interrupted(None)
+            if "--json" in arguments:
+                click.echo(json.dumps(_as_json(failure), indent=2))
+            failure.show()
+            sys.exit(failure.exit_code)
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})

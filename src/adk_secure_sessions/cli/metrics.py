@@ -1,0 +1,155 @@
+"""Write what a command did to a file that node_exporter's textfile collector reads.
+
+`Program.main` writes the file when a command ends, from what the command has shown and from its
+exit status.  So no command needs code of its own for it.
+"""
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import click
+
+_COMMAND = "adk_secure_sessions_command"
+_LAST_RUN = f"{_COMMAND}_last_run_timestamp_seconds"
+_LAST_SUCCESS = f"{_COMMAND}_last_success_timestamp_seconds"
+_DURATION = f"{_COMMAND}_duration_seconds"
+_PROBLEMS = f"{_COMMAND}_problems"
+_KEY_AGE = "adk_secure_sessions_key_age_seconds"
+_HELP = {
+    _LAST_RUN: "When the command last ended.",
+    _LAST_SUCCESS: "When the command last ended with exit status 0; 0 if it never did.",
+    _DURATION: "How long the last run took.",
+    _PROBLEMS: "Bad rows that the last run found; at least 1 if its exit status was not 0.",
+    _KEY_AGE: "Age of a master key when status last ran.",
+}
+_ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n"}
+
+
+class Run:
+    """A run of the program.
+
+    Attributes:
+        file: The file for the metrics; None if none was given.
+        command: The words that call the command.
+        result: What the command has shown; None if it has shown nothing.
+    """
+
+    def __init__(self) -> None:
+        self.file: Path | None = None
+        self.command: str = ""
+        self.result: object = None
+        self._began = time.monotonic()
+
+    def write(self, *, succeeded: bool) -> None:
+        """Write the metrics.  A reader sees the old file or the new one, never a part of one.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        assert self.file is not None
+        now = time.time()
+        values: dict[str, dict[str, float]] = {  # by name, and by the labels of that metric alone
+            _LAST_RUN: {"": now},
+            _LAST_SUCCESS: {"": now if succeeded else self._last_success()},
+            _DURATION: {"": time.monotonic() - self._began},
+            _PROBLEMS: {"": max(getattr(self.result, "bad", 0), 0 if succeeded else 1)},
+        }
+        if ages := dict(self._key_ages()):
+            values[_KEY_AGE] = ages
+        labels = f'command="{self.command}",file="{_escaped(self.file.name)}"'
+        lines = []
+        for name, samples in values.items():
+            lines += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} gauge"]
+            lines += [f"{name}{{{labels}{more}}} {value:.3f}" for more, value in samples.items()]
+        _replace(self.file, "\n".join([*lines, ""]))
+
+    def _last_success(self) -> float:
+        """Return when the command last succeeded, as the file says; 0 if it does not say it."""
+        assert self.file is not None
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return 0.0
+        line = rf'^{_LAST_SUCCESS}\{{command="{self.command}",.*\}} (\d+\.\d+)$'
+        found = re.search(line, text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def _key_ages(self) -> Iterator[tuple[str, float]]:
+        """Yield the labels and the age of each master key that `status` has found."""
+        from adk_secure_sessions.maintenance import Status
+
+        if isinstance(self.result, Status):
+            for one in self.result.masters:
+                yield f',purpose="{_escaped(one.purpose)}",key="{one.id}"', one.age
+
+
+def to_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Check the value of --metrics-file, and keep it in the `Run`.  click calls this function.
+
+    Raises:
+        click.BadParameter: The file has the wrong ending, or no file can be made in its directory.
+    """
+    if value is None:
+        return
+    file = Path(value)
+    if file.suffix != ".prom":  # the collector reads no other files
+        raise click.BadParameter("the name must end with .prom")
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise click.BadParameter("its directory does not exist or cannot be written")
+    run = context.ensure_object(Run)
+    run.file = file
+    run.command = context.command_path.removeprefix(context.find_root().command_path).strip()
+
+
+def keep(result: object) -> None:
+    """Keep what the running command shows for the metrics."""
+    context = click.get_current_context(silent=True)
+    if context is not None and (run := context.find_object(Run)) is not None:
+        run.result = result
+
+
+@contextmanager
+def writing() -> Iterator[Run]:
+    """Yield the run, and write its metrics at the end, also after a failure.
+
+    A run without a result that did not fail, such as that of --help, writes nothing.
+    """
+    run = Run()
+    succeeded = False
+    try:
+        yield run
+        succeeded = True
+    except SystemExit as end:
+        succeeded = not end.code
+        raise
+    finally:
+        if run.file is not None and (run.result is not None or not succeeded):
+            try:
+                run.write(succeeded=succeeded)
+            except OSError as error:
+                reason = error.strerror or type(error).__name__
+                click.echo(f"the metrics were not written to {run.file}: {reason}", err=True)
+
+
+def _escaped(text: str) -> str:
+    """Return *text* as it stands in the value of a label."""
+    return re.sub(r'[\\"\n]', lambda found: _ESCAPES[found[0]], text)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Replace *file* by a new one with *text*, which every account may read."""
+    number, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(number, "wb") as stream:
+            stream.write(text.encode("utf-8", "backslashreplace"))
+        os.chmod(temporary, 0o644)  # the collector runs as another account
+        os.replace(temporary, file)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
