@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.adk.errors.already_exists_error import AlreadyExistsError
 from google.adk.events import Event, EventActions
 from google.adk.sessions import InMemorySessionService, Session
 from google.genai import types
@@ -22,6 +23,7 @@ from adk_secure_sessions import (
     EncryptedSessionWrapper,
     PlaintextRefusedError,
     TamperedError,
+    UnknownKeyError,
 )
 from tests.attacks.needles import locals_of
 from tests.conformance.support import create, event, ids, listed, reload
@@ -289,6 +291,39 @@ async def test_entry_of_another_user_is_never_returned(world: World) -> None:
     entries_of_another_user(world)
     world.service._unit.empty_caches()  # this process then knows no key of the other user
     assert not any(key.startswith("user:") for key in (await world.read()).state)
+
+
+def names_an_unknown_key(state: dict[str, str]) -> None:
+    name = next(iter(state))
+    record = base64.b64decode(state[name])
+    key_id = slice(5, 13)
+    unknown = record[: key_id.start] + bytes(7) + b"\x01" + record[key_id.stop :]
+    state[name] = base64.b64encode(unknown).decode()
+
+
+async def test_modified_state_that_names_an_unknown_key_is_rejected_or_omitted_with_a_warning(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As docs/wrapper.md says: an entry of a user's state is omitted, as after an erasure."""
+    before = dict(world.inner.user_state["app"]["ann"])
+    names_an_unknown_key(world.inner.user_state["app"]["ann"])
+    state = (await world.read()).state
+    assert sum(key.startswith("user:") for key in state) == len(before) - 1
+    assert "an entry of a user's state is left out" in caplog.text
+    world.inner.user_state["app"]["ann"] = before
+    for entries in (world.stored().state, world.inner.app_state["app"]):
+        kept = dict(entries)
+        names_an_unknown_key(entries)
+        with pytest.raises(UnknownKeyError):
+            await world.read()
+        entries |= kept
+    assert len((await world.read()).state) == len(state) + 1
+
+
+async def test_error_of_the_other_service_keeps_its_text(world: World) -> None:
+    """As docs/errors.md says: it may contain an id."""
+    with pytest.raises(AlreadyExistsError, match="one"):
+        await create(world.service, "one", user_id="ann")
 
 
 async def test_plaintext_is_named_as_such(world: World) -> None:

@@ -103,8 +103,9 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
     The first operation opens the key database and creates its tables, like
     `EncryptedSessionService`.  Every operation raises `DecryptionError` if a value that it reads
-    was modified or moved, or is plaintext, or if its data key was erased.  All other errors are
-    those of the other service.
+    was modified or moved, or is plaintext, or if its data key was erased.  Exception: if an entry
+    of a user's state names a data key that does not exist, as after an erasure, the entry is
+    omitted, with a warning.  The errors of the other service are not changed, and may contain ids.
 
     Args:
         inner: The service that stores the sessions, such as `VertexAiSessionService`.
@@ -306,7 +307,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
         Raises:
             NotImplementedError: The other service does not implement this method.
-            DecryptionError: A value was modified or moved.
+            DecryptionError: A value was modified or moved, and its data key is known.
         """
         check_ids(app_name, user_id, "")
         method = getattr(self._inner, "get_user_state", None)
