@@ -455,9 +455,7 @@ class Database:
             row = self._find("secure_users", "user", app_name, user_id)
             owner = row and self._open_user(app_name, row)
         named = [self._data_keys.get(key_id) for key_id in owner.key_ids] if owner else []
-        usable = [key for key in named if key and key["backend_id"] == backend]
-        for key in usable:
-            self._data_key(key["id"], key["owner"], backend)
+        usable = [key for key in named if key and self._is_usable(key, backend)]
         newest: Row | None = max(usable, key=lambda key: key["generation"], default=None)
         return newest["id"] if newest else None
 
@@ -519,6 +517,13 @@ class Database:
         )
         wrapping_key = self._masters[master]
         return _checked(open_record(row["wrapped"], where, 1, wrapping_key, has_flags=False))
+
+    def _is_usable(self, key: Row, backend: int) -> bool:
+        try:
+            self._data_key(key["id"], key["owner"], backend)
+        except Refused:
+            return False
+        return True
 
     # --- records ---
 
@@ -709,7 +714,7 @@ def _memory(items: list[Row]) -> Row:
         if "scope" in item:
             scope = scopes.setdefault(json.dumps(item["scope"]), [])
             scope += [{"scope": item["scope"], **one} for one in item.get("add", []) if one]
-        require("scope" in item or "add" not in item)
+        require("scope" in item or not item.get("add"))
     for number, item in enumerate(items):
         require(item.get("replacement") == replacements.get(number))
     entries = [entry for scope in scopes.values() for entry in scope]

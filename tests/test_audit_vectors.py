@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def test_both_readers_accept_the_chain(case: Row) -> None:
     assert [fields for _, fields in found] == case["fields"]
     links = [NO_LINK, *(bytes.fromhex(link) for link in case["links"])]
     for number, row in enumerate(rows):
+        moment = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=row["time"])
+        assert case["fields"][number]["time"] == f"{moment:%Y-%m-%dT%H:%M:%S.%f+00:00}"
         cipher = BlindIndex(INDEX_MASTER).audit_cipher(DATABASE_ID, row["chain"])
         place = record_context(DATABASE_ID, row["chain"], row["number"], row["time"])
         assert open_record(cipher, place, row["record"]) == (links[number], case["fields"][number])

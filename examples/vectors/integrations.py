@@ -250,6 +250,10 @@ def _memory_cases(forger: _Forger, old: dict[str, str]) -> Iterator[Json]:
         yield case(f"drop that names {name}", edited(7, change), expect="DecryptionError")
     yield case("entries without a scope", edited(3, lambda one: one.pop("scope")),
                expect="DecryptionError")  # fmt: skip
+    without: dict[str, Json] = {"no list of entries": {}, "an empty list of entries": {"add": []}}
+    for name, empty in without.items():
+        statement = edited(3, partial(_without_entries, empty))
+        yield case(f"{name}, and no scope", statement, expect="ok")
     yield case("item removed", f"DELETE FROM secure_events {at}3")
     yield case("last item removed", f"DELETE FROM secure_events {at}7")
     yield case(
@@ -262,6 +266,11 @@ def _memory_cases(forger: _Forger, old: dict[str, str]) -> Iterator[Json]:
         f"UPDATE secure_events SET event = (SELECT event FROM secure_events {at}{a}) {at}{b}"
         for a, b in ((2, 3), (3, 2))
     ))  # fmt: skip
+
+
+def _without_entries(empty: Json, item: Json) -> None:
+    del item["scope"], item["add"]
+    item.update(empty)
 
 
 def _session_cases(stored: list[Json], old: dict[str, str]) -> Iterator[Json]:

@@ -415,6 +415,7 @@ def _json(forger: Forger) -> Iterator[Json]:
             f"{levels + 1} levels, the last one an empty list": (_nested(inner, "[]"), refused),
             f"{levels + 1} levels, the last one an empty object": (_nested(inner, "{ }"), refused),
             "an integer of 4,300 digits": ("-" + "7" * 4300, "ok"),
+            "20,000 bytes, most of them white space": (" " * 20_000 + "1", "ok"),
             "an integer of 4,301 digits": ("7" * 4301, refused),
         }
         for what, (value, expect) in values.items():
@@ -450,14 +451,18 @@ def _columns(forger: Forger) -> Iterator[Json]:
                     _VISIT, f"UPDATE secure_events SET event = CAST(X'414B53{version}' || "
                     f"substr(event, 5) AS BLOB) WHERE session_row = {row_id} AND seq = 1",
                     _TAMPERED)  # fmt: skip
-    rebuilt = [
-        "CREATE TABLE copied AS SELECT * FROM secure_sessions",
-        "INSERT INTO copied SELECT * FROM secure_sessions",
-        "DROP TABLE secure_sessions",
-        "ALTER TABLE copied RENAME TO secure_sessions",
-    ]
-    yield _case("session stored twice", "the table was rebuilt without its keys", "list", _VISIT,
-                rebuilt, _TAMPERED)  # fmt: skip
+    for table, when in (
+        ("sessions", "list"), ("sessions", "get"), ("sessions", "append"), ("users", "get"),
+        ("users", "list"), ("apps", "get"), ("apps", "list"),
+    ):  # fmt: skip
+        rebuilt = [
+            f"CREATE TABLE copied AS SELECT * FROM secure_{table}",
+            f"INSERT INTO copied SELECT * FROM secure_{table}",
+            f"DROP TABLE secure_{table}",
+            f"ALTER TABLE copied RENAME TO secure_{table}",
+        ]
+        yield _case(f"{when}: {table[:-1]} stored twice", "the table was rebuilt without its keys",
+                    when, _VISIT, rebuilt, _TAMPERED)  # fmt: skip
     tag = forger.keyring.index.session(*_VISIT).hex()
     yield _case("deleted session", "its rows were inserted again, but not its version witness",
                 "list", _VISIT, f"DELETE FROM secure_witnesses WHERE tag = X'{tag}'",
@@ -488,8 +493,13 @@ def _keys(forger: Forger) -> Iterator[Json]:
     yield _case("user whose row names a data key that is not stored", "it was retired", "get",
                 _VISIT, statement, "ok")  # fmt: skip
     junk = aes._replace(id=aes.id + 2, generation=7, wrapped=records.pack(1, 1) + bytes(60))
-    yield _case("data key that does not unwrap", "no record names it", "append", _VISIT,
-                _insert("secure_data_keys", junk), "ok", not_with=junk.id)  # fmt: skip
+    inserted = _insert("secure_data_keys", junk)
+    yield _case("data key that does not unwrap", "no record names it", "append", _VISIT, inserted,
+                "ok", not_with=junk.id)  # fmt: skip
+    statement = forger.user(_owner(user_id=ADA, key_ids=(*key_ids, aes.id, junk.id)))
+    yield _case("data key that does not unwrap, and that the user's row names",
+                "it is not usable: the writer uses another key, or creates one", "append", _VISIT,
+                [inserted, statement], "ok", not_with=junk.id)  # fmt: skip
 
 
 def _mac(forger: Forger, names: str) -> str:
@@ -522,6 +532,13 @@ def _meta(forger: Forger) -> Iterator[Json]:
         ("features: unknown feature, not authentic", features(f"future {none}"), refused),
     ):
         yield _case(name, "features say what a reader must know", "open", None, statement, expect)
+    for name, row in (("text", "('later', 'value')"), ("binary", "('later', X'00FF')")):
+        yield _case(f"{name} value of an unknown name of secure_meta", "a reader ignores it", "get",
+                    _VISIT, f"INSERT INTO secure_meta VALUES {row}", "ok")  # fmt: skip
+    for name in ("format", "database_id", "features"):
+        statement = f"UPDATE secure_meta SET value = CAST(value AS BLOB) WHERE name = '{name}'"
+        yield _case(f"{name} that is binary", "a column of text", "open", None, statement,
+                    refused)  # fmt: skip
     for value in ("1", "3", "02", " 2", "2 ", ""):
         statement = f"UPDATE secure_meta SET value = '{value}' WHERE name = 'format'"
         yield _case(f"format {value!r}", "another format, or another spelling", "open", None,

@@ -182,7 +182,7 @@ def _blob(values: JsonObject) -> Blob:
         and 0 <= blob.size <= MAX_SIZE
     ):
         return blob
-    raise ValueError("not a blob")
+    raise ValueError
 
 
 class _Described(NamedTuple):

@@ -5,7 +5,7 @@ blind index: the keyed hash of an app name, user id or session id.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from time import perf_counter
@@ -456,6 +456,7 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
         _reject_if_removed(found, who.app_tag, apps.name)
         attempt.missing(who.app_tag)
         return None
+    _reject_second(found.apps, apps.name)
     cache = attempt.cache.apps
     app = _unchanged(attempt, cache, found, who.app_tag, row)
     if app is None:
@@ -478,6 +479,17 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
     return app
 
 
+def _reject_second(rows: Sequence[AppRow | UserRow | SessionRow], table: str) -> None:
+    """Raise TamperedError if a query by a tag has found two rows.
+
+    This is possible only if the column `tag` has lost its UNIQUE constraint.
+    """
+    if len(rows) > 1:
+        raise TamperedError(
+            "it is stored twice", reason=Reason.MISMATCH, table=table, row=rows[1].id
+        )
+
+
 def open_user(attempt: Attempt, found: Found) -> Owner | None:
     """Return the decrypted user of *attempt*, or None if the user is not stored.
 
@@ -490,6 +502,7 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
         attempt.missing(attempt.who.user_tag)
         attempt.forget_user()
         return None
+    _reject_second(found.users, users.name)
     user = open_user_row(attempt, found, row)
     if user.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
         raise TamperedError(
@@ -555,6 +568,7 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
         raise TamperedError(
             "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
         )
+    _reject_second(found.sessions, sessions.name)
     session = open_session_row(attempt, found, user, row)
     if session.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(

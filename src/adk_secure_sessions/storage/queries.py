@@ -781,7 +781,7 @@ class Found:
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.app: AppRow | None = None
+        self.apps: list[AppRow] = []
         self.users: list[UserRow] = []
         self.witnesses: dict[bytes, WitnessRow] = {}
         self.data_keys: list[DataKeyRow] = []
@@ -803,7 +803,7 @@ class Found:
             elif kind == _USER:
                 self.users.append(UserRow(row[1], row[2], row[3], row[9], row[10]))
             elif kind == _APP:
-                self.app = self.app or AppRow(row[1], row[2], row[9], row[10])
+                self.apps.append(AppRow(row[1], row[2], row[9], row[10]))
             elif kind == _SNAPSHOT:
                 self.snapshots[row[1]] = SnapshotRow(row[1], row[2], row[9])
             elif kind == _KEY:
@@ -818,6 +818,11 @@ class Found:
                 seals[row[9]] = row[10]
         for tag, seal in seals.items():
             self.migrated[tag] = self.migrated[tag]._replace(seal=seal)
+
+    @property
+    def app(self) -> AppRow | None:
+        """The app's row; None if the row does not exist."""
+        return self.apps[0] if self.apps else None
 
     @property
     def user(self) -> UserRow | None:
