@@ -38,6 +38,7 @@ RULES = MONITORING / "alerts.yml"
 DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
 TARGETS = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+DURATION = "adk_secure_sessions_operation_duration_seconds"
 # A metric or a label of ours in a query, in a legend, or in a text of an alert.
 NAMES = re.compile(r"\b(?:adk_secure_sessions_|db_|error_)\w+\b")
 
@@ -164,6 +165,12 @@ def test_errors_that_the_alert_leaves_out_have_these_names() -> None:
     (left_out,) = re.findall(r'error_type!~"([^"]*)"', rule["expr"])
     errors = (StaleSessionError, AlreadyExistsError, SessionNotFoundError, asyncio.CancelledError)
     assert left_out.split("|") == ["", *(error.__name__ for error in errors)]
+
+
+def test_bucket_that_an_alert_reads_exists(text: str) -> None:
+    """Without it, the alert would never be raised."""
+    (limit,) = {limit for rule in ALERTS for limit in re.findall(r'le="[^"]*"', rule["expr"])}
+    assert re.search(rf"^{DURATION}_bucket{{.*{re.escape(limit)}", text, re.M)
 
 
 def test_alerts_for_the_duration_of_calls_name_methods_of_the_service() -> None:
@@ -348,9 +355,6 @@ class Exporter:
             finally:
                 server.shutdown()
                 thread.join()
-
-
-DURATION = "adk_secure_sessions_operation_duration_seconds"
 
 
 def calls(method: str, number: float, seconds: float, error: str = "") -> dict[str, float]:
