@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
 
 from adk_secure_sessions import SecureSessionError
-from adk_secure_sessions.tracebacks import hides_frames, hides_locals, without_frames
+from adk_secure_sessions.tracebacks import hides_locals, without_frames
 
 KEY = b"needle"
 
@@ -46,7 +46,7 @@ def test_error_loses_its_frames_its_cause_and_its_context() -> None:
     assert attached(error) == [None, None, None]
 
 
-@hides_frames
+@hides_locals
 def takes(key: bytes, *, fails: bool = False) -> tuple[bytes, bool]:
     """Documented."""
     if fails:
@@ -54,7 +54,7 @@ def takes(key: bytes, *, fails: bool = False) -> tuple[bytes, bool]:
     return key, fails
 
 
-@hides_frames
+@hides_locals
 async def takes_async(key: bytes, *, fails: bool = False) -> tuple[bytes, bool]:
     """Documented."""
     await asyncio.sleep(0)
@@ -98,6 +98,59 @@ async def test_error_of_a_decorated_function_has_no_frame_with_a_key(
     assert not any("needle" in repr(one.f_locals) for one in inner)
     assert info.value.__cause__ is None
     assert info.value.__context__ is None
+
+
+@hides_locals
+class Documented:
+    """Its constructor, a method, a generator and a class method fail if they are told to."""
+
+    def __init__(self, key: bytes, *, fails: bool = False) -> None:
+        takes(key, fails=fails)
+        if fails:
+            raise failure()
+
+    async def method(self, key: bytes) -> None:
+        raise failure()
+
+    async def generator(self, key: bytes) -> AsyncIterator[bytes]:
+        yield key
+        raise failure()
+
+    @classmethod
+    def of(cls, key: bytes) -> "Documented":
+        return cls(key, fails=True)
+
+
+async def exhausted(values: AsyncIterator[bytes]) -> None:
+    assert [value async for value in values]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Documented(KEY, fails=True),
+        lambda: Documented.of(KEY),
+        lambda: Documented(KEY).method(KEY),
+        lambda: exhausted(Documented(KEY).generator(KEY)),
+    ],
+    ids=["constructor", "class method", "method", "generator"],
+)
+async def test_error_of_a_decorated_class_has_no_frame_with_a_key(
+    call: Callable[[], Any],
+) -> None:
+    with pytest.raises(Failed) as info:
+        await of(call())
+    frames = [frame for frame, _ in traceback.walk_tb(info.value.__traceback__)]
+    inner = [one for one in frames if one.f_code.co_filename != __file__]
+    assert inner, "the frame of the decorator"
+    assert {one.f_code.co_name for one in frames}.isdisjoint({"__init__", "chained", "generator"})
+    assert not any("needle" in repr(one.f_locals) for one in inner)
+
+
+async def test_generator_of_a_decorated_class_is_closed_with_its_wrapper() -> None:
+    values = Documented(KEY).generator(KEY)
+    assert await anext(aiter(values)) == KEY
+    await values.aclose()  # type: ignore[attr-defined]
 
 
 def test_errors_in_a_group_lose_theirs_too() -> None:

@@ -49,7 +49,7 @@ from adk_secure_sessions.storage import (
     users,
 )
 from adk_secure_sessions.telemetry import measured
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 try:
     from google.adk.errors import StaleSessionError as StaleSessionError
@@ -88,6 +88,7 @@ class SessionPage(NamedTuple):
     next: str | None
 
 
+@hides_locals
 class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     """A drop-in replacement for ADK's `DatabaseSessionService` that encrypts what it stores.
 
@@ -160,7 +161,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         ConfigurationError: An argument cannot be used as given.
     """
 
-    @hides_frames
     def __init__(
         self,
         db_url: str | sa.URL | None = None,
@@ -717,6 +717,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 def _unsupported(name: str) -> Callable[..., Never]:
     """Return a method that raises NotImplementedError and calls itself *name* in the error."""
 
+    @hides_locals
     def method(*args: object, **kwargs: object) -> Never:
         raise NotImplementedError(
             f"this release of adk-secure-sessions does not implement {name}(), which the installed "

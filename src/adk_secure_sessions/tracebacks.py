@@ -2,13 +2,12 @@
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-P = ParamSpec("P")
-T = TypeVar("T")
+C = TypeVar("C")
 E = TypeVar("E", bound=BaseException)
 
 _LINES = "Lines of code, without their local variables, which may contain plaintext:"
@@ -55,47 +54,69 @@ def _add_note(error: Exception) -> None:
     error.add_note("\n".join([_LINES, *lines]))
 
 
-def hides_locals(
-    method: Callable[P, Awaitable[T]],
-    clean: Callable[[BaseException], BaseException] = without_locals,
-) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a public coroutine function that works with plaintext.
+def hides_locals(target: C) -> C:
+    """Decorate a public function or class whose arguments or local variables may be secret.
 
-    If *method* raises an error, the traceback of the error includes no frame of *method* or of the
-    functions that *method* calls.  A note of the error names their lines.  Error reporters would
-    otherwise record the plaintext in local variables.  *clean* removes the frames.
+    If the function raises an error, the traceback of the error includes no frame of the function or
+    of the functions that it calls: see `without_locals`.  Error reporters would otherwise record
+    the keys and the plaintext in local variables.  Of a class, the constructor and each public
+    method are decorated.  The function may be a coroutine function or an asynchronous generator.
     """
+    hidden: Any
+    function: Any = target
+    if isinstance(target, type):
+        for name, member in list(vars(target).items()):
+            is_public = name == "__init__" or not name.startswith("_")
+            if is_public and inspect.isfunction(member) and not is_hidden(member):
+                setattr(target, name, hides_locals(member))
+            elif is_public and isinstance(member, classmethod):
+                setattr(target, name, classmethod(hides_locals(member.__func__)))
+        return target
 
-    @wraps(method)
-    async def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
-        call = method(*args, **kwargs)
-        # The arguments may be secret, and the traceback of an error includes this frame.
-        del args, kwargs
-        try:
-            return await call
-        # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a
-        # TimeoutError, so error reporters would record its frames.
-        except BaseException as error:
-            raise clean(error) from None
+    # Each wrapper deletes the arguments: they may be secret, and the traceback of an error includes
+    # the frame of the wrapper.
+    if inspect.isasyncgenfunction(function):
 
-    return hidden
-
-
-def hides_frames(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate *function*, whose arguments or local variables contain keys.
-
-    If *function* raises an error, the traceback of the error includes no frame of *function* or of
-    the functions that *function* calls.  See `without_frames` for the reason.
-    """
-    if inspect.iscoroutinefunction(function):
-        return cast("Callable[P, T]", hides_locals(function, without_frames))
-
-    @wraps(function)
-    def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
+        @wraps(function)
+        async def hidden(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            values, value = function(*args, **kwargs), None
             del args, kwargs
-            raise without_frames(error) from None
+            try:
+                async with aclosing(values):
+                    async for value in values:
+                        yield value
+            except BaseException as error:
+                del value
+                raise without_locals(error) from None
 
-    return hidden
+    elif inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def hidden(*args: Any, **kwargs: Any) -> Any:
+            try:
+                call = function(*args, **kwargs)
+                del args, kwargs
+                return await call
+            # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a
+            # TimeoutError, so error reporters would record its frames.
+            except BaseException as error:
+                args, kwargs = (), {}
+                raise without_locals(error) from None
+
+    else:
+
+        @wraps(function)
+        def hidden(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                del args, kwargs
+                raise without_locals(error) from None
+
+    return cast("C", hidden)
+
+
+def is_hidden(function: object) -> bool:
+    """Return whether `hides_locals` has decorated *function*."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_name == "hidden" and code.co_filename == __file__

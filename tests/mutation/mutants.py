@@ -6,7 +6,7 @@ out: a variable that becomes None, an argument that is removed (arguments that b
 not left out), and the arguments of `len` and `isinstance`.
 
 mutmut itself leaves out functions with a decorator and everything outside of functions.  Here, both
-are security-relevant: `hides_frames` decorates most functions that take keys, and the layouts of
+are security-relevant: `hides_locals` decorates most functions that take keys, and the layouts of
 stored bytes are constants of modules.
 
 Not changed are texts of error messages and of the log, which other tests compare with the

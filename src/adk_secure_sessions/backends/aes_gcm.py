@@ -7,9 +7,10 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 
+@hides_locals
 class AesGcmBackend(KeyMaterial):
     """Encrypts with AES-256-GCM (NIST SP 800-38D) and random 96-bit nonces.
 
@@ -23,7 +24,6 @@ class AesGcmBackend(KeyMaterial):
     backend_id = 1
     name = "aesgcm"
 
-    @hides_frames
     def __init__(self, key: bytes | str | KeyProvider) -> None:
         self.root_key: KeyProvider = root_key(key)
 
@@ -31,7 +31,6 @@ class AesGcmBackend(KeyMaterial):
         """Return 32 random bytes."""
         return secrets.token_bytes(KEY_LENGTH)
 
-    @hides_frames
     def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for `key`, a data key of 32 bytes.
 

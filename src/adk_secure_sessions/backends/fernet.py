@@ -22,7 +22,7 @@ from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 _KEY_LENGTH = 32
 _VERSION = b"\x80"
@@ -119,6 +119,7 @@ class TokenKey(KeyMaterial):
         return unpadder.update(padded) + unpadder.finalize()
 
 
+@hides_locals
 class FernetBackend(KeyMaterial):
     """Encrypts with Fernet: AES-128-CBC, authenticated with HMAC-SHA-256.
 
@@ -132,7 +133,6 @@ class FernetBackend(KeyMaterial):
     backend_id = 2
     name = "fernet"
 
-    @hides_frames
     def __init__(self, key: bytes | str | KeyProvider) -> None:
         self.root_key: KeyProvider = root_key(key)
 
@@ -140,7 +140,6 @@ class FernetBackend(KeyMaterial):
         """Return 32 random bytes."""
         return secrets.token_bytes(_KEY_LENGTH)
 
-    @hides_frames
     def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for `key`, a data key of 32 bytes.
 

@@ -5,6 +5,7 @@ import warnings
 from adk_secure_sessions.errors import PlaintextRefusedError, Reason
 from adk_secure_sessions.formats.records import NOOP_BACKEND_ID, Cipher
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
+from adk_secure_sessions.tracebacks import hides_locals
 
 _PLAINTEXT_WRAP = b"\x00"
 
@@ -39,6 +40,7 @@ class _NoCipher:
         return sealed
 
 
+@hides_locals
 class NoOpBackend:
     """Stores everything as plaintext, and issues a `UserWarning` when it is created.
 

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 TAG_LENGTH = 16
 
@@ -28,7 +28,7 @@ class ChunkCipher(KeyMaterial):
 
     __slots__ = ("_aead", "_associated_data")
 
-    @hides_frames
+    @hides_locals
     def __init__(self, key: bytes, associated_data: bytes) -> None:
         if len(key) != KEY_LENGTH:
             raise ValueError(f"an AES-256 key is {KEY_LENGTH} bytes, got {len(key)}")

@@ -27,7 +27,7 @@ from adk_secure_sessions.errors import (
     TamperedError,
     UnknownKeyError,
 )
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 _PBKDF2_SALT = b"adk-secure-sessions-fernet-v1"
 _ITERATIONS = 600_000
@@ -63,6 +63,7 @@ class _Passphrase(KeyMaterial):
             return self._derived[iterations]
 
 
+@hides_locals
 class Package1xKeys(KeyMaterial):
     """The keys of an application that used adk-secure-sessions 1.x.
 
@@ -78,7 +79,6 @@ class Package1xKeys(KeyMaterial):
         ConfigurationError: *keys* is empty, a key is empty, or a key is neither text nor bytes.
     """
 
-    @hides_frames
     def __init__(self, keys: Iterable[str | bytes]) -> None:
         if isinstance(keys, str | bytes):
             keys = [keys]
@@ -90,7 +90,6 @@ class Package1xKeys(KeyMaterial):
         if not self._passphrases and not self._fernets:
             raise ConfigurationError("give the keys of adk-secure-sessions 1.x")
 
-    @hides_frames
     def decrypt_fernet(self, sealed: bytes) -> bytes:
         """Return the plaintext of *sealed*, a ciphertext of `FernetBackend`.
 
@@ -107,7 +106,6 @@ class Package1xKeys(KeyMaterial):
             raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
         return _first(self._unsalted(), sealed)
 
-    @hides_frames
     def decrypt_aes_256_gcm(self, sealed: bytes) -> bytes:
         """Return the plaintext of *sealed*, a ciphertext of `AesGcmBackend`.
 

@@ -11,7 +11,7 @@ from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.crypto.chunks import TAG_LENGTH, ChunkCipher
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 Bytes = bytes | bytearray | memoryview
 
@@ -112,7 +112,7 @@ class BlobDecryptor(KeyMaterial):
         "_chunks", "_cipher", "_left", "_next", "_pending", "_skip", "_unread", "end", "first",
     )  # fmt: skip
 
-    @hides_frames
+    @hides_locals
     def __init__(self, key: bytes, size: int, start: int = 0, stop: int | None = None) -> None:
         """Prepare to decrypt bytes *start* to *stop* - 1 of the plaintext, by default all bytes.
 

@@ -27,7 +27,7 @@ from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_f
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Compression, Padding
 from adk_secure_sessions.service import EncryptedSessionService
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from google.adk.artifacts import BaseArtifactService
@@ -115,7 +115,7 @@ class ServiceUri(NamedTuple):
         return self.backends[0] == NO_OP
 
 
-@hides_frames
+@hides_locals
 def parse(uri: str) -> ServiceUri:
     """Return the parts of *uri*.
 
@@ -223,7 +223,7 @@ def describing() -> Iterator[None]:
         _describes.reset(token)
 
 
-@hides_frames
+@hides_locals
 def session_service(
     uri: str, agents_dir: str | None = None, **options: object
 ) -> EncryptedSessionService:
@@ -248,7 +248,7 @@ def session_service(
     return cast(EncryptedSessionService, parsed) if _describes.get() else _shared(parsed)
 
 
-@hides_frames
+@hides_locals
 def artifact_service(
     uri: str, agents_dir: str | None = None, **_options: object
 ) -> "BaseArtifactService":
@@ -270,7 +270,7 @@ def artifact_service(
     return service
 
 
-@hides_frames
+@hides_locals
 def memory_service(
     uri: str, agents_dir: str | None = None, **_options: object
 ) -> "BaseMemoryService":
@@ -285,6 +285,7 @@ def memory_service(
     return service
 
 
+@hides_locals
 def register() -> None:
     """Register our services for all `SCHEMES` in google-adk; call this in `services.py`."""
     from google.adk.cli.service_registry import get_service_registry

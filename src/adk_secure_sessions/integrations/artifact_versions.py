@@ -12,22 +12,25 @@ importing google-adk takes seconds.
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import MAX_SIZE
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.storage import Collection, events
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 _KIND = "artifact"  # the first part of the names of our collections
 # The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.
 _ID = re.compile("[0-9a-f]{32}")
 
 
-class Blob(NamedTuple):
+@dataclass(frozen=True, slots=True, repr=False)
+class Blob(KeyMaterial):
     """The blob that stores the content of a version, and the key of the blob.
 
     Attributes:
@@ -42,11 +45,9 @@ class Blob(NamedTuple):
     key: bytes
     size: int
 
-    def __repr__(self) -> str:  # without the key
-        return f"Blob({self.prefix}/{self.name}, {self.size} bytes)"
 
-
-class Version(NamedTuple):
+@dataclass(frozen=True, slots=True, repr=False)
+class Version(KeyMaterial):
     """One version of an artifact, without its content.
 
     Attributes:
@@ -146,7 +147,7 @@ def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> J
     return values if blob is None else values | {"blob": _values(blob)}
 
 
-@hides_frames
+@hides_locals
 def reencrypted_item(
     plaintext: bytes, number: int, versions: int, blob: Blob, rotation: int
 ) -> bytes:
@@ -167,7 +168,12 @@ def reencrypted_item(
 
 def _values(blob: Blob) -> JsonObject:
     """Return *blob* as the JSON values that an item stores."""
-    return {**blob._asdict(), "key": blob.key.hex()}
+    return {
+        "prefix": blob.prefix,
+        "name": blob.name,
+        "key": blob.key.hex(),
+        "size": blob.size,
+    }
 
 
 def _blob(values: JsonObject) -> Blob:
@@ -219,7 +225,7 @@ def _follows(one: _Described, before: int) -> bool:
     return one.versions == before
 
 
-@hides_frames
+@hides_locals
 def _parsed(collection: Collection, item: int) -> _Described:
     _, values = json_text.read_event(collection.items[item - collection.size])
     row = collection.at.session_row

@@ -20,6 +20,7 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import Trail, accessed, store_rejected
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     ConfigurationError,
@@ -52,7 +53,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import Collection
-from adk_secure_sessions.tracebacks import hides_frames, hides_locals, without_locals
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -66,7 +67,8 @@ _Key = tuple[str, str, str, str | None]
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
 
 
-class ArtifactStream:
+@hides_locals
+class ArtifactStream(KeyMaterial):
     """The content of one version of an artifact, as an asynchronous iterator of bytes.
 
     Attributes:
@@ -84,13 +86,13 @@ class ArtifactStream:
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._pieces
 
-    @hides_locals
     async def read(self) -> bytes:
         """Return all bytes that were not read yet."""
         return b"".join([piece async for piece in self._pieces])
 
 
-class EncryptedArtifactService(BaseArtifactService):
+@hides_locals
+class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     """Stores artifacts encrypted: names, types and metadata as rows, contents as blobs.
 
     The rows are encrypted with the user's data key, and contain the keys of the blobs.  Therefore,
@@ -378,7 +380,6 @@ class EncryptedArtifactService(BaseArtifactService):
                 await self._discard(blob)
             raise
 
-    @hides_frames
     async def _append(
         self,
         app_name: str,
@@ -535,24 +536,22 @@ class EncryptedArtifactService(BaseArtifactService):
 reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
 
 
+@hides_locals
 async def _recording_rejections(
     pieces: AsyncGenerator[bytes, None], trail: Trail | None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield *pieces*; record a rejection, and raise errors without local variables.
+    """Yield *pieces*; record a rejection.
 
     The decorator `accessed` cannot do this: the application reads the pieces after the call of the
     service has ended.
     """
-    piece = b""
     try:
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
-    except BaseException as error:
-        piece = b""  # the traceback includes this frame
-        if isinstance(error, DecryptionError):
-            await store_rejected(trail, error)
-        raise without_locals(error) from None
+    except DecryptionError as error:
+        await store_rejected(trail, error)
+        raise
 
 
 def _collection_name(app_name: str, user_id: str, filename: str, session_id: str | None) -> str:

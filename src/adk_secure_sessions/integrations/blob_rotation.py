@@ -60,7 +60,7 @@ from adk_secure_sessions.storage import (
     events,
     sessions,
 )
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -268,7 +268,7 @@ class _BlobRotationRun(DataRotationRun):
         async for piece in decrypt_stream(decryptor, sealed):
             yield piece
 
-    @hides_frames
+    @hides_locals
     async def _append(
         self, ids: SessionIds, found: Collection, version: Version, new: Blob
     ) -> Collection:

@@ -21,6 +21,7 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import accessed
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
@@ -51,6 +52,7 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import Collection, Expected, MissingSession, StaleRevision, events
+from adk_secure_sessions.tracebacks import hides_locals
 
 _CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
 # The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
@@ -68,6 +70,7 @@ _READ_ALL_BYTES = 2**20
 _FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
 
 
+@hides_locals
 class RankedEntry:
     """An entry, as a `MemoryRanker` gets it.  The `repr` of an entry shows no content.
 
@@ -134,7 +137,8 @@ class _Plan(NamedTuple):
     deleted: Sequence[str] = ()
 
 
-class EncryptedMemoryService(BaseMemoryService):
+@hides_locals
+class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
     """A memory service that stores memories in the sessions' database, encrypted with data keys.
 
     `search_memory` returns the same memories as the `InMemoryMemoryService` of google-adk 2.13.

@@ -74,7 +74,7 @@ from adk_secure_sessions.storage import (
     open_database,
 )
 from adk_secure_sessions.telemetry import measured
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
@@ -92,6 +92,7 @@ _LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionSer
 _ROUNDING = 0.001
 
 
+@hides_locals
 class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
     """Encrypts sessions before another session service of ADK stores them.
 
@@ -128,7 +129,6 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         ConfigurationError: An argument cannot be used as given.
     """
 
-    @hides_frames
     def __init__(
         self,
         inner: BaseSessionService,

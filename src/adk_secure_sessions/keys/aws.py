@@ -23,7 +23,7 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
@@ -80,6 +80,7 @@ class _ProcessSession(NamedTuple):
     botocore: Any
 
 
+@hides_locals
 class AwsKmsKey(RemoteKey):
     """A root key that is a symmetric key of AWS KMS; key spec `aws-kms:ARN-or-alias`.
 
@@ -105,7 +106,6 @@ class AwsKmsKey(RemoteKey):
 
     _kind = b"\x03"
 
-    @hides_frames
     def __init__(
         self,
         key: str,

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -51,6 +52,7 @@ _RETRYABLE = {
 }
 
 
+@hides_locals
 class GcpKmsKey(RemoteKey):
     """A root key that is a symmetric key of Google Cloud KMS; key spec `gcp-kms:projects/…`.
 

@@ -17,7 +17,7 @@ from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_key_id
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 PASSPHRASE_WRAP = b"\x02"
 _SALT_LENGTH = 16
@@ -38,6 +38,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
+@hides_locals
 class PassphraseKey(KeyMaterial):
     """A root key that Argon2id derives from a passphrase.
 
@@ -60,7 +61,6 @@ class PassphraseKey(KeyMaterial):
 
     __slots__ = ("_ciphers", "_max_cost", "_new_header", "_passphrase", "key_id")
 
-    @hides_frames
     def __init__(
         self,
         passphrase: str,
@@ -95,7 +95,6 @@ class PassphraseKey(KeyMaterial):
     def __hash__(self) -> int:
         return hash(self.key_id)
 
-    @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with a key derived from the passphrase.
 

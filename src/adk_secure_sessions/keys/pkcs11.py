@@ -15,7 +15,7 @@ from typing import Any
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128
@@ -116,6 +116,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
 
 
+@hides_locals
 class Pkcs11Key(RemoteKey):
     """An AES-256 key that cannot be extracted from its token; key spec `pkcs11:TOKEN/LABEL`.
 
@@ -141,7 +142,6 @@ class Pkcs11Key(RemoteKey):
 
     _kind = b"\x06"
 
-    @hides_frames
     def __init__(
         self,
         key: str,

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 RAW_KEY_WRAP = b"\x01"
 KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
@@ -91,7 +91,7 @@ def generate_key() -> str:
     return base64.urlsafe_b64encode(secrets.token_bytes(KEY_LENGTH)).decode()
 
 
-@hides_frames
+@hides_locals
 def parse_key(key: bytes | str) -> bytes:
     """Return the 32 bytes of *key*, which is 32 bytes or their base64 text, standard or URL-safe.
 
@@ -127,6 +127,7 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
     return HKDFExpand(SHA256(), length, info).derive(key)
 
 
+@hides_locals
 class StaticKey(KeyMaterial):
     """A root key in the memory of this process.
 
@@ -142,7 +143,6 @@ class StaticKey(KeyMaterial):
 
     __slots__ = ("_cipher", "key_id")
 
-    @hides_frames
     def __init__(self, key: bytes | str) -> None:
         raw = parse_key(key)
         self.key_id: str = f"{_STATIC_KEY}{_derive(raw, 'key-id', 8).hex()}"
@@ -154,7 +154,6 @@ class StaticKey(KeyMaterial):
     def __hash__(self) -> int:
         return hash(self.key_id)
 
-    @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with AES-256-GCM and a key derived from the root key."""
         return RAW_KEY_WRAP + self._cipher.encrypt(key, RAW_KEY_WRAP + associated_data)
@@ -170,6 +169,7 @@ class StaticKey(KeyMaterial):
         return self._cipher.decrypt(wrapped[1:], RAW_KEY_WRAP + associated_data)
 
 
+@hides_locals
 class EnvironmentKey(StaticKey):
     """A root key as base64 text in the environment variable `name`.
 
@@ -183,6 +183,7 @@ class EnvironmentKey(StaticKey):
         super().__init__(read_environment(name))
 
 
+@hides_locals
 class FileKey(StaticKey):
     """A root key in a file, as 32 bytes or as their base64 text.
 
@@ -195,7 +196,6 @@ class FileKey(StaticKey):
             it.
     """
 
-    @hides_frames
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(read_private_file(Path(path)))
 

@@ -26,7 +26,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.providers import check_key_id
 from adk_secure_sessions.loops import bound
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
@@ -70,6 +70,7 @@ class _Quiet(logging.Filter):
 _quiet = _Quiet()
 
 
+@hides_locals
 class RemoteKey(KeyMaterial):
     """A root key in a key service, which encrypts and decrypts with this key on request.
 
@@ -109,7 +110,6 @@ class RemoteKey(KeyMaterial):
     def __hash__(self) -> int:
         return hash(self.key_id)
 
-    @hides_frames
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` in the key service, and bind the result to `associated_data`.
 
@@ -119,7 +119,6 @@ class RemoteKey(KeyMaterial):
         bound = self._kind + associated_data
         return self._kind + await self._with_retries("wrap", lambda: self._encrypt(key, bound))
 
-    @hides_frames
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
         """Return the key in `wrapped`, which `wrap` returned.
 

@@ -18,7 +18,7 @@ from adk_secure_sessions.keys.providers import (
     read_environment,
 )
 from adk_secure_sessions.keys.vault import VaultKey
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
     "env": EnvironmentKey,
@@ -31,7 +31,7 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
 }
 
 
-@hides_frames
+@hides_locals
 def key_provider(spec: str) -> KeyProvider:
     """Return the provider of the root key that `spec` names, such as `env:NAME` or `file:PATH`.
 
@@ -49,7 +49,7 @@ def key_provider(spec: str) -> KeyProvider:
     return make(rest)
 
 
-@hides_frames
+@hides_locals
 def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
     """Return the provider for *key*: 32 bytes, base64 text, a key spec, or a provider itself.
 

@@ -26,7 +26,7 @@ from adk_secure_sessions.keys.remote import (
     require,
 )
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     import httpx
@@ -58,6 +58,7 @@ class _Answer(NamedTuple):
     content: bytes
 
 
+@hides_locals
 class VaultKey(RemoteKey):
     """A key in the transit engine of Vault (1.13 or later) or OpenBao; key spec `vault:MOUNT/KEY`.
 
@@ -90,7 +91,6 @@ class VaultKey(RemoteKey):
 
     _kind = b"\x05"
 
-    @hides_frames
     def __init__(
         self,
         key: str,

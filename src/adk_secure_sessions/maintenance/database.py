@@ -33,7 +33,7 @@ from adk_secure_sessions.storage import (
     repeated,
     survey_existing,
 )
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
@@ -62,6 +62,7 @@ class Limits(NamedTuple):
     lock_wait: int = 5
 
 
+@hides_locals
 class Database(KeyMaterial, ClosedByWith):
     """A database of encrypted sessions, for the maintenance functions; use it with `async with`.
 
@@ -85,7 +86,6 @@ class Database(KeyMaterial, ClosedByWith):
         ConfigurationError: One of these arguments cannot be used.
     """
 
-    @hides_frames
     def __init__(
         self,
         db_url: str | sa.URL | None = None,

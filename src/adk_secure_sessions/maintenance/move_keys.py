@@ -151,7 +151,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
         SecureSessionError: Another process has changed the keys during this run.
     """
     if to not in ("key-db", "db"):
-        raise ConfigurationError(f"to must be 'key-db' or 'db', not {to!r}")
+        raise ConfigurationError("to must be 'key-db' or 'db'")
     if not db.executors.has_key_database:
         raise ConfigurationError("give the key database: pass it as key_db_url")
     move = _Move(db, db.backends.writer.root_key.key_id, progress)

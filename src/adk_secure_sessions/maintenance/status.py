@@ -40,6 +40,7 @@ from adk_secure_sessions.storage import (
     users,
     witnesses,
 )
+from adk_secure_sessions.tracebacks import hides_locals
 
 
 class MasterKey(NamedTuple):
@@ -290,6 +291,7 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
     return TrailStatus(int(records), int(chains), since if isinstance(since, int) else None)
 
 
+@hides_locals
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key.
 

@@ -45,6 +45,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableState,
 )
 from adk_secure_sessions.storage import repeated
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
@@ -110,6 +111,7 @@ async def inspect(
         await reader.close()
 
 
+@hides_locals
 class AdkTables(LookupSource):
     """The tables of google-adk's `DatabaseSessionService` or `SqliteSessionService`.
 

@@ -36,6 +36,7 @@ from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.migration.export_reader import Ids, ids_of
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
 from adk_secure_sessions.storage import repeated
+from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 MISSING = "the target does not have it"
@@ -88,6 +89,7 @@ class _Reading(NamedTuple):
     is_event_time: bool
 
 
+@hides_locals
 class AdkTarget(ClosedByWith):
     """A database to which `export_to_adk` adds google-adk's tables; use it with `async with`.
 

@@ -48,6 +48,7 @@ from adk_secure_sessions.storage import (
     sessions,
     users,
 )
+from adk_secure_sessions.tracebacks import hides_locals
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.
@@ -58,6 +59,7 @@ _MOST = 10**15
 _UNREADABLE = "unreadable: "
 
 
+@hides_locals
 class EncryptedSource(Source):
     """A database of this package, with its own root keys and backends.
 

@@ -56,6 +56,7 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import ImportedEvent, ImportResult
+from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 _THE_SERVICE = attrgetter("_service")
 
 
+@hides_locals
 class PlaintextFallbackService(BaseSessionService):
     """Reads sessions that were not copied yet from a plaintext source; writes only to *service*.
 

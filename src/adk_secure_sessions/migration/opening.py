@@ -16,7 +16,7 @@ from adk_secure_sessions.migration.adk_tables import AdkTables, detect, inspect
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 _AES_KEY_LENGTH = 32
 _MIXED = (
@@ -27,6 +27,7 @@ _MIXED = (
 )
 
 
+@hides_locals
 async def open_source(
     db_url: str | sa.URL,
     keys: Sequence[str] = (),
@@ -106,7 +107,7 @@ def _require(has_keys: bool) -> None:
         raise ConfigurationError("the source is encrypted: give the root key of the source")
 
 
-@hides_frames
+@hides_locals
 def _secrets(spec: str) -> list[str | bytes]:
     """Return the key or the passphrase of adk-secure-sessions 1.x that *spec* names.
 

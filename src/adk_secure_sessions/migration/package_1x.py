@@ -46,7 +46,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     UnreadableSession,
 )
-from adk_secure_sessions.tracebacks import hides_frames
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@hides_locals
 class Package1x(AdkTables):
     """A database of adk-secure-sessions 1.x, which is another author's distribution.
 
@@ -93,7 +94,6 @@ class Package1x(AdkTables):
     The first call of a method also raises `WrongKeyError` if no key decrypts the stored states.
     """
 
-    @hides_frames
     def __init__(
         self,
         db_url: str | sa.URL | None = None,

@@ -23,6 +23,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableState,
 )
 from adk_secure_sessions.service import check_ids
+from adk_secure_sessions.tracebacks import hides_locals
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
 # The limits of one batch: the number of sessions, and the bytes of their events.  Up to `_AT_ONCE`
@@ -44,6 +45,7 @@ class _Listed(NamedTuple):
     update_time: float
 
 
+@hides_locals
 class ServiceSource(Source):
     """The sessions of the given apps in a session service object.
 

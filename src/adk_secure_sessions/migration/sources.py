@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.loops import ClosedByWith
+from adk_secure_sessions.tracebacks import hides_locals
 
 
 class Scope(NamedTuple):
@@ -112,6 +113,7 @@ class OtherContent(NamedTuple):
     items: int = 0
 
 
+@hides_locals
 class Source(ClosedByWith):
     """Reads sessions and states, and changes nothing.  Use it with `async with`.
 
@@ -159,6 +161,7 @@ class Source(ClosedByWith):
         """Close the connections that the source has opened."""
 
 
+@hides_locals
 class LookupSource(Source):
     """A source that can find one session, user or app by its ids, with an indexed query.
 
