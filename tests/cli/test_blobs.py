@@ -1,8 +1,8 @@
 """`blobs verify`, `blobs purge`, `rotate data --blobs`: what they print, delete and exit with."""
 
 import asyncio
-import os
-import time
+import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from adk_secure_sessions.maintenance import Database, erase_user
 from tests.cli.support import Said, on, run
 from tests.cli.test_json import check
 from tests.cli.test_running import imported
+from tests.integrations.blob_files import contents, make_older, marks, unmarked
 from tests.maintenance.support import OLD, run_sql
 
 BACKEND = AesGcmBackend(OLD)
@@ -50,10 +51,6 @@ def blobs(command: str, db: str, store: Path, *more: str) -> Said:
     return said
 
 
-def files(store: Path) -> list[Path]:
-    return sorted(path for path in store.rglob("*") if path.is_file())
-
-
 def erase(url: str) -> None:
     async def work() -> None:
         async with Database(url, BACKEND) as db:
@@ -68,12 +65,16 @@ def test_intact_store(filled: str, store: Path) -> None:
         "2 artifacts with 2 blobs\nno blob is missing\n",
         "",
     )
-    said = blobs("purge", filled, store, "--older-than", "0s")
-    assert said == (0, "deleted: 0 blobs; named by artifacts: 2\n", "")
+    said = blobs("purge", filled, store)
+    assert said == (
+        0,
+        "deleted: 0 blobs; marked, and deleted later: 0; named by artifacts: 2\n",
+        "",
+    )
 
 
 def test_missing_blob_is_named(filled: str, store: Path) -> None:
-    files(store)[0].unlink()
+    contents(store)[0].unlink()
     said = blobs("verify", filled, store)
     assert said.code == 1
     problem, *rest = said.stdout.splitlines()
@@ -84,21 +85,73 @@ def test_missing_blob_is_named(filled: str, store: Path) -> None:
     assert (found["missing"], found["bad"], found["problems"][0]["reason"]) == (1, 1, "missing")
 
 
-def test_blobs_of_an_erased_user_are_deleted_after_a_day(filled: str, store: Path) -> None:
+def test_blobs_of_an_erased_user_are_marked_and_deleted_later(filled: str, store: Path) -> None:
     erase(filled)
     said = blobs("verify", filled, store)
     assert said.code == 0
-    assert "named by no artifact: 1 blob, which `blobs purge` deletes" in said.stdout
-    assert blobs("purge", filled, store).stdout.startswith("deleted: 0 blobs")
-    for path in files(store):
-        os.utime(path, (time.time() - 90_000,) * 2)
+    assert (
+        "named by no artifact: 1 blob, which `blobs purge` marks and later deletes" in said.stdout
+    )
+    make_older(store, timedelta(days=2))
+    rest = "marked, and deleted later: 1; named by artifacts: 1\n"
     said = blobs("purge", filled, store, "--dry-run")
-    assert said.stdout == "would be deleted: 1 blob; named by artifacts: 1\n"
-    assert len(files(store)) == 2
+    assert said == (0, f"would be deleted: 0 blobs; {rest}", "")
+    assert marks(store) == []
+    assert blobs("purge", filled, store) == (0, f"deleted: 0 blobs; {rest}", "")
+    assert (len(contents(store)), len(marks(store))) == (2, 1)
+    make_older(store, timedelta(days=3))
     found = check(blobs("purge", filled, store, "--json"), "blobs purge")
+    assert (found["deleted"], found["marked"]) == (0, 1)
+    found = check(blobs("purge", filled, store, "--older-than", "3d", "--json"), "blobs purge")
     assert (found["dry_run"], found["deleted"], found["kept"]) == (False, 1, 1)
-    assert len(files(store)) == 1
+    assert (len(contents(store)), marks(store)) == (1, [])
     assert blobs("verify", filled, store).code == 0
+
+
+def test_age_below_48_hours_is_rejected(filled: str, store: Path) -> None:
+    said = blobs("purge", filled, store, "--older-than", "47h")
+    assert said.code == 2
+    assert "48 hours" in said.stderr
+
+
+def test_copy_that_deletes_in_the_store_is_named(
+    filled: str, store: Path, tmp_path: Path, file_url: str
+) -> None:
+    original = sa.make_url(file_url).database
+    assert original is not None
+    shutil.copy(original, tmp_path / "copy.db")
+    copy = f"sqlite:///{tmp_path}/copy.db"
+    erase(copy)
+    make_older(store, timedelta(days=40))
+    assert blobs("purge", copy, store).code == 0
+    advice = "another copy of this database deletes here: run `separate` on it, or on this database"
+    said = blobs("verify", filled, store)
+    assert said.code == 1
+    assert "its blob is marked as deleted, by another copy of this database" in said.stdout
+    assert f"marked as deleted: 1 blob; {advice}" in said.stdout
+    found = check(blobs("verify", filled, store, "--json"), "blobs verify")
+    assert (found["marked"], found["missing"], found["bad"]) == (1, 0, 1)
+    said = blobs("purge", filled, store, "--dry-run")
+    assert said.code == 1
+    assert f"would be withdrawn: {advice}" in said.stdout
+    found = check(blobs("purge", filled, store, "--dry-run", "--json"), "blobs purge")
+    assert (found["withdrawn"], found["deleted"], found["marked"]) == (1, 0, 0)
+    said = blobs("purge", filled, store)
+    assert said.code == 1
+    assert f"marks of 1 blob that artifacts name, withdrawn: {advice}" in said.stdout
+    assert (len(contents(store)), marks(store)) == (2, [])
+    assert blobs("purge", filled, store).code == 0
+    assert blobs("verify", filled, store).code == 0
+
+
+def test_nothing_is_deleted_while_a_row_belongs_to_none(filled: str, store: Path) -> None:
+    place = sa.make_url(filled).set(drivername="sqlite")
+    run_sql(place, "DELETE FROM secure_sessions")
+    make_older(store, timedelta(days=40))
+    said = blobs("purge", filled, store)
+    assert said.code == 2
+    assert "the row that it belongs to was removed" in said.stderr
+    assert (len(contents(store)), marks(store)) == (2, [])
 
 
 def test_nothing_is_deleted_while_a_row_cannot_be_decrypted(filled: str, store: Path) -> None:
@@ -108,10 +161,11 @@ def test_nothing_is_deleted_while_a_row_cannot_be_decrypted(filled: str, store: 
         "UPDATE secure_events SET event = zeroblob(80) "
         "WHERE session_row = (SELECT min(session_row) FROM secure_events)",
     )
-    said = blobs("purge", filled, store, "--older-than", "0s")
+    make_older(store, timedelta(days=40))
+    said = blobs("purge", filled, store)
     assert said.code == 1
     assert "cannot be decrypted: 1 row, so nothing is deleted; run `verify`" in said.stdout
-    assert len(files(store)) == 2
+    assert (len(contents(store)), marks(store)) == (2, [])
     said = blobs("verify", filled, store)
     assert said.code == 1
     assert "cannot be decrypted: 1 row; run `verify`" in said.stdout
@@ -145,15 +199,16 @@ def test_bucket_without_tls_must_be_allowed(filled: str, monkeypatch: pytest.Mon
 
 def test_contents_are_reencrypted_with_the_records(filled: str, store: Path) -> None:
     arguments = ("rotate", "data", *on(filled), "--blobs", "--store", str(store))
-    old = files(store)
+    old = contents(store)
     said = run(*arguments, "--dry-run")
-    assert (said.code, files(store)) == (0, old)
+    assert (said.code, contents(store), marks(store)) == (0, old, [])
     assert "would be re-encrypted: 2 blobs of 12 bytes" in said.stdout
     said = run(*arguments)
     assert (said.code, said.stderr) == (0, "")
     assert "\nre-encrypted: 2 blobs of 12 bytes\n" in said.stdout
-    assert not set(old) & set(files(store))
-    missing, _ = files(store)
+    assert len(contents(store)) == 4
+    missing, _ = unmarked(store)
+    assert missing not in old
     missing.unlink()
     said = run(*arguments)
     assert said.code == 1

@@ -42,6 +42,10 @@ class Failure(NamedTuple):
     status: int
     code: str
     method: str = ""  # only requests of this method
+    path: str = ""  # only requests whose path contains this text
+
+    def is_of(self, method: str, path: str) -> bool:
+        return self.method in ("", method) and self.path in path
 
 
 class ObjectServer(ABC):
@@ -98,10 +102,10 @@ class ObjectServer(ABC):
         """Answer a request, as a WSGI application."""
 
     def __call__(self, environ: Any, start_response: Callable[..., Any]) -> Any:
-        method = environ["REQUEST_METHOD"]
-        self.requests.append((method, environ["PATH_INFO"]))
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        self.requests.append((method, path))
         time.sleep(self.delay)
-        if self.failures and self.failures[0].method in ("", method):
+        if self.failures and self.failures[0].is_of(method, path):
             failure = self.failures.pop(0)
             # A server may repeat what it was sent.  Our errors must not.
             text = f"<Error><Code>{failure.code}</Code><Message>needle {SECRET}</Message></Error>"

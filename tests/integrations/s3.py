@@ -7,11 +7,13 @@ makes it fail.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import botocore.session
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 
 from tests.integrations.object_server import (
     ACCESS_KEY,
@@ -48,6 +50,13 @@ class Server(ObjectServer):
     def delete_all(self) -> None:
         for key in self.keys():
             self.admin.delete_object(Bucket=BUCKET, Key=key)
+
+    def make_older(self, by: timedelta) -> None:
+        """Move the times of all objects into the past, as if *by* had passed."""
+        for _, backend in s3_backends.items():
+            for one in backend.values():
+                for key in one.buckets[BUCKET].keys.values():
+                    key.last_modified -= by
 
     def answer(self, environ: Any, start_response: Callable[..., Any]) -> Any:
         return self._moto(environ, start_response)

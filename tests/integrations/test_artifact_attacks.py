@@ -23,6 +23,7 @@ from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
 from adk_secure_sessions.storage import Collections
 from tests.attacks.needles import locals_of
+from tests.integrations.blob_files import contents, marks, unmarked
 from tests.maintenance.support import query, run_sql
 
 BACKEND = AesGcmBackend(bytes(range(32)))
@@ -71,10 +72,6 @@ async def service(url: str, blobs: Path) -> AsyncIterator[EncryptedArtifactServi
                 **HERE, artifact=part(text), custom_metadata={"needle-meta": text}
             )
         yield service
-
-
-def files(blobs: Path) -> list[Path]:
-    return sorted((p for p in blobs.rglob("*") if p.is_file()), key=lambda p: p.stat().st_mtime_ns)
 
 
 async def load(url: str, blobs: Path, version: int | None = None) -> types.Part | None:
@@ -146,7 +143,7 @@ async def test_changed_blob_is_rejected(
     blobs: Path,
     attack: Callable[[Path, list[Path]], None],
 ) -> None:
-    *others, blob = files(blobs)
+    *others, blob = contents(blobs)
     attack(blob, others)
     with pytest.raises(TamperedError) as rejection:
         await load(url, blobs)
@@ -208,25 +205,27 @@ async def test_erased_user(
     assert await load(url, blobs) is None
     assert await service.list_artifact_keys(**WHO, session_id="needle-session") == []
     # The blobs are still there, but the only keys that decrypt them were in the erased rows.
-    assert len(files(blobs)) == 3
+    assert len(contents(blobs)) == 3
 
 
 async def test_rotation_keeps_artifacts(
     service: EncryptedArtifactService, url: str, blobs: Path
 ) -> None:
-    before = [path.read_bytes() for path in files(blobs)]
+    before = [path.read_bytes() for path in contents(blobs)]
     async with Database(url, BACKEND) as db:
         assert (await rotate_data(db)).left == 0
-    assert [path.read_bytes() for path in files(blobs)] == before
+    assert [path.read_bytes() for path in contents(blobs)] == before
     for version in range(3):
         assert await load(url, blobs, version) == part(str(version))
 
 
-async def test_deleting_an_artifact_deletes_its_blobs(
+async def test_deleting_an_artifact_marks_its_blobs(
     service: EncryptedArtifactService, blobs: Path
 ) -> None:
+    stored = contents(blobs)
     await service.delete_artifact(**HERE)
-    assert files(blobs) == []
+    assert contents(blobs) == stored
+    assert [path.name for path in marks(blobs)] == sorted(path.parent.name for path in stored)
 
 
 async def test_row_that_cannot_be_stored_leaves_no_blob(
@@ -235,7 +234,7 @@ async def test_row_that_cannot_be_stored_leaves_no_blob(
     run_sql(place, "DELETE FROM secure_witnesses")  # appending is rejected
     with pytest.raises(TamperedError):
         await service.save_artifact(**HERE, artifact=part("3"))
-    assert len(files(blobs)) == 3
+    assert len(contents(blobs)) == 3
 
 
 async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -> None:
@@ -260,7 +259,7 @@ async def test_no_traceback_shows_a_key_of_a_blob(
     assert found is not None
     keys = [decode_item(item)["blob"]["key"] for item in found.items]
     failures: list[BaseException] = []
-    files(blobs)[-1].unlink()
+    contents(blobs)[-1].unlink()
     with pytest.raises(TamperedError) as missing:
         await load(url, blobs)
     failures.append(missing.value)
@@ -329,10 +328,10 @@ def db_ids() -> tuple[str, str]:
 async def test_old_blob_in_the_place_of_the_reencrypted_one_is_rejected(
     service: EncryptedArtifactService, url: str, blobs: Path
 ) -> None:
-    old = files(blobs)[-1].read_bytes()
+    old = contents(blobs)[-1].read_bytes()
     async with Database(url, BACKEND) as db:
         assert (await rotate_data_and_blobs(db, blobs)).blobs == 3
     assert await load(url, blobs) == part("2")
-    files(blobs)[-1].write_bytes(old)
+    unmarked(blobs)[-1].write_bytes(old)
     with pytest.raises(TamperedError):
         await load(url, blobs)

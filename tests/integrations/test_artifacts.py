@@ -406,26 +406,6 @@ async def test_names_that_json_would_make_equal_are_kept_apart(
         assert loaded == types.Part(text=ascii(name))
 
 
-async def test_load_while_another_task_deletes_is_no_attack(
-    ours: EncryptedArtifactService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await ours.save_artifact(**HERE, artifact=types.Part(text="old"))
-    read = ours._part
-
-    async def delete_and_read(*arguments: Any) -> types.Part:
-        monkeypatch.undo()
-        await ours.delete_artifact(**HERE)
-        if is_saved_again:
-            await ours.save_artifact(**HERE, artifact=types.Part(text="new"))
-        return await read(*arguments)
-
-    # No public call stops between the read of the row and that of the content.
-    for is_saved_again in (True, False):
-        monkeypatch.setattr(ours, "_part", delete_and_read)
-        expected = types.Part(text="new") if is_saved_again else None
-        assert await ours.load_artifact(**HERE) == expected
-
-
 async def test_copy_does_not_delete_the_blobs_of_the_original(
     ours: EncryptedArtifactService, sessions: EncryptedSessionService, tmp_path: Path
 ) -> None:

@@ -81,6 +81,35 @@ async def test_link_in_place_of_a_blobs_directory_is_not_followed(
     assert not link.is_symlink()
 
 
+async def test_link_in_place_of_the_marks_is_not_followed(
+    store: BlobStore, tmp_path: Path, victim: Path
+) -> None:
+    (victim / NAME).write_bytes(b"important")
+    marks = tmp_path / "blobs" / PREFIX / "deleted"
+    marks.symlink_to(victim)
+    for call in (store.mark(NAME), store.unmark(NAME), store.marks()):
+        with pytest.raises(ArtifactStoreError, match="symbolic link"):
+            await call
+    assert (victim / NAME).read_bytes() == b"important"
+
+
+async def test_link_in_place_of_a_mark_is_replaced(
+    store: BlobStore, tmp_path: Path, victim: Path
+) -> None:
+    await store.mark(OTHER)
+    link = tmp_path / "blobs" / PREFIX / "deleted" / NAME
+    link.symlink_to(victim / "important")
+    before = (victim / "important").read_bytes()
+    assert (await store.marks()).keys() == {OTHER}
+    await store.mark(NAME)
+    assert (await store.marks()).keys() == {NAME, OTHER}
+    link.unlink()
+    link.symlink_to(victim / "important")
+    await store.unmark(NAME)
+    assert not link.is_symlink()
+    assert (victim / "important").read_bytes() == before
+
+
 async def test_upload_into_a_link_stores_nothing_elsewhere(
     store: BlobStore, tmp_path: Path, victim: Path
 ) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from google.adk.errors.not_found_error import NotFoundError
 from google.genai import types
 
 from adk_secure_sessions import (
@@ -28,13 +27,15 @@ from adk_secure_sessions.maintenance import Database, retire, rotate_data, separ
 from adk_secure_sessions.storage import Collection, Expected
 from tests.faults import Point, with_faults
 from tests.integrations import object_server, s3
+from tests.integrations.blob_files import contents, make_older, unmarked
+from tests.integrations.object_server import Failure
 from tests.maintenance.support import query
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user"}
 HERE = WHO | {"filename": "user:needle-name"}
 NAME = '["artifact", null, "user:needle-name"]'
-AT_ONCE = timedelta()
+MONTH = timedelta(days=30)
 LARGE = bytes(range(256)) * 4 * 2**14  # 16 MiB: three objects
 
 
@@ -97,7 +98,8 @@ async def assert_versions(service: EncryptedArtifactService, count: int) -> None
 
 
 def files(blobs: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in blobs.rglob("*") if path.is_file()}
+    """Return the contents that are not marked as deleted."""
+    return {path: path.read_bytes() for path in unmarked(blobs)}
 
 
 async def rotate(url: str, blobs: Path, **options: Any) -> Any:
@@ -108,7 +110,8 @@ async def rotate(url: str, blobs: Path, **options: Any) -> Any:
 async def check(url: str, blobs: Path) -> tuple[int, ...]:
     """Return how many blobs are named, missing and unused, and how many problems there are."""
     async with Database(url, BACKEND) as db:
-        return (await check_blobs(db, blobs))[1:5]
+        found = await check_blobs(db, blobs)
+    return found.blobs, found.missing, found.unused, found.bad
 
 
 async def items(sessions: EncryptedSessionService) -> list[dict[str, Any]]:
@@ -149,9 +152,12 @@ async def test_every_content_gets_a_new_blob_and_a_new_key(
                 assert (done.blobs, done.blob_bytes) == (count, 16 * count)
                 assert (done.left, done.bad, done.bad_blobs) == (0, 0, 0)
                 assert (await retire(db)).kept == 0
-                assert (await check_blobs(db, blobs))[:5] == (2, count, 0, 0, 0)
+                found = await check_blobs(db, blobs)
+                assert (found.blobs, found.unused, found.bad) == (count, len(old), 0)
+                make_older(blobs, MONTH)
+                assert (await purge_blobs(db, blobs)).deleted == len(old)
                 assert (await verify(db)).bad == 0
-            assert len(files(blobs)) == count
+            assert len(contents(blobs)) == count
             assert not old.keys() & files(blobs).keys()
             await assert_versions(service, count)
             assert (await service.list_artifact_versions(**HERE))[:2] == described
@@ -215,7 +221,7 @@ async def test_damaged_blob_is_named_and_the_run_goes_on(
     await assert_versions(service, 3)
     await save(service, 3)
     await assert_versions(service, 4)
-    assert await check(url, blobs) == (4, 0, 0, 0)
+    assert await check(url, blobs) == (4, 0, 3, 0)
 
 
 async def test_run_that_meets_a_failing_database_keeps_both_blobs_and_is_continued(
@@ -239,38 +245,44 @@ async def test_run_that_meets_a_failing_database_keeps_both_blobs_and_is_continu
     assert (done.resumed, done.blobs) == (True, 1)
     await assert_versions(service, 2)
     async with Database(url, BACKEND) as db:
-        assert (await purge_blobs(db, blobs, older_than=AT_ONCE)).deleted == 1
+        for deleted in (1, 1):  # the blob of the run that continued has a mark
+            make_older(blobs, MONTH)
+            assert (await purge_blobs(db, blobs)).deleted == deleted
     assert await check(url, blobs) == (2, 0, 0, 0)
 
 
-@pytest.mark.parametrize("method", ["PUT", "GET", "POST"])
+@pytest.mark.parametrize("request_that_fails", ["PUT", "GET", "PUT of the mark"])
 async def test_run_that_meets_a_failing_store_loses_nothing_and_is_continued(
-    url: str, sessions: EncryptedSessionService, server: s3.Server, method: str
+    url: str, sessions: EncryptedSessionService, server: s3.Server, request_that_fails: str
 ) -> None:
     server.clear()
+    method, is_marking = request_that_fails[:3], request_that_fails != request_that_fails[:3]
+    failure = Failure(500, "InternalError", method, "/deleted/" if is_marking else "")
     place, options = f"s3://{object_server.BUCKET}/{method}", server.options
     service = EncryptedArtifactService(sessions, place, options=options)
     await save(service, 0, 1, 2)
 
     def progress(done: int, total: int) -> None:
         """After the first content, let the next request of this kind fail."""
-        if [method for method, _ in server.requests].count("PUT") == 4 and not server.failures:
-            server.failures.append(object_server.Failure(500, "InternalError", method))
+        if [method for method, _ in server.requests].count("PUT") == 5 and not server.failures:
+            server.failures.append(failure)
 
     async with Database(url, BACKEND) as db:
-        with pytest.raises(ArtifactStoreError) as failure:
+        with pytest.raises(ArtifactStoreError) as info:
             await rotate_data_and_blobs(db, place, options=options, progress=progress)
-        assert failure.value.retryable
+        assert info.value.retryable
         server.failures.clear()
         await assert_versions(service, 3)
         done = await rotate_data_and_blobs(db, place, options=options)
         assert done.resumed
-        # S3's request to delete is a POST.  The second content was stored, but not deleted.
-        assert done.blobs == (1 if method == "POST" else 2)
+        assert done.blobs == (1 if is_marking else 2)
         await assert_versions(service, 3)
-        assert (await check_blobs(db, place, options=options))[1:3] == (3, 0)
-        await purge_blobs(db, place, options=options, older_than=AT_ONCE)
-        assert (await check_blobs(db, place, options=options))[1:5] == (3, 0, 0, 0)
+        server.make_older(MONTH + timedelta(days=1))
+        await purge_blobs(db, place, options=options)
+        server.make_older(MONTH + timedelta(days=1))
+        await purge_blobs(db, place, options=options)
+        found = await check_blobs(db, place, options=options)
+        assert (found.blobs, found.missing, found.unused, found.bad) == (3, 0, 0, 0)
 
 
 async def test_separated_copy_gets_contents_of_its_own(
@@ -375,16 +387,16 @@ async def large(service: EncryptedArtifactService) -> AsyncIterator[bytes]:
     return aiter(stream)
 
 
-async def test_stream_of_a_deleted_artifact_says_so(service: EncryptedArtifactService) -> None:
-    for is_saved_again in (False, True):
-        stream = await large(service)
-        await anext(stream)
-        await service.delete_artifact(**HERE)
-        if is_saved_again:
-            await save(service, 0)
-        with pytest.raises(NotFoundError, match="deleted while"):
-            async for _ in stream:
-                pass
+async def test_stream_of_a_deleted_artifact_is_read_to_its_end(
+    service: EncryptedArtifactService, url: str, blobs: Path
+) -> None:
+    stream = await large(service)
+    read = [await anext(stream)]
+    await service.delete_artifact(**HERE)
+    async with Database(url, BACKEND) as db:
+        assert (await purge_blobs(db, blobs)).marked == 1
+    read += [piece async for piece in stream]
+    assert b"".join(read) == LARGE[5:]
 
 
 async def test_stream_whose_blob_is_missing_is_rejected(

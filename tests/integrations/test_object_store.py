@@ -97,8 +97,8 @@ async def read(store: BlobStore, name: str, size: int) -> bytes:
     return b"".join([piece async for piece in store.get_stream(name, size)])
 
 
-async def listed(store: BlobStore, older_than: float | None = None) -> list[StoredBlob]:
-    return [blob async for blob in store.list(older_than)]
+async def listed(store: BlobStore) -> list[StoredBlob]:
+    return [blob async for blob in store.list()]
 
 
 # --- contents ------------------------------------------------------------------------------------
@@ -145,8 +145,6 @@ async def test_listing_names_whole_blobs_with_their_size(
         zip(names, (10, 1000, 12_500), strict=True)
     )
     assert all(before - 2 < blob.modified < time.time() + 2 for blob in blobs)
-    assert await listed(store, older_than=before - 60) == []
-    assert await listed(store, older_than=time.time() + 60) == blobs
 
 
 async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_objects: None) -> None:
@@ -157,6 +155,51 @@ async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_obje
     assert [blob.name for blob in await listed(store)] == [other]
     assert await store.size(name) is None
     await store.delete(name)
+
+
+async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore) -> None:
+    marked, other = new_name(), new_name()
+    for name in (marked, other):
+        await store.put_stream(name, pieces_of(b"x"))
+    blobs = await listed(store)
+    assert await store.marks() == {}
+    before = time.time()
+    await store.mark(marked)
+    first = await store.marks()
+    assert first.keys() == {marked}
+    assert before - 2 < first[marked] < time.time() + 2
+    await store.mark(marked)  # its age begins again
+    await store.mark(new_name())  # of a blob that is gone
+    again = await store.marks()
+    assert len(again) == 2
+    assert again[marked] >= first[marked]
+    assert await listed(store) == blobs
+    assert await store.get_range(marked, 1, 0, 1) == b"x"
+    await store.delete(marked)
+    assert await store.marks() == again
+    for name in again:
+        await store.unmark(name)
+        await store.unmark(name)
+    assert await store.marks() == {}
+    assert [blob.name for blob in await listed(store)] == [other]
+
+
+async def test_clock_of_the_store_is_read_without_a_trace(store: BlobStore) -> None:
+    before = time.time()
+    await store.mark(name := new_name())
+    marks, now = await store.marks_and_time()
+    assert marks.keys() == {name}
+    assert before - 2 < marks[name] <= now < time.time() + 2
+    assert (await store.marks()).keys() == {name}
+
+
+async def test_marks_of_another_prefix_are_not_listed(tmp_path: Path, server: ObjectServer) -> None:
+    roots: tuple[Path | str, ...] = (tmp_path, server.url())
+    for root in roots:
+        options = server.options if isinstance(root, str) else None
+        one, other = (open_store(root, prefix, options=options) for prefix in ("a", "ab"))
+        await other.mark(new_name())
+        assert (await one.marks(), len(await other.marks())) == ({}, 1)
 
 
 async def test_blobs_of_another_prefix_are_not_listed(tmp_path: Path, server: ObjectServer) -> None:
@@ -178,9 +221,26 @@ async def test_foreign_objects_are_not_listed(tmp_path: Path, server: s3.Server)
     assert await listed(directory) == []
 
 
+async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -> None:
+    bucket = open_store(f"s3://{BUCKET}", PREFIX, options=server.options)
+    directory = open_store(tmp_path, PREFIX)
+    for store in (bucket, directory):
+        await store.mark(new_name())
+    below = f"{PREFIX}/deleted"
+    for name in ("readme.txt", "0" * 31, f"{new_name()}/0", f"x/{new_name()}"):
+        server.admin.put_object(Bucket=BUCKET, Key=f"{below}/{name}", Body=b"x")
+    (tmp_path / below / "readme.txt").write_text("x")
+    (tmp_path / below / new_name()).mkdir()
+    (tmp_path / below / new_name()).symlink_to(tmp_path / below / "readme.txt")
+    for store in (bucket, directory):
+        assert len(await store.marks()) == 1
+        assert await listed(store) == []
+
+
 @pytest.mark.parametrize("name", ["", "a", "../../etc/passwd", "0" * 31, "A" * 32, "0" * 33])
 async def test_name_that_is_not_a_blobs_is_an_error(store: BlobStore, name: str) -> None:
-    for call in (store.size(name), store.delete(name), store.put_stream(name, pieces_of(b"x"))):
+    calls = [store.size(name), store.delete(name), store.mark(name), store.unmark(name)]
+    for call in (*calls, store.put_stream(name, pieces_of(b"x"))):
         with pytest.raises(ValueError, match="32 lower-case"):
             await call
     with pytest.raises(ValueError, match="32 lower-case"):
@@ -527,7 +587,6 @@ async def test_what_a_killed_writer_left_is_listed_and_deleted(tmp_path: Path) -
     os.utime(tmp_path / PREFIX / partial / "0", (1000, 1000))
     os.utime(tmp_path / PREFIX / empty, (2000, 2000))
     assert await listed(store) == [StoredBlob(empty, 0, 2000), StoredBlob(partial, 4, 1000)]
-    assert [blob.name for blob in await listed(store, older_than=1500)] == [partial]
     for name in (empty, partial):
         await store.delete(name)
     assert list((tmp_path / PREFIX).iterdir()) == []

@@ -22,6 +22,8 @@ SLOW = {"azurite"}  # it starts in two seconds
 # These tests are about moto, or about no server.
 OF_MOTO = {
     "test_foreign_objects_are_not_listed",
+    "test_foreign_objects_are_no_marks",
+    "test_marked_blobs_of_a_bucket_are_deleted_when_their_mark_is_old",
     "test_plain_http_of_the_environment_is_rejected_unless_allowed",
     "test_environment_names_the_store_and_its_credentials",
     "test_store_of_obstore_can_be_given",

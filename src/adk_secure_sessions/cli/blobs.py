@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
 
 
+_COPY = (
+    "another copy of this database deletes here: run `separate` on it, or on this database if this "
+    "is the copy"
+)
+
+
 @main.group()
 def blobs() -> None:
     """Check and clean up the store that holds the contents of artifacts."""
@@ -28,7 +34,8 @@ def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
     """Find contents of artifacts that are missing, or that no artifact names.
 
     Reads no contents: loading an artifact checks its content.  Exits 1 if contents are missing or
-    have another length, or if rows cannot be decrypted.
+    have another length, if another copy of the database deletes in the store, or if rows cannot be
+    decrypted.
 
     \b
     Example:
@@ -46,11 +53,14 @@ def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
     lines = [*problem_lines(found.problems, found.bad), f"{artifacts} with {blobs}"]
     if found.unused:
         unused = counted(found.unused, "blob")
-        lines.append(f"named by no artifact: {unused}, which `blobs purge` deletes")
+        lines.append(f"named by no artifact: {unused}, which `blobs purge` marks and later deletes")
     if found.missing:
         lines.append(f"missing, or of another length: {counted(found.missing, 'blob')}")
-    if found.bad > found.missing:
-        undecryptable = counted(found.bad - found.missing, "row")
+    if found.marked:
+        lines.append(f"marked as deleted: {counted(found.marked, 'blob')}; {_COPY}")
+    unreadable = found.bad - found.missing - found.marked
+    if unreadable:
+        undecryptable = counted(unreadable, "row")
         lines.append(f"cannot be decrypted: {undecryptable}; run `verify`")
     show(found, as_json, lines if found.bad else [*lines, "no blob is missing"])
     if found.bad:
@@ -60,11 +70,12 @@ def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
 @blobs.command()
 @click.option(
     "--older-than",
-    default="1d",
+    default="30d",
     show_default=True,
     callback=age,
     metavar="AGE",
-    help="Longer than any upload takes: a number and a unit: s, m, h, d or w.",
+    help="How long ago contents must have been marked, at least 48h: a number and a unit: s, m, h, "
+    "d or w.",
 )
 @with_dry_run
 @with_store(required=True)
@@ -78,10 +89,14 @@ def purge(
     older_than: timedelta,
     dry_run: bool,
 ) -> None:
-    """Delete contents that no artifact names, such as those of erased users and failed uploads.
+    """Mark contents that no artifact names, and delete contents that were marked long ago.
 
-    Exits 1 if rows cannot be decrypted.  The command then deletes nothing, because such a row may
-    name any content.
+    Such contents are those of erased users, deleted artifacts and failed uploads.  Run the command
+    daily, on each database that uses the store.
+
+    Exits 1 if rows cannot be decrypted, or if contents were marked that an artifact names: another
+    copy of the database then deletes in the store.  The command withdraws these marks, and deletes
+    nothing.
 
     \b
     Example:
@@ -97,14 +112,18 @@ def purge(
         ),
         again=None if dry_run else AGAIN,
     )
-    verb = "would be deleted" if dry_run else "deleted"
+    would = "would be " if dry_run else ""
     lines = [
         *problem_lines(done.problems, done.bad),
-        f"{verb}: {counted(done.deleted, 'blob')}; named by artifacts: {done.kept:,}",
+        f"{would}deleted: {counted(done.deleted, 'blob')}; marked, and deleted later: "
+        f"{done.marked:,}; named by artifacts: {done.kept:,}",
     ]
+    if done.withdrawn:
+        marked = counted(done.withdrawn, "blob")
+        lines.append(f"marks of {marked} that artifacts name, {would}withdrawn: {_COPY}")
     if done.bad:
         undecryptable = counted(done.bad, "row")
         lines.append(f"cannot be decrypted: {undecryptable}, so nothing is deleted; run `verify`")
     show(done, as_json, lines, dry_run=dry_run)
-    if done.bad:
+    if done.bad or done.withdrawn:
         sys.exit(1)

@@ -1,6 +1,12 @@
 """Find missing blobs of artifacts, and delete unused blobs.
 
 A blob is the encrypted content of one version of an artifact, in a directory or a bucket.
+
+The database may be a copy, or a backup that was restored, and the store may be that of the
+original.  Nothing in the database or the store tells them apart.  Therefore nothing deletes a blob
+that a row may have named: deletions only *mark* it in the store.  `purge_blobs` deletes a blob when
+its mark is old enough.  If another copy of the database still names the blob, `purge_blobs`
+withdraws the mark there before that.
 """
 
 import os
@@ -18,6 +24,7 @@ from adk_secure_sessions.integrations.artifact_versions import is_artifact, vers
 from adk_secure_sessions.integrations.object_store import BlobStore, open_store
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
+from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage import Collection, Collections, events, sessions
 
@@ -32,14 +39,17 @@ class BlobCheck(NamedTuple):
         artifacts: The number of artifacts.
         blobs: The number of blobs that versions of artifacts name.
         missing: The number of named blobs that are not stored, or have a wrong length.
+        marked: The number of named blobs that are marked as deleted: another copy of the database
+            deletes in this store.
         unused: The number of stored blobs that no version names.
-        bad: The number of problems: missing blobs, and undecryptable rows.
+        bad: The number of problems: missing and marked blobs, and undecryptable rows.
         problems: The first 1000 problems.
     """
 
     artifacts: int
     blobs: int
     missing: int
+    marked: int
     unused: int
     bad: int
     problems: tuple[Problem, ...]
@@ -50,12 +60,20 @@ class BlobPurge(NamedTuple):
 
     Attributes:
         deleted: The number of deleted blobs; in a dry run, of blobs that would be deleted.
+        marked: The number of unused blobs whose mark is not old enough yet, and of unused blobs
+            that this run has marked; in a dry run, that it would mark.
+        withdrawn: The number of blobs that versions of artifacts name, and whose mark this run has
+            withdrawn; in a dry run, would withdraw.  If this is not 0, another copy of the
+            database deletes in this store, and this run has marked and deleted nothing.
         kept: The number of blobs that versions of artifacts name.
-        bad: The number of rows that cannot be decrypted.  If this is not 0, nothing was deleted.
+        bad: The number of rows that cannot be decrypted.  If this is not 0, nothing was marked or
+            deleted.
         problems: The first 1000 rows that cannot be decrypted.
     """
 
     deleted: int
+    marked: int
+    withdrawn: int
     kept: int
     bad: int
     problems: tuple[Problem, ...]
@@ -86,8 +104,9 @@ async def check_blobs(
     """
     opened, prefix = await open_of_database(db, store, options, allow_http)
     stored = {blob.name: blob.size async for blob in opened.list()}
+    marks = await opened.marks()  # before the rows: a row is deleted before its blob is marked
     problems = Problems()
-    artifacts = missing = 0
+    artifacts = missing = marked = 0
     named: set[str] = set()
     async for _, found in artifacts_of(db, problems):
         artifacts += 1
@@ -101,14 +120,26 @@ async def check_blobs(
                 size = await opened_at(store, blob.prefix, options, allow_http).size(blob.name)
             elif size is None:  # the blob may have been stored after the listing
                 size = await opened.size(blob.name)
+            row = f"{found.at.session_row}, {version.item}"
             if size != encrypted_size(blob.size):
                 missing += 1
                 reason = Reason.MISMATCH if size else Reason.MISSING
                 detail = "its blob has another length" if size else "its blob is missing"
-                row = f"{found.at.session_row}, {version.item}"
                 problems.add(events.name, row, reason, detail)
+            elif blob.name in marks:
+                marked += 1
+                detail = "its blob is marked as deleted, by another copy of this database"
+                problems.add(events.name, row, Reason.MISMATCH, detail)
     unused = len(stored.keys() - named)
-    return BlobCheck(artifacts, len(named), missing, unused, problems.count, tuple(problems.kept))
+    return BlobCheck(
+        artifacts, len(named), missing, marked, unused, problems.count, tuple(problems.kept)
+    )
+
+
+# Blobs that were written less than this time ago are not marked: an upload stores a blob before
+# the row that names the blob.
+_LONGEST_UPLOAD = timedelta(days=1)
+_MIN_AGE = timedelta(hours=48)
 
 
 @command
@@ -116,35 +147,53 @@ async def purge_blobs(
     db: Database,
     store: "str | os.PathLike[str] | ObjectStore",
     *,
-    older_than: timedelta = timedelta(days=1),
+    older_than: timedelta = timedelta(days=30),
     dry_run: bool = False,
     options: Mapping[str, Any] | None = None,
     allow_http: bool = False,
 ) -> BlobPurge:
-    """Delete blobs that no version of an artifact names.
+    """Delete blobs that no version of an artifact names, and that were marked long enough ago.
 
-    Such blobs are left by erased users, deleted artifacts and interrupted uploads.  If a row cannot
-    be decrypted, nothing is deleted, because the row may name any blob.
+    Such blobs are left by erased users, deleted artifacts, re-encryptions and interrupted uploads.
+    A run does these steps:
+
+    1. It withdraws the marks of blobs that the rows name.  If there was such a mark, another copy
+       of the database, or a backup that was restored, uses this store: the run ends.
+    2. If a row cannot be decrypted, or is orphaned, the run ends, because the row may name any
+       blob.
+    3. It marks the blobs that no row names.  Exception: blobs that were written in the last 24
+       hours, because their rows may not be stored yet.
+    4. It deletes the unused blobs that were marked longer than *older_than* ago.
+
+    The times of blobs and marks are those of the store's clock, and are compared with the time of
+    the same clock.  So a wrong clock of this machine has no effect.  A dry run writes nothing, so
+    it cannot read the store's clock, and uses that of this machine.
 
     Args:
         db: The database, with every backend whose records it may hold.
         store: The store of the contents: see `EncryptedArtifactService`.
-        older_than: The minimum age of a blob to delete.  An upload stores the blob before the row
-            that names the blob, so the minimum age must be longer than any upload takes.
-        dry_run: Count the blobs, but delete nothing.
+        older_than: The minimum age of a mark, at least 48 hours.  It must be longer than the time
+            between two runs on each database that uses this store, and longer than the age of the
+            oldest backup that you would restore.
+        dry_run: Count the blobs, but write nothing.
         options: Arguments of the store: see `object_store.open_store`.
         allow_http: Whether the URL of a store on another machine may begin with `http://`.
 
     Raises:
-        ConfigurationError: The store or the database cannot be used, or *older_than* is negative.
+        ConfigurationError: The store or the database cannot be used, or *older_than* is too short.
         ArtifactStoreError: The store failed.
+        TamperedError: A row is orphaned; nothing was marked or deleted.
     """
-    if older_than < timedelta():
-        raise ConfigurationError("older_than must not be negative")
-    opened, _ = await open_of_database(db, store, options, allow_http)
-    # List the blobs before the rows: a blob whose row is added in the meantime is kept.
-    before = time.time() - older_than.total_seconds()
-    old = [blob.name async for blob in opened.list(before)]
+    if older_than < _MIN_AGE:
+        raise ConfigurationError("blobs can be deleted 48 hours after they were marked: not sooner")
+    opened, _ = await open_of_database(db, store, options, allow_http, create=not dry_run)
+    # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
+    # mark of a blob whose row is deleted in the meantime is not withdrawn.
+    written = {blob.name: blob.modified async for blob in opened.list()}
+    if dry_run:
+        marks, now = await opened.marks(), time.time()
+    else:
+        marks, now = await opened.marks_and_time()
     problems = Problems()
     named = {
         version.blob.name
@@ -152,13 +201,30 @@ async def purge_blobs(
         for version in versions_of(found)
         if version.blob is not None
     }
-    unused = [name for name in old if name not in named]
-    if problems.count:
-        return BlobPurge(0, len(named), problems.count, tuple(problems.kept))
+    withdrawn = marks.keys() & named
     if not dry_run:
-        for name in unused:
-            await opened.delete(name)
-    return BlobPurge(len(unused), len(named), 0, ())
+        for name in withdrawn:
+            await opened.unmark(name)
+    if withdrawn or problems.count:
+        found_bad = tuple(problems.kept)
+        return BlobPurge(0, 0, len(withdrawn), len(named), problems.count, found_bad)
+    await reject_orphans(db)
+    # Read the marks again: reading the rows may have taken hours, and a run on another copy of the
+    # database may have withdrawn marks since.
+    again = await opened.marks()
+    old = now - older_than.total_seconds()
+    due = [name for name in marks.keys() & again.keys() if again[name] < old]
+    young = now - _LONGEST_UPLOAD.total_seconds()
+    new = [name for name in written.keys() - named - marks.keys() if written[name] < young]
+    if not dry_run:
+        for name in new:
+            await opened.mark(name)
+        for name in due:
+            await opened.delete(name)  # before the mark: a killed run is continued by the next
+            await opened.unmark(name)
+    deleted = len(written.keys() & due)
+    waiting = len(written.keys() & marks.keys()) - deleted + len(new)
+    return BlobPurge(deleted, waiting, 0, len(named), 0, ())
 
 
 async def open_of_database(
@@ -166,13 +232,20 @@ async def open_of_database(
     store: "str | os.PathLike[str] | ObjectStore",
     options: Mapping[str, Any] | None,
     allow_http: bool,
+    *,
+    create: bool = False,
 ) -> tuple[BlobStore, str]:
     """Open the part of *store* that contains the blobs of *db*.
 
-    Return this part, and its prefix: the id of the database in hexadecimal.
+    Return this part, and its prefix: the id of the database in hexadecimal.  If *create* is True,
+    create the part's directory: a copy of a database has none after `separate`.  A missing
+    directory of the whole store is an error in any case.
     """
     prefix = (await Collections(db.unit).database_id()).hex()
-    return opened_at(store, prefix, options, allow_http), prefix
+    opened = opened_at(store, prefix, options, allow_http)
+    if create:
+        opened = open_store(store, prefix, options=options, allow_http=allow_http)
+    return opened, prefix
 
 
 def opened_at(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion
 from google.adk.errors.input_validation_error import InputValidationError
-from google.adk.errors.not_found_error import NotFoundError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
@@ -26,9 +25,7 @@ from adk_secure_sessions.errors import (
     ConfigurationError,
     DatabaseError,
     DecryptionError,
-    Reason,
     SecureSessionError,
-    TamperedError,
 )
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import (
@@ -61,9 +58,6 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 USER_PREFIX = "user:"
-# The app name, the user id, the file name and the session id of an artifact.
-_Key = tuple[str, str, str, str | None]
-
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
 
 
@@ -231,7 +225,11 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     async def delete_artifact(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> None:
-        """Delete all versions of an artifact; if the artifact does not exist, do nothing."""
+        """Delete all versions of an artifact; if the artifact does not exist, do nothing.
+
+        The rows are deleted, and nobody can decrypt the contents without them.  `blobs purge`
+        deletes the contents later.
+        """
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
         if found is None:
@@ -241,7 +239,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             return
         for version in versions:
             if version.blob is not None:
-                await self._discard(version.blob)
+                await self._discard(version.blob, was_named=True)
 
     @accessed("artifacts.list")
     async def list_versions(
@@ -313,8 +311,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         """Return the content of a version, by default of the latest; None if there is none.
 
         Each piece is authenticated before it is returned.  If the iteration raises an error, the
-        pieces that were returned are only the beginning of the content.  If `rotate data --blobs`
-        re-encrypts the content during the iteration, the stream continues with the new blob.
+        pieces that were returned are only the beginning of the content.  If the artifact is deleted
+        or re-encrypted during the iteration, the stream returns the content to its end.
 
         Args:
             app_name: The app.
@@ -331,8 +329,6 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             DecryptionError: A row was tampered with.  Reading from the stream raises this error if
                 the content was tampered with.
             ArtifactStoreError: The store failed.  Only reading from the stream raises this error.
-            NotFoundError: The artifact was deleted after this call.  Only reading from the stream
-                raises this error.
         """
         found = await self._version(app_name, user_id, filename, session_id, version)
         if found is None:
@@ -342,8 +338,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         size = found.blob.size
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        key = (app_name, user_id, filename, session_id)
-        content = self._content(key, found, start, stop)
+        content = self._pieces(found.blob, start, stop)
         pieces = _recording_rejections(content, self._audit_trail)
         return ArtifactStream(found, pieces, size)
 
@@ -377,7 +372,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             raise
         except (SecureSessionError, ValueError):
             if blob is not None:
-                await self._discard(blob)
+                await self._discard(blob, was_named=False)
             raise
 
     async def _append(
@@ -445,21 +440,14 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
 
         Return None if there is no such version.
         """
-        while True:
-            found = await self._version(app_name, user_id, filename, session_id, number)
-            if found is None:
-                return None
-            try:
-                return await self._part((app_name, user_id, filename, session_id), found)
-            except NotFoundError:
-                pass  # the artifact was deleted after its row was read; it may exist again
+        found = await self._version(app_name, user_id, filename, session_id, number)
+        return None if found is None else await self._part(found)
 
-    async def _part(self, key: _Key, version: Version) -> types.Part:
+    async def _part(self, version: Version) -> types.Part:
         """Return the part of *version*, with its content.
 
         Raises:
             ConfigurationError: The installed google-adk cannot read the part.
-            NotFoundError: The artifact was deleted after *version* was read.
         """
         is_text = version.is_text
         part = _restored({**version.part, "text": None} if is_text else version.part)
@@ -469,7 +457,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 "which another google-adk saved: install a later one"
             )
         if version.blob is not None:
-            pieces = self._content(key, version, 0, None)
+            pieces = self._pieces(version.blob, 0, None)
             content = b"".join([piece async for piece in pieces])
             if is_text:
                 part.text = decode_text(content)
@@ -477,33 +465,10 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 part.inline_data.data = content
         return part
 
-    async def _content(
-        self, key: _Key, version: Version, start: int, stop: int | None
+    async def _pieces(
+        self, blob: Blob, start: int, stop: int | None
     ) -> AsyncGenerator[bytes, None]:
-        """Yield bytes *start* to *stop* - 1, even if the content is re-encrypted at the same time.
-
-        Raises:
-            NotFoundError: The artifact was deleted after *version* was read.
-            TamperedError: The blob is missing although the rows name it, or it was modified.
-        """
-        while version.blob is not None:
-            try:
-                async for piece in self._pieces(version.blob, start, stop):
-                    start += len(piece)
-                    yield piece
-                return
-            except TamperedError as error:
-                if error.reason is not Reason.MISSING:
-                    raise
-                now = await self._version(*key, version.number)
-                if now is not None and now.blob == version.blob:
-                    raise
-            if now is None or now.uri != version.uri:
-                break
-            version = now
-        raise NotFoundError("The artifact was deleted while its content was read.")
-
-    async def _pieces(self, blob: Blob, start: int, stop: int | None) -> AsyncIterator[bytes]:
+        """Yield bytes *start* to *stop* - 1 of the content of *blob*."""
         decryptor = BlobDecryptor(blob.key, blob.size, start, stop)
         sealed = self._store(blob.prefix).get_stream(
             blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end
@@ -511,16 +476,18 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         async for piece in decrypt_stream(decryptor, sealed):
             yield piece
 
-    async def _discard(self, blob: Blob) -> None:
-        """Delete a blob that no row names any more; if the store fails, leave it to `blobs purge`.
+    async def _discard(self, blob: Blob, *, was_named: bool) -> None:
+        """Delete a blob that no row ever named; mark a blob that a row named as deleted.
 
-        Do not delete a blob that another database wrote: this database may be a copy of that
-        database, whose rows may name the blob.
+        A copy of this database, or a backup, may still name a marked blob: `blobs purge` deletes
+        it later.  Do neither for a blob that another database wrote: this database may be a copy
+        of that database.  If the store fails, leave the blob to `blobs purge`.
         """
         if blob.prefix != (await self._collections.database_id()).hex():
             return
+        store = self._store(blob.prefix)
         try:
-            await self._store(blob.prefix).delete(blob.name)
+            await (store.mark(blob.name) if was_named else store.delete(blob.name))
         except ArtifactStoreError as error:
             logger.warning("a blob that is not used any more is left to `blobs purge`: %s", error)
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _NAME = re.compile(r"[0-9a-f]{32}")
+DELETED = "deleted"  # the directory with the marks of deleted blobs
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -49,12 +50,12 @@ _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_f
 
 
 class StoredObject(NamedTuple):
-    """One object of a blob, as a `list` method yields it.
+    """One object of a blob, or a mark, as a method of `object_store.Objects` yields it.
 
     Attributes:
         name: The name of the blob.
-        number: The number of the object; None for anything else that is stored under the blob's
-            name.
+        number: The number of the object; None for a mark, and for anything else that is stored
+            under the blob's name.
         size: The size in bytes.
         modified: When the object was last modified, in seconds since 1970.
     """
@@ -68,7 +69,8 @@ class StoredObject(NamedTuple):
 class BlobDirectory:
     """Stores the objects of blobs as files `NAME/K` in one directory: see `object_store.Objects`.
 
-    NAME is the name of the blob, and K is the number of the object.  The class creates directories
+    NAME is the name of the blob, and K is the number of the object.  Marks are files
+    `deleted/NAME`.  The class creates directories
     with the mode 0700, and files with the mode 0600.  The directory itself must not be a symbolic
     link; its parents may be links.
     """
@@ -80,7 +82,7 @@ class BlobDirectory:
             _translating(lambda: _make_prefix(self._directory))
 
     async def put(self, name: str, number: int, data: bytes) -> None:
-        await _in_thread(lambda: _write(self._directory, name, number, data))
+        await _in_thread(lambda: _write(self._directory, name, str(number), data))
 
     async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         return await _in_thread(lambda: _read(self._directory, name, number, size, start, stop))
@@ -98,6 +100,16 @@ class BlobDirectory:
                 lambda each=each: _objects(self._directory, each)  # type: ignore[misc]
             ):
                 yield found
+
+    async def mark(self, name: str) -> None:
+        await _in_thread(lambda: _write(self._directory, DELETED, name, b"", replace=True))
+
+    async def unmark(self, name: str) -> None:
+        await _in_thread(lambda: _unmark(self._directory, name))
+
+    async def marks(self) -> AsyncIterator[StoredObject]:
+        for found in await _in_thread(lambda: _marks(self._directory)):
+            yield found
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
@@ -233,24 +245,36 @@ def _make_directory(directory: Path) -> None:
         _sync_directory(path.parent)
 
 
-def _write(directory: Path, name: str, number: int, data: bytes) -> None:
-    """Write a new object of the blob *name*; flush the file and its directories to the disk."""
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINK | _BINARY
+def _write(
+    directory: Path, folder: str, file_name: str, data: bytes, *, replace: bool = False
+) -> None:
+    """Write the file *file_name* in *folder*; flush the file and its directories to the disk.
+
+    *folder* is a directory in *directory*, and is created if it is missing.  If the file exists,
+    raise an OSError, or if *replace* is True, replace it.
+    """
+    flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
+    if not replace:
+        flags |= os.O_EXCL
     is_new = True
     with _prefix(directory) as prefix:
         try:
-            os.mkdir(prefix.at(name), 0o700, dir_fd=prefix.descriptor)
+            os.mkdir(prefix.at(folder), 0o700, dir_fd=prefix.descriptor)
         except FileExistsError:
             is_new = False
-        with prefix.child(name) as blob:
+        with prefix.child(folder) as opened_folder:
+            if replace:  # a new file has a new time, on every file system
+                _unlink(opened_folder, file_name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
-            opened = os.open(blob.at(str(number)), flags, 0o600, dir_fd=blob.descriptor)
+            opened = os.open(
+                opened_folder.at(file_name), flags, 0o600, dir_fd=opened_folder.descriptor
+            )
             with open(opened, "wb", buffering=0) as file:
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]
                 os.fsync(file.fileno())
-            blob.sync()
+            opened_folder.sync()
         if is_new:
             prefix.sync()
 
@@ -351,10 +375,7 @@ def _delete(directory: Path, name: str) -> None:
                 return
             with prefix.child(name) as blob:
                 for number in _deletable(blob):
-                    try:
-                        os.unlink(blob.at(number), dir_fd=blob.descriptor)
-                    except FileNotFoundError:  # another process has deleted the file
-                        pass
+                    _unlink(blob, number)
                 try:
                     os.rmdir(prefix.at(name), dir_fd=prefix.descriptor)
                 except OSError as error:
@@ -366,6 +387,39 @@ def _delete(directory: Path, name: str) -> None:
                     )
     except FileNotFoundError:
         pass
+
+
+def _unlink(folder: _Folder, name: str) -> None:
+    try:
+        os.unlink(folder.at(name), dir_fd=folder.descriptor)
+    except FileNotFoundError:  # another process has deleted the file
+        pass
+
+
+def _unmark(directory: Path, name: str) -> None:
+    try:
+        with _prefix(directory) as prefix, prefix.child(DELETED) as marks:
+            _unlink(marks, name)
+            marks.sync()
+    except FileNotFoundError:  # no blob was marked
+        pass
+
+
+def _marks(directory: Path) -> list[StoredObject]:
+    """Return the marks in *directory*.  Omit links, and other entries that are not files."""
+    found = []
+    try:
+        with _prefix(directory) as prefix, prefix.child(DELETED) as marks:
+            for entry in marks.entries():
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # another process has withdrawn the mark
+                    continue
+                if _NAME.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
+                    found.append(StoredObject(entry.name, None, 0, status.st_mtime))
+    except FileNotFoundError:  # no blob was marked
+        pass
+    return found
 
 
 def _is_link(folder: _Folder, name: str) -> bool:

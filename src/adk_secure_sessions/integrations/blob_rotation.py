@@ -5,10 +5,10 @@ For each version of an artifact, the run does these steps:
 1. It copies the content to a new blob, with a new random name and a new random key.
 2. It reads the new blob, to check that the blob can be decrypted.
 3. It appends an item to the artifact, which describes the version again, with the new blob.
-4. It deletes the old blob.
+4. It marks the old blob as deleted, for a later run of `blobs purge`.
 
 At any time, the rows name a complete blob, even if the run is killed between two steps.  In that
-case, no row names the other blob, and `blobs purge` deletes it.
+case, no row names the other blob, and `blobs purge` marks it.
 """
 
 import os
@@ -46,7 +46,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from adk_secure_sessions.integrations.object_store import BlobStore
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.identities import SessionIds
 from adk_secure_sessions.maintenance.problems import UNREADABLE
@@ -102,12 +102,8 @@ async def rotate_data_and_blobs(
         ArtifactStoreError: The store failed.  The next run continues.
         SecureSessionError: See `rotate_data`.
     """
-    opened, prefix = await open_of_database(db, store, options, allow_http)
-    stored = {}
-    if dry_run:
-        stored = {blob.name: blob.size async for blob in opened.list()}
-    else:  # create the directory: a copy of a database has none after `separate`
-        opened = open_store(store, prefix, options=options, allow_http=allow_http)
+    opened, prefix = await open_of_database(db, store, options, allow_http, create=not dry_run)
+    stored = {blob.name: blob.size async for blob in opened.list()} if dry_run else {}
 
     def store_of(other: str) -> BlobStore:
         return opened if other == prefix else opened_at(store, other, options, allow_http)
@@ -220,15 +216,10 @@ class _BlobRotationRun(DataRotationRun):
 
         Raises:
             _Superseded: The artifact was deleted, or the version has another blob now.
-            TamperedError: The old blob is missing or was tampered with, and still is the blob of
-                this version.
+            TamperedError: The old blob is missing or was tampered with.
             ArtifactStoreError: The store failed.
         """
-        try:
-            new = await self._copied(old)
-        except TamperedError:
-            await self._reread(ids, found, version)
-            raise
+        new = await self._copied(old)
         store = self._store_of(self._prefix)
         try:
             found = await self._append(ids, found, version, new)
@@ -238,7 +229,7 @@ class _BlobRotationRun(DataRotationRun):
             await store.delete(new.name)
             raise
         if old.prefix == self._prefix:  # another database may use blobs under another prefix
-            await store.delete(old.name)
+            await store.mark(old.name)
         return found
 
     async def _copied(self, old: Blob) -> Blob:

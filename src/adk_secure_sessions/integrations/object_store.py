@@ -2,15 +2,17 @@
 
 A blob is stored as objects `PREFIX/NAME/K` of 8 MiB each (docs/format.md, "The objects of a blob"),
 and not as one multipart upload.  After an interrupted upload, every store can list and delete these
-objects.  An upload holds only a few objects in memory.  This module does not encrypt: callers pass
-and receive the encrypted bytes of blobs.
+objects.  An empty object `PREFIX/deleted/NAME` marks the blob *NAME* as deleted.  An upload holds
+only a few objects in memory.  This module does not encrypt: callers pass and receive the encrypted
+bytes of blobs.
 """
 
 import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+import secrets
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -22,7 +24,7 @@ from adk_secure_sessions.errors import (
     Reason,
     TamperedError,
 )
-from adk_secure_sessions.integrations.blob_directory import BlobDirectory, StoredObject
+from adk_secure_sessions.integrations.blob_directory import DELETED, BlobDirectory, StoredObject
 from adk_secure_sessions.keys.remote import check_transport, require
 from adk_secure_sessions.loops import wait_ignoring_cancel
 
@@ -61,14 +63,18 @@ class Objects(Protocol):
     `put` stores *data* as a new object.  `get` returns the bytes *start* to *stop* - 1 of an object
     with *size* bytes.  `get` raises `TamperedError` if the object is missing, or does not have the
     length *size*.  `delete` deletes all objects of a blob.  `list` yields the objects of the blob
-    *name* or, if *name* is None, of all blobs.  All methods raise `ArtifactStoreError` if the store
-    fails.
+    *name* or, if *name* is None, of all blobs.  `mark` stores the mark of a blob; if there is one,
+    `mark` replaces it.  `unmark` deletes the mark, and `marks` yields all marks.  All methods raise
+    `ArtifactStoreError` if the store fails.
     """
 
     async def put(self, name: str, number: int, data: bytes) -> None: ...
     async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes: ...
     async def delete(self, name: str) -> None: ...
     def list(self, name: str | None = None) -> AsyncIterator[StoredObject]: ...
+    async def mark(self, name: str) -> None: ...
+    async def unmark(self, name: str) -> None: ...
+    def marks(self) -> AsyncIterator[StoredObject]: ...
 
 
 class BlobStore:
@@ -201,18 +207,59 @@ class BlobStore:
     async def delete(self, name: str) -> None:
         """Delete all objects of the blob *name*; if there are none, do nothing.
 
+        If a row may ever have named the blob, call `mark` instead: a copy of the database, or a
+        backup, may still name it.  Only `blobs purge` deletes a marked blob.
+
         Raises:
             ArtifactStoreError: The store failed.
         """
         _check_name(name)
         await self._objects.delete(name)
 
-    async def list(self, older_than: float | None = None) -> AsyncIterator[StoredBlob]:
-        """Yield all blobs, including incomplete blobs of interrupted uploads.
+    async def mark(self, name: str) -> None:
+        """Mark the blob *name* as deleted, now.
 
-        Args:
-            older_than: A time in seconds since 1970.  If given, omit blobs that have an object
-                which was written at this time or later.
+        Raises:
+            ArtifactStoreError: The store failed.
+        """
+        _check_name(name)
+        await self._objects.mark(name)
+
+    async def unmark(self, name: str) -> None:
+        """Withdraw the mark of the blob *name*; if there is none, do nothing.
+
+        Raises:
+            ArtifactStoreError: The store failed.
+        """
+        _check_name(name)
+        await self._objects.unmark(name)
+
+    async def marks(self) -> dict[str, float]:
+        """Return when each marked blob was marked, in seconds since 1970, by the store's clock.
+
+        Raises:
+            ArtifactStoreError: The store failed.
+        """
+        return {found.name: found.modified async for found in self._objects.marks()}
+
+    async def marks_and_time(self) -> tuple[dict[str, float], float]:
+        """Return `marks`, and what the store's clock shows now.
+
+        To read the clock, this method stores and deletes a mark of a blob that does not exist.
+
+        Raises:
+            ArtifactStoreError: The store failed.
+        """
+        probe = secrets.token_hex(16)
+        await self._objects.mark(probe)
+        marks = await self.marks()
+        await self._objects.unmark(probe)
+        if probe not in marks:
+            raise _failed("it does not list an object that was just stored", retryable=True)
+        return marks, marks.pop(probe)
+
+    async def list(self) -> AsyncIterator[StoredBlob]:
+        """Yield all blobs, including incomplete blobs of interrupted uploads.
 
         Raises:
             ArtifactStoreError: The store failed.
@@ -223,15 +270,11 @@ class BlobStore:
                 modified = max(blob.modified, found.modified)
                 blob = StoredBlob(blob.name, blob.size + found.size, modified)
                 continue
-            if blob is not None and _is_older(blob, older_than):
+            if blob is not None:
                 yield blob
             blob = StoredBlob(found.name, found.size, found.modified)
-        if blob is not None and _is_older(blob, older_than):
+        if blob is not None:
             yield blob
-
-
-def _is_older(blob: StoredBlob, older_than: float | None) -> bool:
-    return older_than is None or blob.modified < older_than
 
 
 async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
@@ -459,10 +502,15 @@ class _Remote:
     def _path(self, name: str, number: int) -> str:
         return f"{self._prefix}/{name}/{number}"
 
+    def _mark(self, name: str) -> str:
+        return f"{self._prefix}/{DELETED}/{name}"
+
     async def put(self, name: str, number: int, data: bytes) -> None:
+        await self._put(self._path(name, number), data)
+
+    async def _put(self, path: str, data: bytes) -> None:
         import obstore
 
-        path = self._path(name, number)
         try:
             await self._call(
                 lambda: obstore.put_async(self._store, path, data, use_multipart=False)
@@ -519,21 +567,43 @@ class _Remote:
         return False
 
     async def delete(self, name: str) -> None:
-        import obstore
-
         numbers = [found.number async for found in self.list(name)]
         paths = [self._path(name, number) for number in numbers if number is not None]
-        if not paths:
-            return
+        if paths:
+            await self._delete(paths)
+
+    async def _delete(self, paths: Sequence[str]) -> None:
+        import obstore
+
         try:
             await self._call(lambda: obstore.delete_async(self._store, paths))
         except _Missing:
             pass
 
     async def list(self, name: str | None = None) -> AsyncIterator[StoredObject]:
+        below = self._prefix if name is None else f"{self._prefix}/{name}"
+        async for path, meta in self._list(below):
+            blob, _, number = path.partition("/")
+            if _NAME.fullmatch(blob) and re.fullmatch(r"[0-9]{1,9}", number):
+                modified = meta["last_modified"].timestamp()
+                yield StoredObject(blob, int(number), int(meta["size"]), modified)
+
+    async def mark(self, name: str) -> None:
+        await self._put(self._mark(name), b"")
+
+    async def unmark(self, name: str) -> None:
+        await self._delete([self._mark(name)])
+
+    async def marks(self) -> AsyncIterator[StoredObject]:
+        async for path, meta in self._list(f"{self._prefix}/{DELETED}"):
+            _, _, name = path.partition("/")
+            if _NAME.fullmatch(name):
+                yield StoredObject(name, None, 0, meta["last_modified"].timestamp())
+
+    async def _list(self, below: str) -> AsyncIterator[tuple[str, Any]]:
+        """Yield the objects below the path *below*: the path after the prefix, and its facts."""
         import obstore
 
-        below = self._prefix if name is None else f"{self._prefix}/{name}"
         stream: Any = obstore.list(self._store, below, chunk_size=1000)
 
         async def next_batch() -> Any:
@@ -549,11 +619,7 @@ class _Remote:
             if batch is None:
                 return
             for meta in batch:
-                parent, _, number = str(meta["path"]).rpartition("/")
-                blob = parent.rpartition("/")[2]
-                if _NAME.fullmatch(blob) and re.fullmatch(r"[0-9]{1,9}", number):
-                    modified = meta["last_modified"].timestamp()
-                    yield StoredObject(blob, int(number), int(meta["size"]), modified)
+                yield str(meta["path"]).removeprefix(f"{self._prefix}/"), meta
 
     async def _call(self, call: Any) -> Any:
         """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""

@@ -28,6 +28,7 @@ from adk_secure_sessions.maintenance.engine import (
     select_data_keys,
 )
 from adk_secure_sessions.maintenance.identities import app_name_of, located_sessions
+from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.owners import (
     APP_OF_TAG,
     USER_OF_TAG,
@@ -138,7 +139,7 @@ async def retire(
     """
     await db.renew_keyring()  # a later release may have added a feature, which this call rejects
     reject_wrapper(await db.survey(), "retire")
-    await _reject_orphans(db)
+    await reject_orphans(db)
     await _reject_unreadable_sessions(db)
     ((total,),) = await db.read_keys(_number_of_owners(), {})
     meter = Meter(progress, int(total), rows_per_second)
@@ -197,27 +198,6 @@ class _OwnerRow(NamedTuple):
     id: int
 
 
-async def _reject_orphans(db: Database) -> None:
-    """Raise TamperedError if a row belongs to no session, user or app.
-
-    An attacker may have removed the row of the session, user or app, and somebody may restore that
-    row later.  Until then, the owner of the orphaned row is unknown, so the row may need any data
-    key.
-    """
-    for column, key, owners in _REFERENCES:
-        table = column.table
-        missing = [~sa.select(_ONE).where(column == owner).exists() for owner in owners]
-        query = first_rows(sa.select(key).where(*missing), _ONE)
-        for (row,) in await db.read(query, {}):
-            raise TamperedError(
-                "the row that it belongs to was removed: restore that row, or delete this one; "
-                "`verify` lists all such rows",
-                reason=Reason.MISSING,
-                table=table.name,
-                row=row.hex() if isinstance(row, bytes) else row,
-            )
-
-
 async def _reject_unreadable_sessions(db: Database) -> None:
     """Raise TamperedError if the row of a session cannot be decrypted.
 
@@ -234,18 +214,6 @@ async def _reject_unreadable_sessions(db: Database) -> None:
                     table=sessions.name,
                     row=one.row,
                 )
-
-
-_ONE: sa.ColumnElement[int] = sa.literal_column("1")
-# For each column that refers to another row: the column, the primary key of its table, and the
-# columns of other tables to which it may refer.  One of these columns must contain the same value.
-_REFERENCES: list[tuple[sa.Column[Any], sa.Column[Any], list[sa.Column[Any]]]] = [
-    (users.c.app_row, users.c.id, [apps.c.id]),
-    (sessions.c.user_row, sessions.c.id, [users.c.id]),
-    (bases.c.session_row, bases.c.session_row, [sessions.c.id]),
-    (events.c.session_row, events.c.session_row, [sessions.c.id]),
-    (witnesses.c.tag, witnesses.c.tag, [apps.c.tag, users.c.tag, sessions.c.tag]),
-]
 
 
 class _Audit(NamedTuple):
