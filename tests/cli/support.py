@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import sqlalchemy as sa
 from click.testing import CliRunner
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
@@ -37,6 +38,11 @@ def on(db: str, key: str | None = "env:OLD_KEY", *, command: str = "") -> list[s
     """Return the options for a database and a root key."""
     option = "--to" if command == "migrate" else "--db"
     return [option, db, *(["--key", key] if key else [])]
+
+
+def confirmed(url: str) -> list[str]:
+    """Return the option that confirms a command which changes the database irrevocably."""
+    return ["--confirm", sa.make_url(url).database or ""]
 
 
 def make_adk_tables(path: Path) -> None:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import output
 from adk_secure_sessions.cli.config import variable
-from tests.cli.support import begin_trail, commands, make_adk_tables, on, run
+from tests.cli.support import begin_trail, commands, confirmed, make_adk_tables, on, run
 from tests.maintenance.support import NEW, OLD, fill, query, run_sql
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -272,11 +272,14 @@ def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) 
     for name, command in commands().items():
         if name in ("keygen", "adk doctor"):  # without a database
             continue
-        needs_key = "--key" in {text for option in command.params for text in option.opts}
+        names = {text for option in command.params for text in option.opts}
+        needs_key = "--key" in names
         key = "env:OLD_KEY" if needs_key else None
         if name.startswith("audit "):
             asyncio.run(begin_trail(filled))
         arguments = [*options.get(name, []), *on(filled, key, command=name)]
+        if "--confirm" in names:
+            arguments += confirmed(filled)
         said = run(*name.split(), *arguments, "--json")
         # All tables of the tests' MariaDB server share one file, which cannot be rewritten.
         code = int(name == "vacuum" and filled.startswith("mariadb"))

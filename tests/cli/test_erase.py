@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.maintenance import Database
-from tests.cli.support import run
+from tests.cli.support import confirmed, run
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import OLD, fill, query, run_sql
 
@@ -30,32 +30,34 @@ def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None: 
         "",
     )
     assert query(place, "SELECT count(*) FROM secure_users") == [(2,)]
-    done = run("erase-user", "--db", url, *ADA)
+    done = run("erase-user", "--db", url, *ADA, *confirmed(url))
     first, second = done.stdout.splitlines()
     assert (done.code, done.stderr) == (0, "")
     assert first == "deleted: 1 data key, 1 user, 2 sessions and 6 events"
     may = "freed space may hold the wrapped data key: the table of the data keys was not rewritten"
     assert second == ("freed space does not hold the wrapped data key" if kind == "sqlite" else may)
     assert query(place, "SELECT count(*) FROM secure_users") == [(1,)]
-    again = run("erase-user", "--db", url, *ADA)
-    assert (again.code, again.stdout.splitlines()[0]) == (0, "there is no such user")
+    again = run("erase-user", "--db", url, *ADA, *confirmed(url))
+    assert (again.code, again.stdout.splitlines()[0]) == (1, "there is no such user")
     assert run("verify", "--db", url, "--key", "env:OLD_KEY").code == 0
-    rewritten = run("erase-user", "--db", url, *ADA, "--rewrite", "--json")
+    rewritten = run("erase-user", "--db", url, *ADA, *confirmed(url), "--rewrite", "--json")
     if kind == "mariadb":  # the tests' server keeps all tables in one file
         assert (rewritten.code, rewritten.json["cleared"]) == (1, False)
         assert "innodb_file_per_table" in rewritten.json["obstacle"]
     else:
-        assert rewritten.code == 0
+        assert rewritten.code == 1
         assert rewritten.json == {
             "dry_run": False,
             "data_keys": 0,
             "users": 0,
             "sessions": 0,
+            "collections": 0,
             "bases": 0,
             "events": 0,
             "witnesses": 0,
             "cleared": True,
             "obstacle": "",
+            "has_app": True,
             "was_migrated": False,
         }
 
@@ -69,11 +71,11 @@ def test_source_of_a_migration_is_named(file_url: str) -> None:  # noqa: F811
             await (await db.store()).prepare_imports()
 
     asyncio.run(prepare())
-    for options in (["--dry-run"], [], []):
-        done = run("erase-user", "--db", file_url, *ADA, *options)
-        assert done.code == 0
-        assert source in done.stdout
-    assert run("erase-user", "--db", file_url, *ADA, "--json").json["was_migrated"] is True
+    erase = ["erase-user", "--db", file_url, *ADA, *confirmed(file_url)]
+    for options, code in ((["--dry-run"], 0), ([], 0), ([], 1)):
+        done = run(*erase, *options)
+        assert (done.code, source in done.stdout) == (code, True)
+    assert run(*erase, "--json").json["was_migrated"] is True
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_missing_key_or_row_is_reported_and_exits_with_1(
     column = "tag" if table == "secure_users" else "owner"
     run_sql(place, f"DELETE FROM {table} WHERE {column} IN (SELECT tag FROM secure_users)")
     for option in (["--dry-run"], []):
-        said = run("erase-user", "--db", file_url, *ADA, *option)
+        said = run("erase-user", "--db", file_url, *ADA, *confirmed(file_url), *option)
         assert said.code == 1
         assert f"\n{missing} was missing: run `verify`, which lists any rows" in said.stdout
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]

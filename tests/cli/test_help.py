@@ -81,7 +81,7 @@ async def begin_trail() -> None:
         audit_accesses="blind",
         audit_table=True,
     ) as service:
-        await service.prepare_tables()
+        await service.create_session(app_name="clinic", user_id="ada")
 
 
 def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions.maintenance import rotate_data, rotate_master
-from tests.cli.support import Said, begin_trail, commands, make_adk_tables, on, run
+from tests.cli.support import Said, begin_trail, commands, confirmed, make_adk_tables, on, run
 from tests.maintenance.support import interrupt, run_sql
 from tests.pages import DOCS
 
@@ -68,6 +68,8 @@ def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]
         more = ["--decrypt", "--verify", "--skip-bad", "--to", f"{url}-export"]
     if name == "move-keys":
         more = ["--to", "key-db", "--key-db", url.replace(".db", "-keys.db")]
+    if "--confirm" in options(name):
+        more = [*more, *confirmed(url)]
     return [*name.split(), *more, *on(url, key, command=name), "--json"]
 
 

@@ -82,7 +82,7 @@ def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
     assert "the mark that ends the migration" in said.stdout
     said = migrate("--verify", "--app", "clinic")
     assert "compare without --app and --since" in said.stdout
-    said = migrate("--erase-source", "--yes")
+    said = migrate("--erase-source", "--confirm", "adk.db")
     assert said.code == 0
     assert "deleted in the source: 2 sessions with 2 events, 2 states\n" in said.stdout
     assert "not erased, because no command can reach them: backups" in said.stdout
@@ -91,23 +91,16 @@ def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
     assert (said.code, said.stdout.splitlines()[-1]) == (0, "the source has nothing to compare")
 
 
-def test_erasure_must_be_confirmed() -> None:
-    migrate()
-    said = migrate("--erase-source")
-    assert said.code == 2
-    assert "confirm it with --yes" in said.stderr
-
-
 def test_differences_are_named_and_nothing_is_deleted() -> None:
     migrate()
     asyncio.run(write("s1", "s2"))
-    for option in (["--verify"], ["--erase-source", "--yes"]):
+    for option in (["--verify"], ["--erase-source", "--confirm", "adk.db"]):
         said = migrate(*option)
         assert said.code == 1
         assert "it has changed in the source since it was copied; different: " in said.stdout
         assert "it was not copied" in said.stdout
         assert "the two sides are not equal" in said.stdout
-    assert "nothing was deleted" in migrate("--erase-source", "--yes").stdout
+    assert "nothing was deleted" in migrate("--erase-source", "--confirm", "adk.db").stdout
     assert "'ada', 's1'" not in migrate("--verify").stdout
     assert "'clinic', 'ada', 's1'" in migrate("--verify", "--show-ids").stdout
     assert migrate().code == 0

@@ -95,7 +95,8 @@ def test_commands_print_no_plaintext_and_no_key(
         ["lookup", *right, "--app", APP, "--user", USER, "--session", SESSION],
         *(["inspect", f"secure_{name}", *db] for name in ("events", "users", "data_keys")),
         ["purge", *right, "--older-than", "1d", "--dry-run"],
-        ["erase-user", *wrong, "--app", APP, "--user", USER],
+        ["erase-user", *wrong, "--app", APP, "--user", USER, "--confirm", str(path)],
+        ["erase-user", *right, "--app", APP, "--user", USER],
         ["erase-user", *right, "--app", APP, "--user", USER, "--dry-run"],
         ["rotate", "root", *wrong],
         ["rotate", "root", *right, "--dry-run"],
@@ -109,7 +110,7 @@ def test_commands_print_no_plaintext_and_no_key(
         ["init", *wrong],
         ["verify", *db, "--key", KEY],
         ["purge", *right, "--older-than", "1d"],
-        ["erase-user", *right, "--app", APP, "--user", USER, "--rewrite"],
+        ["erase-user", *right, "--app", APP, "--user", USER, "--rewrite", "--confirm", str(path)],
     ]
     printed = []
     for attempt in attempts:

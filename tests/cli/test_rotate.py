@@ -17,7 +17,7 @@ from adk_secure_sessions.cli import output, rotate
 from adk_secure_sessions.cli.text import retirement_lines
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
 from adk_secure_sessions.storage.schema import metadata
-from tests.cli.support import Said, on, run
+from tests.cli.support import Said, confirmed, on, run
 from tests.key_database.support import make_ada_with_spare_keys, pair_in
 from tests.maintenance.support import OLD, fill, interrupt, plaintext_backend, query, run_sql
 
@@ -438,15 +438,15 @@ def test_retire_removes_nothing_if_a_tampered_table_hides_which_key_is_the_newes
 
 def test_keys_are_moved_into_a_key_database_and_back(file: str) -> None:
     keys = ["--key-db", file.replace(".db", "-keys.db")]
-    said = run("move-keys", *on(file), *keys, "--to", "key-db")
+    said = run("move-keys", *on(file), *keys, "--to", "key-db", *confirmed(file))
     text = "the key database has the keys: 2 master keys and 3 data keys; start services with "
     assert said == (0, f"{text}key_db_url\n", "")
     assert run("verify", *on(file), *keys).code == 0
     alone = run("verify", *on(file))
     assert (alone.code, "pass that as --key-db" in alone.stderr) == (2, True)
-    said = run("move-keys", *on(file), *keys, "--to", "db")
+    said = run("move-keys", *on(file), *keys, "--to", "db", *confirmed(file))
     text = "the database has its keys: 2 master keys and 3 data keys; start services without "
     assert said == (0, f"{text}key_db_url\n", "")
     assert run("verify", *on(file)).code == 0
-    nowhere = run("move-keys", *on(file), "--to", "key-db")
+    nowhere = run("move-keys", *on(file), "--to", "key-db", *confirmed(file))
     assert (nowhere.code, "pass it as --key-db" in nowhere.stderr) == (2, True)

@@ -10,18 +10,14 @@ from zoneinfo import ZoneInfo
 import click
 
 from adk_secure_sessions.backends.named import NAMES
+from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys, with_packing
-from adk_secure_sessions.cli.output import counted, show
-from adk_secure_sessions.cli.program import (
-    AGAIN,
-    Declined,
-    main,
-    run_with_progress,
-)
+from adk_secure_sessions.cli.output import counted, progress, show
+from adk_secure_sessions.cli.program import AGAIN, main, opened
 from adk_secure_sessions.cli.text import duration
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database, Progress
+    from adk_secure_sessions.maintenance import Database
     from adk_secure_sessions.migration import Comparison, Finding, Migration, SourceErasure
 
 Work = Callable[..., Awaitable[Any]]
@@ -114,11 +110,7 @@ def _zone(context: click.Context, parameter: click.Parameter, value: str | None)
     is_flag=True,
     help="Copy nothing: compare, and if everything is equal, delete the rows of the source.",
 )
-@click.option(
-    "--yes",
-    is_flag=True,
-    help="Do not ask before --erase-source deletes.  Required if stdin is not a terminal.",
-)
+@with_confirm
 @click.option("--skip-bad", is_flag=True, help="Continue after a session that cannot be read.")
 @click.option(
     "--delete-gone",
@@ -147,7 +139,7 @@ def migrate(
     since: int | None,
     verify: bool,
     erase_source: bool,
-    yes: bool,
+    confirm: str | None,
     skip_bad: bool,
     delete_gone: bool,
     show_ids: bool,
@@ -180,8 +172,6 @@ def migrate(
         raise click.UsageError(
             f"{wrong[0]} is for copying, and --verify and --erase-source copy nothing: omit it"
         )
-    if erase_source and not dry_run:
-        _confirm(yes)
     options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}
     if erase_source:
         work: Work = partial(migration.erase_source, dry_run=dry_run, **options)
@@ -197,21 +187,25 @@ def migrate(
             **options,
         )
 
-    async def with_source(opened: "Database", progress: "Progress") -> Any:
-        source = await migration.open_source(
-            source_url,
-            source_keys,
-            source_backends,
-            key_db_url=source_key_db,
-            time_zone=time_zone,
-        )
-        async with source:
-            return await work(source, opened, progress=progress)
-
     changes_nothing = dry_run or (verify and not erase_source)
-    label = "compare" if comparing else "migrate"
-    again = None if changes_nothing else AGAIN
-    done = run_with_progress(db, label, with_source, again=again)
+    with opened(db, again=None if changes_nothing else AGAIN) as call:
+        source = call(
+            migration.open_source(
+                source_url,
+                source_keys,
+                source_backends,
+                key_db_url=source_key_db,
+                time_zone=time_zone,
+            )
+        )
+        try:
+            if erase_source and not dry_run and isinstance(source, migration.AdkTables):
+                found = call(source.describe())
+                require_confirmation(found, confirm, "delete the sessions of the source")
+            with progress("compare" if comparing else "migrate") as report:
+                done = call(work(source, db, progress=report))
+        finally:
+            call(source.close())
     result: dict[str, Any] = {"copy": None, "comparison": None, "erasure": None}
     if erase_source:
         result |= {"comparison": done.comparison, "erasure": done.erased}
@@ -226,24 +220,6 @@ def migrate(
     show(result, as_json, lines, dry_run=dry_run)
     if not succeeded:
         sys.exit(1)
-
-
-def _confirm(yes: bool) -> None:
-    """Ask whether to erase the source.
-
-    Raises:
-        Declined: The user answered no.
-        click.UsageError: No terminal can be asked, and --yes was not given.
-    """
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise click.UsageError(
-            "--erase-source deletes the rows of the source: confirm it with --yes"
-        )
-    question = "Delete the sessions and states in the source, if the copy is equal to them?"
-    if not click.confirm(question, err=True):
-        raise Declined("nothing was changed")
 
 
 # --- lines ---------------------------------------------------------------------------------------

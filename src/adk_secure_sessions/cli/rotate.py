@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import (
     on_database,
     with_dry_run,
@@ -218,11 +219,13 @@ def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float 
 
 
 @main.command()
-@click.option("--yes", is_flag=True, help="Do not ask.  Only a terminal is asked.")
+@with_confirm
 @with_speed
 @with_keys(required=True)
 @on_database
-def separate(db: "Database", as_json: bool, rows_per_second: float | None, yes: bool) -> None:
+def separate(
+    db: "Database", as_json: bool, rows_per_second: float | None, confirm: str | None
+) -> None:
     """Give a copy of a database an id and keys of its own.
 
     Run the command on the copy, for example a staging clone, before a service uses the copy.
@@ -232,17 +235,16 @@ def separate(db: "Database", as_json: bool, rows_per_second: float | None, yes: 
 
     \b
     Example:
-      adk-secure-sessions separate --db sqlite:///staging.db --key file:root.key
+      adk-secure-sessions separate --db sqlite:///staging.db --key file:root.key \\
+          --confirm staging.db
     """
     from adk_secure_sessions import maintenance
 
-    if sys.stdin.isatty() and not yes:
-        question = "Replace all keys of this database?  Services that use it must be stopped."
-        if not click.confirm(question, err=True):
-            raise Declined("nothing was changed")
-    done = run_with_progress(
-        db, "separate", maintenance.separate, rows_per_second=rows_per_second, again=AGAIN
-    )
+    with opened(db) as call:
+        require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
+        with progress("separate") as report:
+            work = maintenance.separate(db, progress=report, rows_per_second=rows_per_second)
+            done = call(work)
     show(done, as_json, separation_lines(done))
     if not done.complete:
         sys.exit(1)
@@ -255,10 +257,12 @@ def separate(db: "Database", as_json: bool, rows_per_second: float | None, yes: 
     type=click.Choice(["key-db", "db"]),
     help="Where the keys shall be: in the database of --key-db, or beside the data, in --db.",
 )
-@click.option("--yes", is_flag=True, help="Do not ask.  Only a terminal is asked.")
+@with_confirm
 @with_keys(required=True)
 @on_database
-def move_keys(db: "Database", as_json: bool, to: Literal["key-db", "db"], yes: bool) -> None:
+def move_keys(
+    db: "Database", as_json: bool, to: Literal["key-db", "db"], confirm: str | None
+) -> None:
     """Move all keys into a key database, or from a key database back into the database.
 
     Stop all services first.  Services reject the databases until the move has ended.  If the
@@ -268,16 +272,14 @@ def move_keys(db: "Database", as_json: bool, to: Literal["key-db", "db"], yes: b
     \b
     Example:
       adk-secure-sessions move-keys --db sqlite:///sessions.db --key-db sqlite:///keys.db \\
-          --to key-db --key file:root.key
+          --to key-db --key file:root.key --confirm sessions.db
     """
     from adk_secure_sessions import maintenance
 
-    if sys.stdin.isatty() and not yes:
-        question = "Move all keys?  Services that use these databases must be stopped."
-        if not click.confirm(question, err=True):
-            raise Declined("nothing was changed")
-    with progress("move-keys", "data keys") as report:
-        done = run(db, lambda opened: maintenance.move_keys(opened, to, progress=report))
+    with opened(db) as call:
+        require_confirmation(call(db.describe()), confirm, "move the keys of this database")
+        with progress("move-keys", "data keys") as report:
+            done = call(maintenance.move_keys(db, to, progress=report))
     show(done, as_json, key_move_lines(done))
     if not done.cleared:
         sys.exit(1)

@@ -186,12 +186,20 @@ def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
 def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
     if done.rows:
         verb = "would be deleted" if dry_run else "deleted"
-        yield (
-            f"{verb}: {counted(done.data_keys, 'data key')}, {counted(done.users, 'user')}, "
-            f"{counted(done.sessions, 'session')} and {counted(done.events, 'event')}"
-        )
+        counts = [counted(done.data_keys, "data key"), counted(done.users, "user")]
+        content, items = counted(done.sessions, "session"), counted(done.events, "event")
+        if done.collections:
+            counts.append(content)
+            content, items = counted(done.collections, "collection"), f"{done.events:,} events"
+            items += " or items"
+        yield f"{verb}: {', '.join([*counts, content])} and {items}"
+        if done.collections:
+            yield (
+                "the store keeps the contents of the user's artifacts, if there were any, which "
+                "nobody can decrypt: `blobs purge` deletes them"
+            )
     else:
-        yield "there is no such user"
+        yield "there is no such user" if done.has_app else "there is no such app"
     if missing := missing_from(done):
         yield f"{missing} was missing: run `verify`, which lists any rows of the user that remain"
     if done.cleared:

@@ -18,8 +18,10 @@ from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
+from adk_secure_sessions.maintenance.description import Description, describe
 from adk_secure_sessions.storage import (
     AUDIT,
+    COLLECTION,
     AuditTrail,
     Store,
     Survey,
@@ -31,6 +33,7 @@ from adk_secure_sessions.storage import (
     meta,
     open_existing,
     repeated,
+    sessions,
     survey_existing,
 )
 from adk_secure_sessions.tracebacks import hides_locals
@@ -163,6 +166,21 @@ class Database(KeyMaterial, ClosedByWith):
         """
         self.require_files()
         return await repeated(lambda: survey_existing(self.executors))
+
+    async def describe(self) -> Description:
+        """Describe the database to a person who is to confirm a command; this needs no root key.
+
+        Raises:
+            ConfigurationError: The file of a SQLite database does not exist.
+        """
+        self.require_files(of_keys=False)
+
+        def work(connection: sa.Connection) -> Description:
+            table = sessions if sa.inspect(connection).has_table(sessions.name) else None
+            is_session = sessions.c.base_revision != COLLECTION
+            return describe(connection, table, "updated_at", is_session)
+
+        return await repeated(lambda: self.executor.define(work, commit=False))
 
     async def is_new(self) -> bool:
         """Return whether the database does not exist yet, or has no tables of this package."""

@@ -14,6 +14,8 @@ from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
 from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.storage import (
+    COLLECTION,
+    apps,
     bases,
     data_keys,
     empty_caches,
@@ -35,18 +37,21 @@ _MOST_PASSES = 20
 class Erasure(NamedTuple):
     """The result of `erase_user`; after a dry run, the expected result.
 
-    The first six attributes are the numbers of deleted rows.
+    The first seven attributes are the numbers of deleted rows.
 
     Attributes:
         data_keys: The data keys of the user, of all generations.
         users: 1, or 0 if the user does not exist or the user's row had been removed.
-        sessions: The sessions and collections of the user.
+        sessions: The sessions of the user.
         bases: The snapshots of these sessions.
         events: The events of these sessions, and the items of these collections.
         witnesses: The version witnesses of the user and of these sessions and collections.
+        collections: The user's collections, which hold artifacts and memory.  The contents of
+            artifacts are not deleted: `blobs purge` deletes them.
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.
+        has_app: Whether the database has the app.
         was_migrated: Whether the database has the table for copied sessions, `secure_migrated`.
             The source of a migration may then still contain the user.
     """
@@ -57,14 +62,16 @@ class Erasure(NamedTuple):
     bases: int
     events: int
     witnesses: int
+    collections: int
     cleared: bool
     obstacle: str
+    has_app: bool
     was_migrated: bool
 
     @property
     def rows(self) -> int:
         """The number of deleted rows in all tables."""
-        return sum(self[:6])
+        return sum(self[:7])
 
 
 @command
@@ -99,15 +106,18 @@ async def erase_user(
     """
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
-    tag = identify((await db.keys()).keyring.index, app_name, user_id).user_tag
+    ids = identify((await db.keys()).keyring.index, app_name, user_id)
+    tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
+    has_app = bool(await db.read(_APP, {"tag": ids.app_tag}))
     was_migrated = await _may_have_imports(db)
     if was_migrated and not dry_run:
         await (await db.store()).tombstone(app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:
-        deleted = (await erasing.commit(db.change, [find, rows, keys])).counts
+        then = await erasing.commit(db.change, [find, rows, keys])
+        deleted = then.counts
     else:  # delete the keys first: afterwards, nobody can decrypt the rows
         first = await erasing.commit(db.change_keys, [find, keys])
         then = await erasing.commit(db.change, [rows], first.headers)
@@ -119,14 +129,19 @@ async def erase_user(
     return Erasure(
         deleted[data_keys.name],
         deleted[users.name],
-        deleted[sessions.name],
+        deleted[sessions.name] - len(then.collections),
         deleted[bases.name],
         deleted[events.name],
         deleted[witnesses.name],
+        len(then.collections),
         not obstacle,
         obstacle,
+        has_app,
         was_migrated,
     )
+
+
+_APP = sa.select(apps.c.id).where(apps.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 
 async def _may_have_imports(db: Database) -> bool:
@@ -187,6 +202,7 @@ class _Deletion:
     ) -> None:
         self.counts: Counter[str] = Counter()  # number of rows by table
         self.headers = set(headers)
+        self.collections: set[int] = set()  # those of `_sessions` that are collections
         self._users: set[int] = set()  # row ids
         self._sessions: set[_SessionKey] = set()
         self._connection = connection
@@ -323,7 +339,7 @@ class _Deletion:
             return []
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
-        query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary)).where(of_user)
+        query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), c.base_revision).where(of_user)
         if not self._dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.
             # A service may have locked a session, and now wait for the user's row.  To wait for
@@ -331,7 +347,12 @@ class _Deletion:
             # second to detect the deadlock.
             kind, again = self._connection.dialect.name, self.counts[users.name]
             query = query.with_for_update(nowait=kind == "postgresql" and again > 0)
-        return [_SessionKey(*row) for row in self._connection.execute(query)]
+        found = []
+        for row_id, tag, base_revision in self._connection.execute(query):
+            found.append(_SessionKey(row_id, tag))
+            if base_revision == COLLECTION:
+                self.collections.add(row_id)
+        return found
 
     def _ids(self, query: sa.Select[Any]) -> set[int]:
         return set(self._connection.scalars(query))

@@ -21,9 +21,17 @@ from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.migration.adk_rows import Row, Unreadable, check_names, state_of
+from adk_secure_sessions.maintenance.description import Description, describe
+from adk_secure_sessions.migration.adk_rows import (
+    Row,
+    Unreadable,
+    check_names,
+    state_of,
+    time_of,
+)
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
+    SESSIONS,
     USER_STATES,
     Header,
     Kind,
@@ -156,6 +164,17 @@ class AdkTables(LookupSource):
             return self.description
         url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
         return str(sa.URL.create(url.drivername, None, None, url.host, url.port, url.database))
+
+    async def describe(self) -> Description:
+        """Describe the database to a person who is to confirm that its rows are deleted."""
+        tables = await self._tables()
+        work = partial(describe, table=SESSIONS, updated_at="update_time")
+        found = await self._reader.run(work)
+        try:
+            updated_at = time_of(found.updated_at, tables.sessions_zone)
+        except Unreadable:
+            updated_at = None
+        return found._replace(updated_at=updated_at)
 
     async def size(self, scope: Scope) -> SourceSize:
         """Return how many sessions and events *scope* contains."""

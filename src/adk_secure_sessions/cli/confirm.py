@@ -1,0 +1,65 @@
+"""Asking the user for the name of a database before a command changes it irrevocably.
+
+The commands that a scheduler runs, such as `purge` and `retire`, ask nothing.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adk_secure_sessions.cli.output import counted, without_controls
+from adk_secure_sessions.cli.program import Declined, Failure
+from adk_secure_sessions.cli.text import moment
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance.description import Description
+
+Command = Callable[..., Any]
+
+with_confirm: Callable[[Command], Command] = click.option(
+    "--confirm",
+    metavar="NAME",
+    help="Name of the database (SQLite: path of the file) that the command may change.  Without "
+    "it, a terminal is asked for the name.",
+)
+
+
+def require_confirmation(found: "Description", name: str | None, change: str) -> None:
+    """Raise an error unless the user names the database *found*: the URL may be a wrong one.
+
+    Args:
+        found: The database.
+        name: The value of --confirm.  If it is None, ask on the terminal.
+        change: What the command does to the database, such as `erase the user`.
+
+    Raises:
+        Declined: On the terminal, the user entered another name.
+        Failure: *name* is another name; or *name* is None, and stdin is no terminal.
+    """
+    if name is None and sys.stdin.isatty():
+        click.echo(without_controls(_described(found)), err=True)
+        question = f"To {change}, enter the name of the database"
+        if found.server is None:
+            question = f"To {change}, enter the path of the file"
+        if not _is_name(found, click.prompt(question, default="", show_default=False, err=True)):
+            raise Declined("nothing was changed: this is not the name of the database")
+    elif name is None or not _is_name(found, name):
+        raise Failure(
+            f"nothing was changed: to {change}, give its name with --confirm; {_described(found)}",
+            "NotConfirmed",
+        )
+
+
+def _is_name(found: "Description", name: str) -> bool:
+    if found.server is None and name:  # a relative path is a name, too
+        return os.path.realpath(name) == os.path.realpath(found.name)
+    return name == found.name
+
+
+def _described(found: "Description") -> str:
+    where = "" if found.server is None else f" on {found.server}"
+    last = "" if found.updated_at is None else f", last updated {moment(found.updated_at)}"
+    return f"the database {found.name}{where} has {counted(found.sessions, 'session')}{last}"

@@ -1,0 +1,167 @@
+"""The commands that nobody can undo: they change nothing unless their database is named."""
+
+import asyncio
+import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from google.adk.sessions import DatabaseSessionService
+from google.genai import types
+
+from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, EncryptedSessionService
+from tests.cli.support import commands, confirmed, on, run
+from tests.cli.test_running import on_terminal
+from tests.maintenance.support import OLD, event, fill, query
+
+IRREVOCABLE = ("erase-user", "migrate", "move-keys", "separate")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with two databases, google-adk's and ours, and copies of both."""
+    monkeypatch.chdir(tmp_path)
+
+    async def make() -> None:
+        adk = DatabaseSessionService("sqlite+aiosqlite:///adk.db")
+        session = await adk.create_session(app_name="clinic", user_id="ada")
+        await adk.append_event(session, event(1))
+        await adk.db_engine.dispose()
+        await fill("sqlite:///sessions.db")
+
+    asyncio.run(make())
+    target = on("sqlite:///sessions.db", command="migrate")
+    assert run("migrate", "--from", "sqlite:///adk.db", *target).code == 0
+    for name in ("adk", "sessions"):
+        with closing(sqlite3.connect(f"{name}.db")) as connection:
+            connection.execute("VACUUM INTO ?", [f"{name}-copy.db"])
+    return tmp_path
+
+
+def arguments(command: str, suffix: str = "") -> list[str]:
+    """Return the command for the databases, or for their copies."""
+    url = f"sqlite:///sessions{suffix}.db"
+    return {
+        "erase-user": ["erase-user", *on(url), "--app", "clinic", "--user", "ada"],
+        "separate": ["separate", *on(url)],
+        "move-keys": ["move-keys", *on(url), "--key-db", "sqlite:///keys.db", "--to", "key-db"],
+        "migrate": [
+            *("migrate", "--erase-source", "--from", f"sqlite:///adk{suffix}.db"),
+            *on(url, command="migrate"),
+        ],
+    }[command]
+
+
+def name(command: str, suffix: str = "") -> str:
+    return f"adk{suffix}.db" if command == "migrate" else f"sessions{suffix}.db"
+
+
+def contents(directory: Path) -> dict[str, list[str]]:
+    found = {}
+    for path in directory.glob("*.db"):
+        with closing(sqlite3.connect(path)) as connection:
+            found[path.name] = list(connection.iterdump())
+    return found
+
+
+def test_only_irrevocable_commands_ask_for_a_name() -> None:
+    """The others may be scheduled."""
+    asking = [
+        one
+        for one, command in commands().items()
+        if "--confirm" in {text for option in command.params for text in option.opts}
+    ]
+    assert sorted(asking) == sorted(IRREVOCABLE)
+
+
+@pytest.mark.parametrize("command", IRREVOCABLE)
+def test_without_a_terminal_the_database_must_be_named(command: str, files: Path) -> None:
+    before = contents(files)
+    sessions = "1 session" if command == "migrate" else "5 sessions"
+    for option in ([], ["--confirm", ""], ["--confirm", name(command, "-copy")]):
+        said = run(*arguments(command), *option, "--json")
+        assert (said.code, said.json["error"]) == (2, "NotConfirmed")
+        assert (
+            f"the database {files / name(command)} has {sessions}, last updated 20" in said.stderr
+        )
+        assert contents(files) == before
+    # The URL of a copy, and the name of the original.
+    assert run(*arguments(command, "-copy"), "--confirm", name(command)).code == 2
+    assert contents(files) == before
+    done = run(*arguments(command), "--confirm", name(command))
+    assert (done.code, done.stderr) == (0, "")
+    assert contents(files) != before
+
+
+@pytest.mark.parametrize("command", IRREVOCABLE)
+def test_on_a_terminal_the_name_is_asked_for(command: str, files: Path) -> None:
+    before = contents(files)
+    for answer in ("", "y", name(command, "-copy")):
+        code, stdout, shown = on_terminal(answer, *arguments(command))
+        assert (code, stdout) == (1, "")
+        assert f"the database {files / name(command)} has " in shown
+        assert re.search("To .*, enter the path of the file", shown)
+        assert "nothing was changed" in shown
+        assert contents(files) == before
+    code, _, shown = on_terminal(str(files / name(command)), *arguments(command))
+    assert (code, "nothing was changed" in shown) == (0, False)
+    assert contents(files) != before
+
+
+@pytest.mark.parametrize("place", ["postgresql", "mariadb"], indirect=True)
+def test_name_of_a_database_on_a_server_is_the_name_that_the_server_knows(
+    filled: str, place: sa.URL
+) -> None:
+    url = sa.make_url(filled)
+    erase = ["erase-user", *on(filled), "--app", "clinic", "--user", "ada"]
+    said = run(*erase, "--confirm", f"{url.database}x")
+    described = rf"the database {url.database} on \S+ has 4 sessions, last updated"
+    assert (said.code, bool(re.search(described, said.stderr))) == (2, True)
+    assert url.password is None or url.password not in said.stderr
+    assert query(place, "SELECT count(*) FROM secure_users") == [(2,)]
+    assert run(*erase, *confirmed(filled)).code == 0
+    assert query(place, "SELECT count(*) FROM secure_users") == [(1,)]
+
+
+def test_dry_runs_ask_nothing(files: Path) -> None:
+    before = contents(files)
+    for command in ("erase-user", "migrate"):
+        assert run(*arguments(command), "--dry-run").code == 0
+    assert contents(files) == before
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [(("clinic", "eve"), "there is no such user\n"), (("x", "ada"), "there is no such app\n")],
+)
+def test_erasing_a_user_without_rows_exits_with_1_and_says_what_is_missing(
+    ids: tuple[str, str], text: str, file: str
+) -> None:
+    app, user = ids
+    for option in (["--dry-run"], confirmed(file)):
+        said = run("erase-user", *on(file), "--app", app, "--user", user, *option)
+        assert (said.code, said.stdout.startswith(text)) == (1, True)
+
+
+def test_erasing_a_user_with_artifacts_names_the_command_that_deletes_their_contents(
+    file: str, tmp_path: Path
+) -> None:
+    async def save() -> None:
+        async with EncryptedSessionService(file, AesGcmBackend(OLD)) as sessions:
+            artifacts = EncryptedArtifactService(sessions, tmp_path / "artifacts")
+            part = types.Part(text="scan")
+            ids = {"app_name": "clinic", "user_id": "ada", "filename": "user:scan"}
+            await artifacts.save_artifact(**ids, artifact=part)  # type: ignore[arg-type]
+
+    asyncio.run(save())
+    erased = {
+        user: run("erase-user", *on(file), "--app", "clinic", "--user", user, *confirmed(file))
+        for user in ("ada", "bob")
+    }
+    assert [said.code for said in erased.values()] == [0, 0]
+    counts = "2 sessions, 1 collection and 7 events or items\n"
+    assert f"deleted: 1 data key, 1 user, {counts}" in erased["ada"].stdout
+    assert "`blobs purge` deletes them" in erased["ada"].stdout
+    assert "blobs purge" not in erased["bob"].stdout
