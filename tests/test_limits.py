@@ -2,7 +2,8 @@
 
 How it works.  Hypothesis makes states and events at the limits and beyond.  A process that is
 started once reads each accepted one: deep in the stack, with the lowest limit of digits that Python
-has, and in a thread.  In the other direction, plaintexts are damaged: reading them gives a value or
+has, and in a thread.  So does the reader that was written from the page alone.  In the other
+direction, plaintexts are damaged: reading them gives a value or
 one of the service's own errors.
 """
 
@@ -30,6 +31,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.states import encode, loads
+from tests import format_reader
 from tests.processes import FORKS
 
 Read = Callable[[bytes], Any]
@@ -97,6 +99,15 @@ def elsewhere() -> Iterator[Read]:
     assert process.exitcode == 0
 
 
+def by_the_page(plaintext: bytes) -> Any:
+    """Read *plaintext* as docs/format.md says; the reader raises `Refused` beyond a limit."""
+    fields = format_reader.Fields(plaintext)
+    if plaintext.startswith(b"{"):
+        return fields.state()
+    fields.adk_version()
+    return fields.json()
+
+
 # --- values --------------------------------------------------------------------------------------
 
 
@@ -131,7 +142,8 @@ def containing(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-JSON = containing(LEAVES)
+DEEPEST = st.builds(nested, st.integers(187, 196), st.sampled_from([[], {}, 1]))
+JSON = containing(LEAVES) | DEEPEST
 STATES = st.dictionaries(TEXTS, JSON, max_size=4)
 
 
@@ -147,7 +159,7 @@ circular.append(circular)
 OTHERS = st.sampled_from([print, object(), circular, b"\xff", {1, 2}, (1, (2,)), 1j]) | st.builds(
     lambda: nested(3000, 1)
 )
-ANY = containing(LEAVES | OTHERS | st.builds(Model, any=LEAVES | OTHERS))
+ANY = DEEPEST | containing(LEAVES | OTHERS | st.builds(Model, any=LEAVES | OTHERS))
 
 
 def made(text: str, values: list[Any], delta: dict[str, Any]) -> Event:
@@ -177,7 +189,7 @@ def test_accepted_state_is_read_by_another_process(elsewhere: Read, examples: in
         except ValueError:
             return
         accepted += 1
-        assert elsewhere(plaintext) == state
+        assert elsewhere(plaintext) == by_the_page(plaintext) == state
 
     check()
     assert accepted > examples / 4
@@ -194,7 +206,7 @@ def test_accepted_state_of_any_values_is_read_by_another_process(
             plaintext = encode(state)
         except ValueError:
             return
-        assert elsewhere(plaintext) == loads(plaintext)
+        assert elsewhere(plaintext) == by_the_page(plaintext) == loads(plaintext)
 
     check()
 
@@ -207,6 +219,7 @@ def test_every_event_is_stored_and_read_by_another_process(elsewhere: Read, exam
         plaintext = events.encode(made(text, values, delta))
         found = elsewhere(plaintext)
         assert found == events.decode(plaintext, 1, 0).model_dump()
+        assert by_the_page(plaintext)["content"]["parts"][0]["text"] == text
         assert found["content"]["parts"][0]["text"] == text
 
     check()
