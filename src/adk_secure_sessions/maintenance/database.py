@@ -107,6 +107,7 @@ class Database(KeyMaterial, ClosedByWith):
         backends = None if backend is None else register(backend, additional_backends)
         packed = packing(compression, padding)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
+        self._given = executors
         self._files = [None if url is None else _sqlite_file(url) for url in (db_url, key_db_url)]
         self.unit: UnitOfWork = UnitOfWork(
             executors,
@@ -144,6 +145,14 @@ class Database(KeyMaterial, ClosedByWith):
     def backends(self) -> Backends:
         """The backends that were given.  Raises ConfigurationError if no backend was given."""
         return self.unit.backends
+
+    def find_keys(self, *, in_key_database: bool) -> None:
+        """Use the keys in the key database that was given, or those in the data database.
+
+        `move_keys` calls this method.
+        """
+        data = self._given.data
+        self.unit.executors = self._given if in_key_database else Executors(data, data)
 
     def require_files(self, *, of_keys: bool = True) -> None:
         """Raise ConfigurationError if the file of a SQLite database does not exist.

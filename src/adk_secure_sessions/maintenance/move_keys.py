@@ -152,11 +152,13 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     """
     if to not in ("key-db", "db"):
         raise ConfigurationError("to must be 'key-db' or 'db'")
+    db.find_keys(in_key_database=True)
     if not db.executors.has_key_database:
         raise ConfigurationError("give the key database: pass it as key_db_url")
     move = _Move(db, db.backends.writer.root_key.key_id, progress)
     found = await (move.into_key_database() if to == "key-db" else move.into_data_database())
     await db.close()  # the next call opens the database with its keys in the new place
+    db.find_keys(in_key_database=to == "key-db")
     if move.has_audit_table:
         await db.keys()  # store in the audit trail that this command has run
     return found
