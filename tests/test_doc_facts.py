@@ -64,7 +64,7 @@ def test_tests_that_the_threat_model_names_exist() -> None:
 
 def test_threat_model_names_every_file_of_attacks() -> None:
     files = [*ATTACKS.glob("test_*.py"), *INTEGRATIONS.glob("test_*_attacks.py")]
-    assert {file for file, _ in TRIED} == {path.name for path in files}
+    assert {path.name for path in files} <= {file for file, _ in TRIED}
 
 
 # --- differences from ADK's service --------------------------------------------------------------
