@@ -29,12 +29,14 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from google.adk.events import Event
 from google.genai import types
 from pydantic import BaseModel
-from pydantic_core import SchemaSerializer, SchemaValidator
+from pydantic_core import SchemaSerializer, SchemaValidator, core_schema
+
+from adk_secure_sessions.formats import json_text
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 17000
 class EventParser:
     """Parses the JSON of one event, and raises the errors of `Event.model_validate_json`.
 
+    JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.
+
     Attributes:
         is_fast: Whether the faster parser is used with the installed versions.
     """
@@ -78,7 +82,10 @@ class EventParser:
                 return self._fast(data)
             except ValueError:  # the public call accepts the JSON, or raises its own error
                 pass
-        return validated(Event, data)
+        event = validated(Event, data)
+        if json_text.within_levels(data):
+            return event
+        raise ValueError
 
 
 def validated(model: type[M], values: Any) -> M:
@@ -184,7 +191,7 @@ def same(one: Any, other: Any) -> bool:
 def _proven_parser() -> Parser | None:
     try:
         schema = Event.__pydantic_core_schema__
-        parse: Parser = SchemaValidator(_without_hooks(schema), _use_prebuilt=False).validate_json
+        parse = _parser(_without_hooks(schema))
         if _is_equal(parse, [{**sample, **_START} for sample in _samples(schema)]):
             return parse
     except Exception:  # after any error, the public call is used instead
@@ -194,6 +201,22 @@ def _proven_parser() -> Parser | None:
         "google-adk and pydantic"
     )
     return None
+
+
+def _parser(schema: Any) -> Parser:
+    """Return a parser of JSON that pydantic's *schema* describes.
+
+    pydantic accepts one level more than the limit, if this level is an empty list or object.  The
+    parser encloses the JSON in a list, so that pydantic accepts only the limit.
+    """
+    listed = core_schema.list_schema(schema)
+    validate = SchemaValidator(listed, _use_prebuilt=False).validate_json
+
+    def parse(data: bytes) -> Event:
+        (event,) = validate(b"[" + data + b"]")
+        return cast("Event", event)
+
+    return parse
 
 
 def _is_equal(parse: Parser, samples: list[dict[str, Any]]) -> bool:

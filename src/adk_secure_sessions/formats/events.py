@@ -236,11 +236,8 @@ def decode_in(plaintext: bytes, table: str, row: str) -> Event:
 def _parsed(plaintext: bytes) -> Event | None:
     is_ours = plaintext.startswith(_PREFIX)
     if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
-        data = plaintext[start:]
         try:
-            event = _parse(data)
-            if json_text.within_levels(data):
-                return event
+            return _parse(plaintext[start:])
         except ValueError:
             pass  # raise after this block: otherwise `__context__` would hold the event
     return None
