@@ -382,10 +382,13 @@ def _plaintexts(forger: Forger) -> Iterator[Json]:
         yield _case(f"{when}: session without a snapshot that has a snapshot link", faulty, when,
                     _VISIT, statement, _TAMPERED)  # fmt: skip
     yield from _json(forger)
-    separating = f"UPDATE secure_meta SET value = 'separating {_mac(forger, 'separating')}'"
-    yield _case("copy that is being separated", "services wait until the separation has ended",
-                "open", None, f"{separating} WHERE name = 'features'",
-                "ConfigurationError")  # fmt: skip
+    for name, feature in (
+        ("copy that is being separated", "separating"),
+        ("database whose keys are being moved", "moving"),
+    ):
+        statement = f"UPDATE secure_meta SET value = '{feature} {_mac(forger, feature)}'"
+        yield _case(name, "services wait until the command has ended", "open", None,
+                    f"{statement} WHERE name = 'features'", "ConfigurationError")  # fmt: skip
 
 
 def _event(version: bytes, value: str) -> Edit:
