@@ -77,7 +77,7 @@ def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
     assert said.code == 0
     assert said.stdout.splitlines()[:2] == [
         "compared: 2 sessions with 2 events, 2 states",
-        "equal in every field: 2",
+        "equal in every field, with times to the microsecond: 2",
     ]
     assert "the mark that ends the migration" in said.stdout
     said = migrate("--verify", "--app", "clinic")

@@ -43,7 +43,7 @@ from adk_secure_sessions.maintenance import (
     separate,
 )
 from adk_secure_sessions.maintenance.database import Limits
-from tests.cli.support import Said, on, run
+from tests.cli.support import Said, begin_trail, on, run
 from tests.clocks import shifted
 from tests.maintenance.support import OLD, fill, interrupt, query, run_sql
 from tests.pages import ROOT
@@ -506,3 +506,60 @@ def test_every_phrase_that_is_replaced_stands_in_a_text_of_the_package() -> None
 def test_options_are_named_in_place_of_arguments() -> None:
     text = "check db_url and key_db_url, or list NoOpBackend() in additional_backends"
     assert for_command_line(text) == "check --db and --key-db, or give --also-backend no-op"
+
+
+# --- files and pipes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["keygen", "--output"],
+        ["export", "--decrypt", "--jsonl"],
+        ["export", "--decrypt", "--to"],
+        ["audit", "export", "--output"],
+        ["audit", "verify", "--heads"],
+        ["verify", "--audit-log"],
+    ],
+    ids=" ".join,
+)
+def test_path_that_does_not_exist_is_named_with_advice(arguments: list[str], file: str) -> None:
+    asyncio.run(begin_trail(file))
+    path = "/nowhere/new"
+    value = f"sqlite:///{path}" if "--to" in arguments else path
+    database = [] if "keygen" in arguments else on(file)
+    said = run(*arguments, value, *database)
+    advice = "No such file or directory: check the path and permissions"
+    assert said == (2, "", f"Error: '{path}' cannot be used: {advice}\n")
+
+
+@pytest.mark.parametrize("json", [[], ["--json"]])
+def test_output_that_is_full_is_reported_in_one_line(json: list[str], file: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [PROGRAM, "verify", *on(file), *json], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode() == (
+        "Error: the output, or a file, cannot be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["audit", "export"], ["export", "--decrypt", "--jsonl", "-"], ["status"]]
+)
+def test_command_whose_reader_has_ended_says_nothing(command: list[str], file: str) -> None:
+    asyncio.run(begin_trail(file))
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [PROGRAM, *command, *on(file)], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_age_is_called_by_its_option(file: str) -> None:
+    asyncio.run(begin_trail(file))
+    said = run("audit", "purge", *on(file), "--older-than", "1h")
+    assert (said.code, "--older-than must be at least 48 hours" in said.stderr) == (2, True)

@@ -617,7 +617,8 @@ def test_problems_are_named_without_content(file_url: str, tmp_path: Path) -> No
     said = run("export", *on(file_url), *output)
     assert said.code == 1
     assert "session with the tag " in said.stdout
-    assert "stopped there: with --skip-bad" in said.stdout
+    stopped = "stopped there: to export the other sessions, run the same command again with --skip"
+    assert stopped in said.stdout
     as_json = run("export", *on(file_url), *output, "--skip-bad", "--json")
     assert (as_json.code, as_json.json["bad"], as_json.json["stopped"]) == (1, 1, False)
     assert needles.found_in(said.stdout + said.stderr + as_json.stdout) == set()
@@ -644,24 +645,47 @@ def test_command_exports_and_compares(file_url: str, tmp_path: Path) -> None:
     assert (tmp_path / "ada.jsonl").read_text() == lines.stdout
 
 
-def test_failure_names_the_output_that_was_begun(file_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [DatabaseError("gone"), KeyboardInterrupt()])
+def test_export_that_fails_leaves_no_file_of_lines_and_continues_in_a_database(
+    error: BaseException, file_url: str, tmp_path: Path
+) -> None:
     asyncio.run(fill(file_url))
     path = tmp_path / "a.jsonl"
-    for output, text in (
-        (["--jsonl", str(path)], f"delete '{path}', which has a part of the sessions as plaintext"),
-        (["--jsonl", "-"], "stdout has only a part of the sessions"),
-        (["--to", f"sqlite:///{tmp_path}/a.db"], "the target has only a part of the sessions"),
-    ):
 
-        def wrap(executor: Executor) -> Executor:
-            faulty = FaultyExecutor(executor)
-            faulty.before(Point.READ, DatabaseError("gone"), when=reads_a_session)
-            return faulty
+    def wrap(executor: Executor) -> Executor:
+        faulty = FaultyExecutor(executor)
+        faulty.before(Point.READ, error, when=reads_a_session)
+        return faulty
 
+    to_lines, to_adk = ["--jsonl", str(path)], ["--to", f"sqlite:///{tmp_path}/a.db"]
+    for output in (to_lines, ["--jsonl", "-"], to_adk):
         with wrapping_executors(wrap):
             said = run("export", *on(file_url), *output, "--decrypt")
-        assert said.code == 2
-        assert f"Error: gone; {text}" in said.stderr
+        again = (
+            "the target has only a part of the sessions, as plaintext: to continue, run the same"
+        )
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        assert said.code == (130 if is_interrupted else 2)
+        assert "delete" not in said.stderr
+        assert not path.exists()
+        if not is_interrupted:
+            assert (again in said.stderr) == (output is to_adk)
+    for output in (to_lines, to_adk):
+        assert run("export", *on(file_url), *output, "--decrypt").code == 0
+
+
+def test_export_that_stops_says_how_to_continue(file_url: str, tmp_path: Path) -> None:
+    asyncio.run(fill(file_url))
+    run_sql(
+        sa.make_url(file_url).set(drivername="sqlite"), "UPDATE secure_events SET event = x'00'"
+    )
+    path = tmp_path / "a.jsonl"
+    said = run("export", *on(file_url), "--jsonl", str(path), "--decrypt")
+    advice = f"delete '{path}', and then run the same command again with --skip-bad"
+    assert (said.code, advice in said.stdout) == (1, True)
+    path.unlink()
+    again = run("export", *on(file_url), "--jsonl", str(path), "--decrypt", "--skip-bad")
+    assert (again.code, "stopped" in again.stdout) == (1, False)
 
 
 def reads_a_session(step: Any, answer: Any) -> bool:

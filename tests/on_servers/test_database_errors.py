@@ -177,6 +177,19 @@ async def test_permission_denied(name: str, url: URL, behind: Callable[[str], No
     assert await provoke_maintenance(url)
 
 
+@on_postgresql
+async def test_missing_permission_on_the_audit_trail_is_not_said_to_be_another(
+    name: str, url: URL, behind: Callable[[str], None]
+) -> None:
+    """Of the permissions that the text names for other tables, this table needs only two."""
+    async with open_service(name, url, audit_accesses="blind", audit_table=True) as service:
+        await begin(service)
+        behind(f"REVOKE INSERT ON secure_audit FROM {url.username}")
+        with pytest.raises(DatabaseError, match="on secure_audit only SELECT and INSERT") as caught:
+            await service.create_session(**WHO)
+    assert "permission denied for table secure_audit" in str(caught.value)
+
+
 @on_drivers("asyncmy")
 async def test_permission_denied_by_mariadb(
     name: str, url: URL, admin: Callable[[str], None]

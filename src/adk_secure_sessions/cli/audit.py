@@ -141,11 +141,7 @@ def export(
 
         return await maintenance.export_audit(db, write, since=since, until=until, progress=report)
 
-    advice = "the output has only a part of the records"
-    with (
-        progress("audit export", "records") as report,
-        opened(db, again=f"{AGAIN}; {advice}") as call,
-    ):
+    with progress("audit export", "records") as report, opened(db, again=None) as call:
         call(db.keys())  # report a wrong key before the file is created
         with output_to(output) as write:
             done = call(work(write))

@@ -87,7 +87,7 @@ def export(
     else:
         assert jsonl is not None
         done = _to_lines(db, jsonl, app=app, user=user, skip_bad=skip_bad)
-    show(done, as_json, _lines(done), err=jsonl == _STDOUT)
+    show(done, as_json, _lines(done, jsonl), err=jsonl == _STDOUT)
     if not done.is_complete:
         sys.exit(1)
 
@@ -114,29 +114,26 @@ def _to_adk(
             )
 
     partial = "the target has only a part of the sessions, as plaintext"
-    with (
-        _naming_output(f"{partial}: {AGAIN}, or delete them", lambda: target.is_open),
-        progress("export", "sessions") as report,
-        opened(db, again=f"{AGAIN}; {partial}") as call,
-    ):
-        return call(work(report))
+    try:
+        with (
+            progress("export", "sessions") as report,
+            opened(db, again=f"{AGAIN}; {partial}") as call,
+        ):
+            return call(work(report))
+    except Failure as error:
+        failure = error
+    if isinstance(failure, Interrupted) or not target.is_open:
+        raise failure
+    message, retryable = failure.message, failure.retryable
+    raise Failure(f"{message}; {partial}: to continue, {AGAIN}", failure.error, retryable=retryable)
 
 
 def _to_lines(
     db: Database, name: str, *, app: str | None, user: str | None, skip_bad: bool
 ) -> Export:
-    begun = False
-    advice = f"delete {name!r}, which has a part of the sessions as plaintext, and {AGAIN}"
-    if name == _STDOUT:
-        advice = "stdout has only a part of the sessions"
-    with (
-        _naming_output(advice, lambda: begun),
-        progress("export", "sessions") as report,
-        opened(db, again=advice) as call,
-    ):
+    with progress("export", "sessions") as report, opened(db, again=None) as call:
         call(db.keys())  # report a wrong key before the file is created
         with output_to(name) as write:
-            begun = True
             return call(_export_lines(db, write, app, user, skip_bad, report))
 
 
@@ -157,7 +154,10 @@ async def _export_lines(
 
 @contextmanager
 def output_to(name: str) -> Iterator[Callable[[bytes], object]]:
-    """Yield a function that writes to stdout, or to a new file that only its owner can read."""
+    """Yield a function that writes to stdout, or to a new file that only its owner can read.
+
+    If the block raises an error, delete the incomplete file: the same command can then run again.
+    """
     if name == _STDOUT:
         buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
         yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
@@ -165,30 +165,19 @@ def output_to(name: str) -> Iterator[Callable[[bytes], object]]:
         return
     from adk_secure_sessions.migration.adk_target import new_private_file
 
-    with new_private_file(Path(name)) as file:
-        yield file.write
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _naming_output(advice: str, begun: Callable[[], bool]) -> Iterator[None]:
-    """Add *advice* to the message of a failure, if a part of the output was written before.
-
-    *begun* returns whether the output exists.  The message of `Interrupted` is not changed, because
-    it contains an advice already.
-    """
+    path = Path(name)
+    file = new_private_file(path)
     try:
-        yield
-        return
-    except Failure as failure:
-        if isinstance(failure, Interrupted) or not begun():
-            raise
-        message, error, retryable = failure.message, failure.error, failure.retryable
-    raise Failure(f"{message}; {advice}", error, retryable=retryable)
+        with file:
+            yield file.write
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
-def _lines(done: Export) -> Iterator[str]:
+def _lines(done: Export, file: str | None) -> Iterator[str]:
     for one in done.problems:
         tag = "" if one.tag is None else f" with the tag {one.tag}"
         yield f"{one.kind}{tag}: {for_command_line(one.detail)}"
@@ -204,7 +193,8 @@ def _lines(done: Export) -> Iterator[str]:
     if done.bad:
         yield f"sessions and states that were not exported: {done.bad:,}"
     if done.stopped:
-        yield "stopped there: with --skip-bad, the command continues with the other sessions"
+        after = "" if file in (None, _STDOUT) else f"delete {file!r}, and then "
+        yield f"stopped there: to export the other sessions, {after}{AGAIN} with --skip-bad"
     elif done.verified is not None:
         yield (
             f"compared: {counted(done.verified, 'session')}; different: {done.differences:,}; "

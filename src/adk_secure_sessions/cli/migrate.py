@@ -278,7 +278,7 @@ def comparison_lines(done: "Comparison", dry_run: bool = False) -> Iterator[str]
         f"{counted(done.states + done.different_states, 'state')}"
     )
     for number, text in (
-        (done.equal, "equal in every field"),
+        (done.equal, "equal in every field, with times to the microsecond"),
         (done.moved_on, "continued by services in the target, and equal before"),
         (done.deleted, "deleted in the target"),
         (done.new, "created in the target"),

@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import gc
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -115,6 +116,9 @@ class Program(click.Group):
                 failure = error
             except click.Abort:  # Ctrl-C before the command began its work, or at a question
                 failure = Interrupted(None)
+            except OSError as error:  # the output cannot be written: discard the rest of it
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                failure = _of_system(error)
             if "--json" in arguments:
                 click.echo(json.dumps(_as_json(failure), indent=2))
             failure.show()
@@ -224,12 +228,22 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
         return
-    except (SecureSessionError, OSError) as error:
+    except BrokenPipeError:  # the reader of the output has ended: click exits with 1
+        raise
+    except SecureSessionError as error:
         name, message = type(error).__name__, for_command_line(str(error))
-        retryable = getattr(error, "retryable", False)
-        if isinstance(error, OSError):
-            name = "OSError"
-    raise Failure(message, name, retryable=retryable)
+        failure = Failure(message, name, retryable=getattr(error, "retryable", False))
+    except OSError as error:
+        failure = _of_system(error)
+    raise failure
+
+
+def _of_system(error: OSError) -> Failure:
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return Failure(f"the output, or a file, cannot be written: {reason}", "OSError")
+    name = str(error.filename)
+    return Failure(f"{name!r} cannot be used: {reason}: check the path and permissions", "OSError")
 
 
 def _as_json(failure: click.ClickException) -> dict[str, object]:

@@ -15,6 +15,7 @@ WORDING = (
     ("delete_gone cannot be combined with since", "--delete-gone cannot be combined with --since"),
     ("omit delete_gone", "omit --delete-gone"),
     ("with --restart or restart=True", "with --restart"),
+    ("older_than", "--older-than"),
     ("key_db_url", "--key-db"),
     ("db_url", "--db"),
 )

@@ -118,7 +118,8 @@ _KINDS = (
     _Kind(("3D", 1049), "create the database, or correct its name in the URL"),
     _Kind(
         ("42501", 1142, 1143, 1227),
-        "grant the account SELECT, INSERT, UPDATE and DELETE on the tables",
+        "grant the account what it lacks: services need SELECT, INSERT, UPDATE and DELETE on their "
+        "tables, but on secure_audit only SELECT and INSERT",
     ),
     _Kind(
         ("42P01", "42703", 1146, 1054, "SQLITE_ERROR"),

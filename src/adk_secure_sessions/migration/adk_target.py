@@ -541,7 +541,8 @@ def new_private_file(path: Path) -> BinaryIO:
     created = _create(path)
     if created is None:
         raise ConfigurationError(
-            f"{str(path)!r} exists already, and a file is not overwritten: give another name"
+            f"{str(path)!r} exists already, and a file is not overwritten: delete it, or give "
+            "another name"
         )
     return os.fdopen(created, "wb")
 
