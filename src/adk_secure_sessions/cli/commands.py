@@ -339,7 +339,7 @@ def purge(
     else:
         lines.append(f"{verb}: {sessions} last used before {moment(done.before)}, or expired")
     if done.kept:
-        lines.append(f"updated meanwhile, and kept: {counted(done.kept, 'session')}")
+        lines.append(f"updated or deleted meanwhile: {counted(done.kept, 'session')}")
     if done.bad:
         lines.append(f"cannot be decrypted, and kept: {counted(done.bad, 'session')}")
     show(done, as_json, lines, dry_run=dry_run)

@@ -26,7 +26,14 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import exclusively
-from adk_secure_sessions.db.protocol import Executor, Parameters, Read, Row, Steps, run_in_turn
+from adk_secure_sessions.db.protocol import (
+    Executor,
+    Parameters,
+    Read,
+    Row,
+    Steps,
+    run_in_turn,
+)
 from adk_secure_sessions.errors import (
     ConfigurationError,
     Reason,
@@ -156,7 +163,14 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     if not db.executors.has_key_database:
         raise ConfigurationError("give the key database: pass it as key_db_url")
     move = _Move(db, db.backends.writer.root_key.key_id, progress)
-    found = await (move.into_key_database() if to == "key-db" else move.into_data_database())
+    try:
+        found = await (move.into_key_database() if to == "key-db" else move.into_data_database())
+    except SecureSessionError:
+        if not await move.was_overtaken():
+            raise
+        found = None
+    if found is None:
+        raise SecureSessionError("another run of `move-keys` was first, and has moved the keys")
     await db.close()  # the next call opens the database with its keys in the new place
     db.find_keys(in_key_database=to == "key-db")
     if move.has_audit_table:
@@ -173,7 +187,19 @@ class _Move:
         self._progress = progress
         self._run = secrets.token_hex(16)
         self.has_audit_table: bool = False
+        self._first_part: Part | None = None  # of the data database, when this run first read it
         self._meter = Meter(None, 0, None)
+
+    async def was_overtaken(self) -> bool:
+        """Return whether another run has ended a move since this run read the data database."""
+        if self._first_part is None:
+            return False
+        data = await repeated(lambda: survey_data(self._db.executors))
+        with_keys = data
+        if data.part is Part.DATA:
+            with_keys = await repeated(lambda: survey_keys(self._db.executors))
+        has_ended = MOVING not in stored_features(with_keys)
+        return has_ended and data.part is not self._first_part
 
     # --- into the key database ---
 
@@ -360,6 +386,7 @@ class _Move:
     async def _survey_data(self) -> Survey:
         """Return the survey of the data database, after a check that the database can be used."""
         survey = await repeated(lambda: survey_data(self._db.executors))
+        self._first_part = self._first_part or survey.part
         check(survey, Part.DATA if survey.part is Part.DATA else Part.ALL, create_tables=True)
         if survey.database_id is None:
             raise ConfigurationError(

@@ -60,6 +60,9 @@ from adk_secure_sessions.storage import (
 )
 
 _MAX_EXAMPLES = 1000
+# Attempts to examine keys, each with whether it is the last one.  Another process may change the
+# keys at the same time.  For example, another run of `retire` may delete keys that are kept here.
+_ATTEMPTS = (False, False, True)
 
 
 class KeptKey(NamedTuple):
@@ -157,10 +160,7 @@ async def retire(
             await meter.advance()
         after = owners[-1]
     meter.finish()
-    wrapped = await _count_wrapped(db)
-    keyring_rows = (await db.renew_keyring()).rows
-    work = partial(_retire_masters, dry_run, keyring_rows, wrapped)
-    masters = await db.change_keys(work, commit=not dry_run)
+    masters = await _retire_unused_masters(db, dry_run)
     kept += masters.kept[: _MAX_EXAMPLES - len(kept)]
     unused = tuple(row.id for row in masters.unused)
     return Retirement(deleted, unused, number + len(masters.kept), tuple(kept), spare)
@@ -235,7 +235,23 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Older
 
     Return the owner's older data keys: those that are kept, and those that are unused.
     """
-    rows = (await read_data_keys(db.read_keys, [owner])).data_keys
+    for is_last in _ATTEMPTS:
+        rows = (await read_data_keys(db.read_keys, [owner])).data_keys
+        keys = await _retire_rows(db, owner, rows, dry_run)
+        if is_last or keys.unused or not keys.kept:
+            return keys
+        if set(rows) == set((await read_data_keys(db.read_keys, [owner])).data_keys):
+            return keys
+    raise AssertionError
+
+
+async def _retire_rows(
+    db: Database, owner: bytes, rows: list[DataKeyRow], dry_run: bool
+) -> _OlderKeys:
+    """Do the same as `_retire_data_keys` for *rows*, the data keys that the owner had before.
+
+    If another process has changed the data keys since, all replaced keys are kept.
+    """
     audit = await _audit(db, owner, rows)
     if audit is None:
         claimed = await db.change(partial(_find_headers, owner, True), commit=False)
@@ -475,6 +491,20 @@ class _OlderMasters(NamedTuple):
 
     kept: list[KeptKey]
     unused: list[MasterKeyRow]
+
+
+async def _retire_unused_masters(db: Database, dry_run: bool) -> _OlderMasters:
+    """Delete the replaced data masters that wrap no data key, unless *dry_run* is True."""
+    for is_last in _ATTEMPTS:
+        wrapped = await _count_wrapped(db)
+        known = (await db.renew_keyring()).rows
+        work = partial(_retire_masters, dry_run, known, wrapped)
+        masters = await db.change_keys(work, commit=not dry_run)
+        if is_last or masters.unused or not masters.kept:
+            return masters
+        if known == (await db.renew_keyring()).rows:
+            return masters
+    raise AssertionError
 
 
 async def _count_wrapped(db: Database) -> Counter[int] | None:

@@ -47,6 +47,7 @@ from adk_secure_sessions.storage import (
     repeated,
     separation_marks,
     stored_features,
+    survey_keys,
 )
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
@@ -102,8 +103,19 @@ async def separate(
         TamperedError: A row belongs to no session, user or app; or the row of a session cannot be
             decrypted.
         SecureSessionError: Another process has changed the keyring or started a rotation during
-            this run.
+            this run; or another run of `separate` was first.
     """
+    try:
+        return await _separate(db, progress, rows_per_second)
+    except SecureSessionError:
+        if not await _was_overtaken(db):
+            raise
+    raise _overtaken()
+
+
+async def _separate(
+    db: Database, progress: Progress | None, rows_per_second: float | None
+) -> Separated:
     await _finish_ids(db)
     opened = (await db.keys()).keyring
     # If no old data master is left, begin a new separation: an attacker may have replayed the
@@ -117,7 +129,8 @@ async def separate(
     await _drop_rows_of_original(db)
     opened = (await db.keys()).keyring
     separation = opened.separation
-    assert separation is not None, "it was begun above"
+    if separation is None:
+        raise _overtaken()  # this run has begun the separation, and another one has ended it
     stored = (await db.survey()).meta
     if f"{PREFIX}master" in stored or not opened.masters.keys() - separation.masters:
         master = await rotate_master(db, **options)  # type: ignore[arg-type]
@@ -149,6 +162,22 @@ _OLD_DATA_KEYS = (
     .select_from(data_keys)
     .where(data_keys.c.created_at < sa.bindparam("since", type_=sa.BigInteger))
 )
+
+
+async def _was_overtaken(db: Database) -> bool:
+    """Return whether the stored id is not the id with which this run has opened the database.
+
+    Then another run of `separate` has begun a separation, and what this run has read is outdated.
+    """
+    known = db.unit.database_id
+    stored = await repeated(lambda: survey_keys(db.executors))
+    return known is not None and stored.meta.get(DATABASE_ID) != known.hex()
+
+
+def _overtaken() -> SecureSessionError:
+    return SecureSessionError(
+        "another run of `separate` was first: wait for its end, then run `check`", retryable=True
+    )
 
 
 async def _begin(db: Database) -> None:
@@ -263,7 +292,8 @@ def _store(
 def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     """Store the new id in the data database, and delete the original database's checkpoints."""
     row = sa.update(meta).where(meta.c.name == DATABASE_ID, meta.c.value == old_id)
-    connection.execute(row.values(value=new_id))
+    if not connection.execute(row.values(value=new_id)).rowcount:
+        return  # another run has stored the new id, and may have stored checkpoints of its own
     names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
     checkpoints = [name for name in names if name.startswith(PREFIX)]
     connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
@@ -273,6 +303,8 @@ async def _end(db: Database, opened: Keyring) -> None:
     """Remove the feature `separating`, so that services can start."""
     survey = await db.survey()
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
+    if SEPARATING not in stored_features(survey):
+        return  # another run that has continued this separation has ended it
     features = stored_features(survey) - {SEPARATING, MIGRATION}
     mark = feature_mark(opened.index, opened.database_id, features)
     if not await db.change_keys(partial(_remove_separation, survey.meta[FEATURES], mark)):

@@ -930,7 +930,9 @@ async def _survey(
     # been created after our survey, so survey it again.
     if keys.is_used and data.format_version is None:
         data = await _usable(executors.data.define(look, commit=False))
-    if _missing_feature_tables(data, keys):
+    # `separate` may have replaced the ids in both databases after our survey of the data database.
+    ids_differ = data.meta.get(DATABASE_ID) != keys.meta.get(DATABASE_ID)
+    if ids_differ or _missing_feature_tables(data, keys):
         data = await _usable(executors.data.define(look, commit=False))
     check(keys, Part.KEYS, create_tables)
     reject_moving(keys)

@@ -1,0 +1,294 @@
+"""Every command is started twice at once: both end, and none says that somebody has tampered.
+
+How it works: at a chosen statement of one run, the other run of the same command begins and ends,
+as that of another person would.  `COMMANDS` must have an entry for each command with a database.
+"""
+
+import asyncio
+import re
+import shutil
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from google.adk.sessions import DatabaseSessionService
+from google.genai import types
+
+from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, SecureSessionError
+from adk_secure_sessions.errors import TamperedError, WrongKeyError
+from adk_secure_sessions.integrations import artifact_blobs, blob_rotation
+from adk_secure_sessions.maintenance import (
+    Database,
+    Retirement,
+    Separated,
+    check,
+    drop_index,
+    erase_user,
+    export_audit,
+    fill_index,
+    init,
+    inspect,
+    lookup,
+    move_keys,
+    purge,
+    purge_audit,
+    retire,
+    rotate_data,
+    rotate_master,
+    rotate_root,
+    separate,
+    status,
+    vacuum,
+    verify,
+    verify_audit,
+)
+from adk_secure_sessions.migration import (
+    AdkTarget,
+    erase_source,
+    export_lines,
+    export_to_adk,
+    migrate,
+    open_source,
+)
+from tests.cli.support import commands
+from tests.clocks import shifted
+from tests.faults import Point, with_faults
+from tests.key_database.support import APP, KEY, OTHER, Pair, create, event, pair_in
+from tests.migration.adk_sources import fill as fill_adk
+from tests.migration.adk_sources import said
+
+BOTH = [AesGcmBackend(OTHER), AesGcmBackend(KEY)]
+Run = Callable[[Database, Path], Awaitable[object]]
+
+
+class Command(NamedTuple):
+    """A command, and what is done before it.
+
+    Attributes:
+        run: Runs the command with a database, in a directory.
+        before: Commands that have ended before.
+        world: The databases before the command, if only these are possible.
+    """
+
+    run: Run
+    before: tuple[Run, ...] = ()
+    world: str | None = None
+
+
+async def _migrate(db: Database, directory: Path) -> object:
+    async with await open_source(f"sqlite:///{directory}/adk.db") as source:
+        return await migrate(source, db)
+
+
+async def _erase_source(db: Database, directory: Path) -> object:
+    async with await open_source(f"sqlite:///{directory}/adk.db") as source:
+        return await erase_source(source, db)
+
+
+async def _export(db: Database, directory: Path) -> object:
+    async with AdkTarget(f"sqlite:///{directory}/exported.db") as target:
+        return await export_to_adk(db, target)
+
+
+def _alone(function: Callable[[Database], Awaitable[object]]) -> Run:
+    return lambda db, directory: function(db)
+
+
+COMMANDS: dict[str, Command] = {
+    "audit export": Command(lambda db, directory: export_audit(db, lambda line: None)),
+    "audit purge": Command(lambda db, directory: purge_audit(db, timedelta(days=2))),
+    "audit verify": Command(_alone(verify_audit)),
+    "blobs purge": Command(
+        lambda db, directory: artifact_blobs.purge_blobs(db, directory / "blobs"),
+        before=(lambda db, directory: erase_user(db, APP, "ada"),),
+    ),
+    "blobs verify": Command(
+        lambda db, directory: artifact_blobs.check_blobs(db, directory / "blobs")
+    ),
+    "check": Command(_alone(check)),
+    "erase-user": Command(lambda db, directory: erase_user(db, APP, "ada")),
+    "export": Command(_export),
+    "export --jsonl": Command(lambda db, directory: export_lines(db, lambda line: None)),
+    "index drop": Command(lambda db, directory: drop_index(db, APP, ["n"])),
+    "index fill": Command(lambda db, directory: fill_index(db, APP, ["n"])),
+    "init": Command(_alone(init), world="empty"),
+    "inspect": Command(lambda db, directory: inspect(db, "secure_users")),
+    "lookup": Command(lambda db, directory: lookup(db, APP, "ada")),
+    "migrate": Command(_migrate),
+    "migrate --erase-source": Command(_erase_source, before=(_migrate,)),
+    "move-keys": Command(lambda db, directory: move_keys(db, "key-db"), world="one"),
+    "move-keys --to db": Command(lambda db, directory: move_keys(db, "db"), world="pair"),
+    "purge": Command(lambda db, directory: purge(db, timedelta(0))),
+    "retire": Command(_alone(retire), before=(_alone(rotate_master), _alone(rotate_data))),
+    "rotate data": Command(_alone(rotate_data)),
+    "rotate data --blobs": Command(
+        lambda db, directory: blob_rotation.rotate_data_and_blobs(db, directory / "blobs")
+    ),
+    "rotate master": Command(_alone(rotate_master)),
+    "rotate root": Command(_alone(rotate_root)),
+    "separate": Command(_alone(separate)),
+    "status": Command(_alone(status)),
+    "vacuum": Command(_alone(vacuum)),
+    "verify": Command(_alone(verify)),
+}
+
+
+# Each command runs on one database.  Those that change keys also run with a key database.
+CHANGE_KEYS = {"retire", "rotate data", "rotate master", "rotate root", "separate"}
+CASES = [
+    (name, world)
+    for name, command in COMMANDS.items()
+    for world in ([command.world] if command.world else ["one", "pair"])
+    if world != "pair" or name in CHANGE_KEYS or command.world
+]
+
+
+def database(case: tuple[str, str], pair: Pair) -> Database:
+    name, world = case
+    urls = pair.urls
+    if world == "one" and name != "move-keys":
+        del urls["key_db_url"]
+    backends = BOTH if name == "rotate root" else BOTH[::-1]
+    return Database(**urls, backend=backends[0], additional_backends=backends[1:])
+
+
+async def fill(directory: Path) -> None:
+    pair = pair_in(directory)
+    options: dict[str, Any] = {"indexed_state_keys": ["n"], "audit_accesses": "blind"}
+    async with pair.service(**options, audit_table=True) as service:
+        artifacts = EncryptedArtifactService(service, directory / "blobs")
+        part = types.Part.from_bytes(data=b"x" * 100_000, mime_type="image/png")
+        for user in ("ada", "bob"):
+            session = await create(service, user)
+            for number in range(2):
+                await service.append_event(session, event(number, n=number))
+            await artifacts.save_artifact(
+                app_name=APP, user_id=user, session_id="s", filename="f", artifact=part
+            )
+    adk = DatabaseSessionService(f"sqlite+aiosqlite:///{directory}/adk.db")
+    for user in ("carol", "dave"):
+        await fill_adk(adk, [said()], app_name=APP, user_id=user)
+    await adk.close()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories, each with databases, an artifact store and a source of `migrate`, to copy."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("pair", "one", "empty")}
+    with shifted(-10):  # `audit purge` deletes only chains that are two days old
+        asyncio.run(fill(found["pair"]))
+    shutil.copytree(found["pair"], found["one"], dirs_exist_ok=True)
+
+    async def move() -> None:
+        async with pair_in(found["one"]).maintained() as db:
+            await move_keys(db, "db")
+
+    asyncio.run(move())
+    (found["one"] / "keys.db").unlink()
+    return found
+
+
+async def prepared(case: tuple[str, str], filled: dict[str, Path], directory: Path) -> Pair:
+    name, world = case
+    shutil.copytree(filled[world], directory)
+    pair = pair_in(directory)
+    for run in COMMANDS[name].before:
+        async with database(case, pair) as db:
+            await run(db, directory)
+    return pair
+
+
+class Steps:
+    """Counts the moments at which no transaction is open, and runs *work* at one of them."""
+
+    def __init__(self, at: int, work: Callable[[], Awaitable[object]]) -> None:
+        self.number = 0
+        self._at = at
+        self._work = work
+
+    def __call__(self) -> Awaitable[object] | None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return None  # in a transaction: on SQLite, the other run would wait for its end
+        self.number += 1
+        return self._work() if self.number == self._at else None
+
+
+async def run_with_another(
+    case: tuple[str, str], pair: Pair, directory: Path, at: int
+) -> tuple[int, list[Any]]:
+    """Run a command; before its step *at*, run it in another process.
+
+    Return the number of steps, and what the two runs returned or raised: first of the one that
+    ended first.
+    """
+    ended: list[Any] = []
+
+    async def run(db: Database) -> None:
+        try:
+            async with db:
+                ended.append(await COMMANDS[case[0]].run(db, directory))
+        except SecureSessionError as error:
+            ended.append(error)
+
+    steps = Steps(at, lambda: run(database(case, pair)))
+    db, faults = with_faults(lambda: database(case, pair))
+    for executor in set(faults):
+        for point in (Point.READ, Point.WRITE, Point.DEFINE):
+            executor.before(point, steps, nth=None)
+    await run(db)
+    return steps.number, ended
+
+
+SAYS_SO = re.compile("another run of|by another rotation")
+
+
+def succeeds(result: object) -> bool:
+    """Whether a command with this result exits with 0."""
+    wrong = ["bad", "left", "unchecked", "conflicts", "missing", "problems"]
+    if isinstance(result, Retirement | Separated):
+        wrong.append("kept")
+    right = ["complete", "is_complete", "cleared"]
+    return not any(getattr(result, name, 0) for name in wrong) and all(
+        getattr(result, name, True) for name in right
+    )
+
+
+async def start_twice(
+    case: tuple[str, str], filled: dict[str, Path], directory: Path, at: int
+) -> int:
+    """Run a command twice at once, and then once more; return the number of steps."""
+    pair = await prepared(case, filled, directory)
+    steps, ended = await run_with_another(case, pair, directory, at)
+    assert len(ended) == (2 if 0 < at <= steps else 1)
+    assert succeeds(ended[0]), (at, ended[0])
+    for late in ended[1:]:
+        if isinstance(late, SecureSessionError):
+            assert SAYS_SO.search(str(late)), (at, late)
+            assert not isinstance(late, WrongKeyError | TamperedError)
+        else:
+            assert succeeds(late), (at, late)
+    async with database(case, pair) as db:
+        assert succeeds(await COMMANDS[case[0]].run(db, directory)), at
+        assert succeeds(await verify(db)), at
+    shutil.rmtree(directory)
+    return steps
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("case", CASES, ids=" on ".join)
+async def test_command_that_is_started_twice_succeeds_or_says_so(
+    case: tuple[str, str], every: bool, filled: dict[str, Path], tmp_path: Path
+) -> None:
+    steps = await start_twice(case, filled, tmp_path / "db", 0)
+    for at in range(1, steps + 1):
+        if every or at.bit_count() == 1:  # otherwise, at the steps 1, 2, 4, 8 and so on
+            await start_twice(case, filled, tmp_path / "db", at)
+
+
+def test_each_command_with_a_database_is_started_twice() -> None:
+    without_database = {"keygen", "adk doctor"}
+    assert {name.partition(" --")[0] for name in COMMANDS} == {*commands()} - without_database
