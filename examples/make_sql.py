@@ -47,15 +47,21 @@ PARTS = {
 }
 HEAD = """\
 -- {what}, for {database}.
--- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
--- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
-
+-- Run this script once{account}.
+-- Pass create_tables=False to the service.
+{role}
+"""
+ACCOUNT = ", with the account that is to own the tables"
+# The role to which the scripts grant permissions.
+ROLE = "secure_service"
+HEAD_OF_ROLE = f"""\
+-- The script grants permissions to the role {ROLE}.  Create this role first, and grant it to
+-- the account of the service.
 """
 HEAD_OF_PARTITIONING = """\
 -- Divides the tables of events and snapshots of an existing database, for PostgreSQL.
 -- Stop all services and run this script with the account that owns the tables:
 -- psql -v ON_ERROR_STOP=1 -f postgresql-partitioning.sql
--- Then grant SELECT, INSERT, UPDATE and DELETE on both tables to the service's account again.
 
 """
 PARTITIONED = (bases.name, events.name)
@@ -77,7 +83,20 @@ def script(database: str, part: str) -> str:
     for of in (metadata, feature_metadata):
         mine = [table for table in tables if table.metadata is of]
         of.create_all(engine, tables=mine, checkfirst=False)
-    return HEAD.format(what=what, database=NAMES[database]) + "\n".join(statements)
+    account, role = ACCOUNT, HEAD_OF_ROLE
+    if database == "sqlite":
+        account = role = ""
+    else:
+        statements.append("".join(f"{grant(table.name)};\n" for table in tables))
+    head = HEAD.format(what=what, database=NAMES[database], account=account, role=role)
+    return head + "\n".join(statements)
+
+
+def grant(table: str) -> str:
+    """Return the statement that grants what services need on *table*."""
+    audited = table == audit_records.name  # nobody who can only write may remove records
+    permissions = "SELECT, INSERT" if audited else "SELECT, INSERT, UPDATE, DELETE"
+    return f"GRANT {permissions} ON {table} TO {ROLE}"
 
 
 def partitioned() -> str:
@@ -108,6 +127,7 @@ def partitioning() -> str:
                 *(part.rstrip(";\n") for part in created),
                 *moved,
                 *(f"DROP TABLE whole_{table}" for table in PARTITIONED),
+                *map(grant, PARTITIONED),
                 "COMMIT",
                 *(f"VACUUM ANALYZE {table}" for table in PARTITIONED),
                 "",
@@ -122,9 +142,9 @@ def _creates(statement: str) -> bool:
     return any(f" TABLE {table}" in statement for table in PARTITIONED)
 
 
-def statements(name: str) -> list[str]:
-    """Return the statements of a script in docs/sql."""
-    text = (DIRECTORY / f"{name}.sql").read_text(encoding="utf-8")
+def statements(name: str, grantee: str = "CURRENT_USER") -> list[str]:
+    """Return the statements of a script in docs/sql, which grant permissions to *grantee*."""
+    text = (DIRECTORY / f"{name}.sql").read_text(encoding="utf-8").replace(ROLE, grantee)
     return [part.strip() for part in text.split(";\n") if part.strip()]
 
 

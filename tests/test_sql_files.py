@@ -42,6 +42,17 @@ async def index_one(url: sa.URL) -> None:
         await service.create_session(app_name="a", user_id="u", state={"k": 1})
 
 
+async def record_one(url: sa.URL) -> None:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(KEY), create_tables=False, audit_accesses="blind", audit_table=True
+    ) as service:
+        await service.create_session(app_name="a", user_id="u")
+
+
+# The files of the tables that a feature adds, and the first use of each feature.
+FEATURES = {"migration": import_one, "audit": record_one, "state-index": index_one}
+
+
 async def assert_tables_are_missing(
     url: str | sa.URL, key_db_url: str | sa.URL | None = None
 ) -> None:
@@ -116,28 +127,24 @@ async def test_service_on_postgresql_needs_no_right_to_create(postgresql: Server
         schema = url.username
         url = url.set(drivername=ASYNC["postgresql"])
         await assert_tables_are_missing(url)
+
+        def run_as_owner(name: str) -> None:
+            with postgresql.admin.begin() as connection:
+                connection.exec_driver_sql(f"SET search_path TO {schema}")
+                for statement in make_sql.statements(name, grantee=str(schema)):
+                    connection.exec_driver_sql(statement)
+                connection.exec_driver_sql("RESET search_path")
+
         with postgresql.admin.begin() as connection:
-            connection.exec_driver_sql(f"SET search_path TO {schema}")
-            for statement in make_sql.statements("postgresql"):
-                connection.exec_driver_sql(statement)
             connection.exec_driver_sql(f"ALTER SCHEMA {schema} OWNER TO CURRENT_USER")
             connection.exec_driver_sql(f"GRANT USAGE ON SCHEMA {schema} TO {schema}")
-            connection.exec_driver_sql(
-                f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {schema}"
-            )
-            connection.exec_driver_sql("RESET search_path")
+        run_as_owner("postgresql")
         await use(url)
-        with pytest.raises(ConfigurationError, match=r"docs/sql/postgresql-migration\.sql"):
-            await import_one(url)
-        with postgresql.admin.begin() as connection:
-            connection.exec_driver_sql(f"SET search_path TO {schema}")
-            for statement in make_sql.statements("postgresql-migration"):
-                connection.exec_driver_sql(statement)
-            connection.exec_driver_sql(
-                f"GRANT SELECT, INSERT, UPDATE, DELETE ON secure_migrated TO {schema}"
-            )
-            connection.exec_driver_sql("RESET search_path")
-        await import_one(url)
+        for file, add in FEATURES.items():
+            with pytest.raises(ConfigurationError, match=rf"docs/sql/postgresql-{file}\.sql"):
+                await add(url)
+            run_as_owner(f"postgresql-{file}")
+            await add(url)
 
 
 def run_script(url: sa.URL, name: str) -> None:
@@ -194,27 +201,33 @@ async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> N
         await assert_tables_are_missing(url)
         with mariadb.admin.begin() as connection:
             connection.exec_driver_sql(f"USE {name}")
-            for statement in make_sql.statements("mysql"):
-                connection.exec_driver_sql(statement)
             connection.exec_driver_sql(f"CREATE USER {name}@localhost IDENTIFIED BY 'secret'")
-            connection.exec_driver_sql(
-                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.* TO {name}@localhost"
-            )
-            connection.exec_driver_sql("USE information_schema")
+            connection.exec_driver_sql(f"CREATE ROLE {name}_role")
+            connection.exec_driver_sql(f"GRANT {name}_role TO {name}@localhost")
+            connection.exec_driver_sql(f"SET DEFAULT ROLE {name}_role FOR {name}@localhost")
+
+        def run_as_owner(file: str) -> None:
+            with mariadb.admin.begin() as connection:
+                connection.exec_driver_sql(f"USE {name}")
+                for statement in make_sql.statements(file, grantee=f"{name}_role"):
+                    connection.exec_driver_sql(statement)
+                connection.exec_driver_sql("USE information_schema")
+
+        run_as_owner("mysql")
         limited = url.set(username=name, password="secret")
         try:
             await use(limited)
-            with pytest.raises(ConfigurationError, match=r"docs/sql/mysql-migration\.sql"):
-                await import_one(limited)
-            with mariadb.admin.begin() as connection:
-                connection.exec_driver_sql(f"USE {name}")
-                for statement in make_sql.statements("mysql-migration"):
-                    connection.exec_driver_sql(statement)
-                connection.exec_driver_sql("USE information_schema")
-            await import_one(limited)
+            async with Database(limited, AesGcmBackend(KEY)) as db:
+                assert (await erase_user(db, "a", "u")).users == 1
+            for file, add in FEATURES.items():
+                with pytest.raises(ConfigurationError, match=rf"docs/sql/mysql-{file}\.sql"):
+                    await add(limited)
+                run_as_owner(f"mysql-{file}")
+                await add(limited)
         finally:
             with mariadb.admin.begin() as connection:
                 connection.exec_driver_sql(f"DROP USER {name}@localhost")
+                connection.exec_driver_sql(f"DROP ROLE {name}_role")
 
 
 @pytest.mark.parametrize("dialect", ["mysql", "mariadb"])

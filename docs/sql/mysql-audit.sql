@@ -1,6 +1,8 @@
 -- The table that `audit_table` adds to the data tables of adk-secure-sessions, for MySQL and MariaDB.
--- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
--- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+-- Run this script once, with the account that is to own the tables.
+-- Pass create_tables=False to the service.
+-- The script grants permissions to the role secure_service.  Create this role first, and grant it to
+-- the account of the service.
 
 CREATE TABLE secure_audit (
   chain VARBINARY(16) NOT NULL,
@@ -9,3 +11,5 @@ CREATE TABLE secure_audit (
   record LONGBLOB NOT NULL,
   PRIMARY KEY (chain, number)
 ) ENGINE=InnoDB;
+
+GRANT SELECT, INSERT ON secure_audit TO secure_service;

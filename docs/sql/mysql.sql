@@ -1,6 +1,8 @@
 -- The tables of adk-secure-sessions, for MySQL and MariaDB.
--- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
--- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+-- Run this script once, with the account that is to own the tables.
+-- Pass create_tables=False to the service.
+-- The script grants permissions to the role secure_service.  Create this role first, and grant it to
+-- the account of the service.
 
 CREATE TABLE secure_meta (
   name VARCHAR(64) NOT NULL,
@@ -87,3 +89,13 @@ CREATE TABLE secure_events (
   event LONGBLOB NOT NULL,
   PRIMARY KEY (session_row, seq)
 ) ENGINE=InnoDB;
+
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_meta TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_keyring TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_data_keys TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_apps TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_users TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_witnesses TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_sessions TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_bases TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_events TO secure_service;

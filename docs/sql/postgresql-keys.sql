@@ -1,6 +1,8 @@
 -- The tables of a key database of adk-secure-sessions, for PostgreSQL.
--- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
--- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+-- Run this script once, with the account that is to own the tables.
+-- Pass create_tables=False to the service.
+-- The script grants permissions to the role secure_service.  Create this role first, and grant it to
+-- the account of the service.
 
 CREATE TABLE secure_meta (
   name VARCHAR(64) NOT NULL,
@@ -31,3 +33,7 @@ CREATE TABLE secure_data_keys (
 );
 
 ALTER TABLE secure_data_keys ALTER COLUMN wrapped SET STORAGE EXTERNAL;
+
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_meta TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_keyring TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_data_keys TO secure_service;

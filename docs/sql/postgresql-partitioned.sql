@@ -1,6 +1,8 @@
 -- The tables of adk-secure-sessions, for PostgreSQL.
--- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
--- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+-- Run this script once, with the account that is to own the tables.
+-- Pass create_tables=False to the service.
+-- The script grants permissions to the role secure_service.  Create this role first, and grant it to
+-- the account of the service.
 
 CREATE TABLE secure_meta (
   name VARCHAR(64) NOT NULL,
@@ -103,6 +105,16 @@ CREATE TABLE secure_events (
 ) PARTITION BY HASH (session_row);
 
 ALTER TABLE secure_events ALTER COLUMN event SET STORAGE EXTERNAL;
+
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_meta TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_keyring TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_data_keys TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_apps TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_users TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_witnesses TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_sessions TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_bases TO secure_service;
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_events TO secure_service;
 
 CREATE TABLE secure_bases_00 PARTITION OF secure_bases
   FOR VALUES WITH (MODULUS 16, REMAINDER 0);

@@ -1,7 +1,6 @@
 -- Divides the tables of events and snapshots of an existing database, for PostgreSQL.
 -- Stop all services and run this script with the account that owns the tables:
 -- psql -v ON_ERROR_STOP=1 -f postgresql-partitioning.sql
--- Then grant SELECT, INSERT, UPDATE and DELETE on both tables to the service's account again.
 
 BEGIN;
 
@@ -131,6 +130,10 @@ INSERT INTO secure_events SELECT * FROM whole_secure_events;
 DROP TABLE whole_secure_bases;
 
 DROP TABLE whole_secure_events;
+
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_bases TO secure_service;
+
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_events TO secure_service;
 
 COMMIT;
 

@@ -1,6 +1,8 @@
 -- The table that the search index adds to the data tables of adk-secure-sessions, for PostgreSQL.
--- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
--- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+-- Run this script once, with the account that is to own the tables.
+-- Pass create_tables=False to the service.
+-- The script grants permissions to the role secure_service.  Create this role first, and grant it to
+-- the account of the service.
 
 CREATE TABLE secure_state_index (
   row_id BIGINT NOT NULL,
@@ -10,3 +12,5 @@ CREATE TABLE secure_state_index (
 );
 
 CREATE INDEX ix_secure_state_index_value_tag ON secure_state_index (value_tag);
+
+GRANT SELECT, INSERT, UPDATE, DELETE ON secure_state_index TO secure_service;

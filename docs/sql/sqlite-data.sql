@@ -1,6 +1,6 @@
 -- The tables of adk-secure-sessions, without those of the key database, for SQLite.
--- Run this script once, with the account that is to own the tables.  Grant SELECT, INSERT, UPDATE
--- and DELETE on the tables to the service's account, and pass create_tables=False to the service.
+-- Run this script once.
+-- Pass create_tables=False to the service.
 
 CREATE TABLE secure_meta (
   name VARCHAR(64) NOT NULL,

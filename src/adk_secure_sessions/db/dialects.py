@@ -32,6 +32,15 @@ def sqlite_sql(statement: sa.Executable) -> str:
     return str(statement.compile(dialect=_sqlite))
 
 
+def has_table(connection: sa.Connection, table: sa.Table) -> bool:
+    """Return whether *table* exists.
+
+    `Inspector.has_table` raises an error on MySQL and MariaDB if the table does not exist, and the
+    account has permissions on single tables only.
+    """
+    return table.name in sa.inspect(connection).get_table_names()
+
+
 @contextmanager
 def exclusively(connection: sa.Connection) -> Iterator[None]:
     """Hold a lock during the block, so that only one process creates tables at a time.

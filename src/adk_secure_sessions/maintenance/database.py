@@ -11,7 +11,7 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
-from adk_secure_sessions.db.dialects import locks_per_node
+from adk_secure_sessions.db.dialects import has_table, locks_per_node
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import packing
@@ -185,7 +185,7 @@ class Database(KeyMaterial, ClosedByWith):
         self.require_files(of_keys=False)
 
         def work(connection: sa.Connection) -> Description:
-            table = sessions if sa.inspect(connection).has_table(sessions.name) else None
+            table = sessions if has_table(connection, sessions) else None
             is_session = sessions.c.base_revision != COLLECTION
             return describe(connection, table, "updated_at", is_session)
 

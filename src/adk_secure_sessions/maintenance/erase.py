@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
-from adk_secure_sessions.db.dialects import locks_per_node, run_triggers_at_once
+from adk_secure_sessions.db.dialects import has_table, locks_per_node, run_triggers_at_once
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
@@ -150,9 +150,7 @@ async def _may_have_imports(db: Database) -> bool:
     A list of features without the feature `migration` does not prove that nothing was imported: an
     attacker may have replayed an older list for the time of the erasure.
     """
-    return await db.change(
-        lambda connection: sa.inspect(connection).has_table(migrated.name), commit=False
-    )
+    return await db.change(lambda connection: has_table(connection, migrated), commit=False)
 
 
 # --- deleting ------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ class _Deletion:
         self._connection = connection
         self._tag = erasing.tag
         self._dry_run = erasing.dry_run
-        self._has_index = sa.inspect(connection).has_table(indexed.name)
+        self._has_index = has_table(connection, indexed)
         self._names = erasing.limits.names
 
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import record_new_key
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.db.dialects import already_exists, exclusively
+from adk_secure_sessions.db.dialects import already_exists, exclusively, has_table
 from adk_secure_sessions.db.failures import meaning
 from adk_secure_sessions.db.protocol import Conflict, Executor, Executors
 from adk_secure_sessions.errors import (
@@ -506,7 +506,7 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
     kind = {"mariadb": "mysql"}.get(connection.dialect.name, connection.dialect.name)
     advice = f"run the statement of docs/sql/{kind}-{feature}.sql"
     with exclusively(connection):
-        if sa.inspect(connection).has_table(table.name):
+        if has_table(connection, table):
             return
         if not may_create:
             raise ConfigurationError(
@@ -519,7 +519,7 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
             failure = meaning(error)
             if already_exists(error):
                 connection.rollback()
-                if sa.inspect(connection).has_table(table.name):
+                if has_table(connection, table):
                     return  # another process has created the table meanwhile
         if not isinstance(failure, DatabaseError):
             raise failure
@@ -593,7 +593,7 @@ def _migration_mark(end: MigrationEnd, keyring: Keyring) -> str:
 def has_rows_of(feature: str, connection: sa.Connection) -> bool:
     """Return whether the table of *feature* exists and has rows."""
     table = _TABLE_OF[feature]
-    if not sa.inspect(connection).has_table(table.name):
+    if not has_table(connection, table):
         return False
     one: sa.ColumnElement[int] = sa.literal_column("1")
     return connection.execute(sa.select(one).select_from(table).limit(1)).first() is not None
