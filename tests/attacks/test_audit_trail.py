@@ -3,6 +3,7 @@
 `audit verify` reports them, some of them only with logged heads.
 """
 
+import json
 import logging
 import os
 import re
@@ -261,6 +262,7 @@ async def test_false_line_in_the_log_does_not_hide_a_chain_that_was_written_agai
 async def test_only_a_whole_line_is_a_head_of_the_database(victim: Victim) -> None:
     head = next(line for line in victim.heads() if "audit.head" in line)
     end = head.index('"head": "')
+    chain = json.loads(head)["chain"]
     lines = [
         head.replace('"database": "', '"database": "ff'),
         head.replace('"chain": "', '"chain": "zz'),
@@ -273,6 +275,7 @@ async def test_only_a_whole_line_is_a_head_of_the_database(victim: Victim) -> No
         '{"text": ' + head + "}",
         re.sub(r'"number": \d+', '"number": true', head),
         re.sub(r'"number": \d+', '"number": -1', head),
+        re.sub(r'"number": \d+', f'"number": {"9" * 4300}', head).replace(chain, "0" * 32),
         "audit.head {",
         'audit.head {"event": 7}',
         "[" * 10**5 + "audit.head",

@@ -98,6 +98,13 @@ def test_status_writes_the_age_of_each_master_key(file: str, metrics: Path) -> N
     assert {name: found[name] for name in ages} == pytest.approx(ages, abs=0.01)
 
 
+def test_purpose_that_is_no_text_does_not_stop_the_metrics(file: str, metrics: Path) -> None:
+    place = sa.make_url(file).set(drivername="sqlite")
+    run_sql(place, "UPDATE secure_keyring SET purpose = x'ff22' WHERE purpose = 'data'")
+    run("status", *on(file), "--metrics-file", str(metrics))
+    assert read(metrics)["problems"] == 1
+
+
 def test_file_is_replaced_by_one_that_every_account_can_read(file: str, metrics: Path) -> None:
     before = {*metrics.parent.iterdir()}
     for _ in range(2):

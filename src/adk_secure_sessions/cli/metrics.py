@@ -85,7 +85,7 @@ class Run:
 
         if isinstance(self.result, Status):
             for one in self.result.masters:
-                yield f',purpose="{_escaped(one.purpose)}",key="{one.id}"', one.age
+                yield f',purpose="{_escaped(one.purpose)}",key="{_escaped(one.id)}"', one.age
 
 
 def to_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -136,9 +136,9 @@ def writing() -> Iterator[Run]:
                 click.echo(f"the metrics were not written to {run.file}: {reason}", err=True)
 
 
-def _escaped(text: str) -> str:
-    """Return *text* as it stands in the value of a label."""
-    return re.sub(r'[\\"\n]', lambda found: _ESCAPES[found[0]], text)
+def _escaped(value: object) -> str:
+    """Return *value*, which may be of any type in a tampered database, as the value of a label."""
+    return re.sub(r'[\\"\n]', lambda found: _ESCAPES[found[0]], str(value))
 
 
 def _replace(file: Path, text: str) -> None:

@@ -27,9 +27,10 @@ event.
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from google.adk.events import Event
 from google.genai import types
@@ -42,6 +43,16 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 Parser = Callable[[bytes], Event]
 M = TypeVar("M", bound=BaseModel)
+
+# The filter that `silence_enumerations` sets, as it is in `warnings.filters`.  A value may have
+# several lines.
+_SILENCED: Final = (
+    "ignore",
+    re.compile("(?s).* is not a valid ", re.IGNORECASE),
+    UserWarning,
+    re.compile(r"google\.genai\._common"),
+    0,
+)
 
 # Hooks that return JSON values unchanged, by module and name.  Other hooks stay in the schema.
 _IDLE_HOOKS = {
@@ -108,9 +119,12 @@ def silence_enumerations() -> None:
     """Silence a warning of google-genai: its enumerations quote each unknown value.
 
     The filter stays, because restoring the filters of a process is not safe while other threads
-    run.  Each call sets it again, because the application may have replaced it.
+    run.  It is set again if the application has put another filter before it.
     """
-    warnings.filterwarnings("ignore", ".* is not a valid ", UserWarning, r"google\.genai\._common")
+    # Setting a filter makes Python show warnings again that it shows only once.
+    if warnings.filters[:1] != [_SILENCED]:
+        _, text, category, module, _ = _SILENCED
+        warnings.filterwarnings("ignore", text.pattern, category, module.pattern)
 
 
 def event_serializer(parse: Parser) -> SchemaSerializer | None:

@@ -510,7 +510,9 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     if not isinstance(fields, dict) or fields.get("event") != _HEAD:
         return None
     chain, number, link = (fields.get(name) for name in ("chain", "number", "head"))
-    if fields.get("database") != database_id or type(number) is not int or number < 0:
+    if fields.get("database") != database_id or type(number) is not int:
+        return None
+    if not 0 <= number <= _LARGEST:  # text of a longer number cannot be made
         return None
     if not _HEX_CHAIN.fullmatch(str(chain)) or not _HEX_LINK.fullmatch(str(link)):
         return None
