@@ -17,7 +17,6 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     TamperedError,
 )
-from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.migration import PlaintextFallbackService
 from tests.attacks.databases import also_on
 from tests.attacks.needles import locals_of
@@ -282,10 +281,10 @@ async def test_failed_query_of_a_fallback_shows_no_cached_events(tmp_path: Path)
         for _ in range(2):
             await fallback.get_session(**ids)
         for nth in range(1, 10):
-            fallback._moved = Lru(10)  # so that each call asks the database which states it has
+            another = PlaintextFallbackService(service, source)  # asks which states are copied
             faults.data.before(Point.READ, DatabaseError("a disk fails"), nth=nth)
             try:
-                await fallback.get_session(**ids)
+                await another.get_session(**ids)
             except DatabaseError as error:
                 shown.append(locals_of(error))
             faults.data.forget()

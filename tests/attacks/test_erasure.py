@@ -5,6 +5,7 @@ import gc
 import secrets
 import sqlite3
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from google.adk.sessions import Session
 
 from adk_secure_sessions import (
+    AesGcmBackend,
     DatabaseError,
+    EncryptedMemoryService,
     EncryptedSessionService,
     TamperedError,
     UnknownKeyError,
@@ -40,6 +43,7 @@ from tests.attacks.support import (
     user_state,
 )
 from tests.attacks.world import ARCHIVE, BOB, CAROL, NOTES, VISIT, SessionIds, new_event
+from tests.processes import results
 
 Rows = dict[str, list[tuple[Any, ...]]]
 
@@ -297,21 +301,82 @@ async def test_state_of_a_user_whom_another_process_erased_is_not_in_memory_afte
         assert not marks.in_memory()
 
 
+Noticing = Callable[[EncryptedSessionService, SessionIds], Awaitable[object]]
+NOTICING: dict[str, Noticing] = {
+    "get": lambda service, who: service.get_session(**who._asdict()),
+    "append": lambda service, who: append_to_missing(service, who),
+    "list": lambda service, who: list_sessions(service, who),
+    "user state": lambda service, who: service.get_user_state(
+        app_name=who.app_name, user_id=who.user_id
+    ),
+}
+
+
+async def append_to_missing(service: EncryptedSessionService, who: SessionIds) -> None:
+    session = Session(
+        id=who.session_id, app_name=who.app_name, user_id=who.user_id, last_update_time=1.0
+    )
+    with pytest.raises(ValueError, match="not found"):
+        await service.append_event(session, new_event(2, {}))
+
+
+def erase_dave(say: Callable[[object], None], url: str, key: bytes, reversed_id: str) -> None:
+    async def run() -> None:
+        async with maintenance.Database(url, AesGcmBackend(key)) as opened:
+            done = await maintenance.erase_user(opened, VISIT.app_name, reversed_id[::-1])
+        say((done.users, done.sessions))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", NOTICING)
+async def test_service_that_has_noticed_an_erasure_keeps_nothing_of_the_user(
+    name: str, tmp_path: Path
+) -> None:
+    """Another process erases the user, and one operation of the service finds no row."""
+    url, key = f"sqlite:///{tmp_path}/s.db", secrets.token_bytes(32)
+    marks = Marks()
+
+    def dave(number: int) -> SessionIds:
+        """The ids are marks, too, and this frame must not hold them."""
+        user, *sessions = (text[::-1] for text in marks.reversed)
+        return VISIT._replace(user_id=user, session_id=sessions[number])
+
+    async with EncryptedSessionService(
+        url, AesGcmBackend(key), history_cache_size=2**20
+    ) as service:
+        memory = EncryptedMemoryService(service)
+        for number in (0, 1):
+            await fill(service, dave(number), marks)
+            session = await service.get_session(**dave(number)._asdict())
+            assert session is not None
+            await memory.add_session_to_memory(session)
+            await memory.search_memory(
+                app_name=VISIT.app_name, user_id=session.user_id, query="hello"
+            )
+            del session
+        assert marks.in_memory(), "the search finds what a service has cached"
+        erased = results((erase_dave, url, key, marks.reversed[0]))
+        assert erased == [[(1, 2)]]
+        await NOTICING[name](service, dave(0))
+        assert not marks.in_memory()
+
+
 class Marks:
     """Random texts in a state, and a search for them among all objects of this process."""
 
     def __init__(self) -> None:
-        self._reversed = [secrets.token_hex(12) for _ in range(3)]
+        self.reversed: list[str] = [secrets.token_hex(12) for _ in range(3)]
 
     def state(self) -> dict[str, str]:
         """Hold no reference to the result."""
-        session, user, event = (text[::-1] for text in self._reversed)
+        session, user, event = (text[::-1] for text in self.reversed)
         return {"a": session, "user:a": user, "b": event}
 
     def in_memory(self) -> list[str]:
         """Return the types of the objects that hold one of the marks."""
         gc.collect()
-        wanted = [text[::-1].encode() for text in self._reversed]
+        wanted = [text[::-1].encode() for text in self.reversed]
         found = []
         texts: dict[int, str | bytes | bytearray] = {}
         for thing in gc.get_objects():

@@ -149,9 +149,6 @@ class PlaintextFallbackService(BaseSessionService):
         # could delete the task before it ends.
         self._cancelled: set[asyncio.Future[Any]] = set()
         self._locks = LoopLocks()
-        # Apps and users whose state was copied or erased.  Neither can be undone, so an entry never
-        # becomes wrong.
-        self._moved: Lru[Owner, bool] = Lru(_CACHED_OWNERS)
         # The keyring that was current when the mark that ends the migration was last read.
         self._keyring: Keyring | None = None
         self._is_complete = False
@@ -405,13 +402,20 @@ class PlaintextFallbackService(BaseSessionService):
 
     async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
         """Return the elements of *owners* whose state was copied or erased."""
-        wanted = set(owners)
-        moved = {owner for owner in wanted if self._moved.get(owner)}
+        wanted, cache = set(owners), await self._moved()
+        moved = {owner for owner in wanted if cache.get(owner)}
         if unknown := wanted - moved:
             for owner in await self._store.imported_states(unknown):
-                self._moved.put(owner, True)
+                cache.put(owner, True)
                 moved.add(owner)
         return moved
+
+    async def _moved(self) -> Lru[Owner, bool]:
+        """Return the cache of apps and users whose state was copied or erased.
+
+        Neither can be undone, so an entry never becomes wrong.
+        """
+        return await self._store.unit.attached(self, lambda: Lru(_CACHED_OWNERS))
 
     # --- Reading the source -----------------------------------------------------------------------
 
@@ -681,7 +685,7 @@ class PlaintextFallbackService(BaseSessionService):
                     "a state was written without PlaintextFallbackService before it was copied: "
                     "the state in the plaintext source is not used"
                 )
-            self._moved.put(owner, True)
+            (await self._moved()).put(owner, True)
 
     async def _copy(self, ids: SessionIds) -> ImportResult | None:
         """Copy a session and the states of its app and its user.

@@ -241,6 +241,7 @@ class RowCache:
         time: A counter that each new entry increases by one; it is not a time of a clock.  A
             comparison of two values tells whether an entry was made before an attempt began.
         known: With a replica, the versions that this process knows; otherwise None.
+        lacks_user: Whether a user whose rows are cached was found not to be stored any more.
     """
 
     def __init__(self, limit: int, history_size: int = 0, known: KnownRows | None = None) -> None:
@@ -250,6 +251,7 @@ class RowCache:
         self.histories: HistoryCache = HistoryCache(history_size)
         self.time: int = 0
         self.known: KnownRows | None = known
+        self.lacks_user: bool = False
 
     def tick(self) -> int:
         """Increase `time` by one and return it."""
@@ -394,9 +396,12 @@ class Attempt(NamedTuple):
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
-        self.keys.forget(self.who.user_tag)
-        self.cache.users.drop(self.who.user_tag)
-        self.cache.forget_session(self.who.session_tag)
+        cache, who = self.cache, self.who
+        if cache.users.get(who.user_tag) or cache.sessions.get(who.session_tag):
+            cache.lacks_user = True
+        self.keys.forget(who.user_tag)
+        cache.users.drop(who.user_tag)
+        cache.forget_session(who.session_tag)
 
 
 class NeedsDataKey(Exception):

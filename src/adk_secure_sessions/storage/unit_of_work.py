@@ -48,7 +48,6 @@ from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.storage.bindings import (
     Attempt,
     Identity,
@@ -189,14 +188,12 @@ class _Opened(NamedTuple):
     Attributes:
         keys: The keyring and the cache of data keys.
         rows: The cache of decrypted rows.
-        identities: The tags of ids, by app name, user id, session id and `is_collection`.
         attached: The objects that `UnitOfWork.attached` keeps, by key.
         expires: When the caches are emptied, in monotonic seconds.
     """
 
     keys: DataKeys
     rows: RowCache
-    identities: Lru[tuple[str, str, str, bool], Identity]
     attached: dict[object, Any]  # see `UnitOfWork.attached`
     expires: float
 
@@ -337,9 +334,8 @@ class UnitOfWork:
         is_collection: bool = False,
     ) -> Identity:
         """Return the ids together with their tags (blind indexes)."""
-        opened = await self._current()
-        ids = (app_name, user_id, session_id, is_collection)
-        return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
+        index = (await self._current()).keys.keyring.index
+        return identify(index, app_name, user_id, session_id, is_collection)
 
     @property
     def database_id(self) -> bytes | None:
@@ -355,6 +351,19 @@ class UnitOfWork:
         return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
 
     async def run(self, operation: Operation[T]) -> T:
+        """Attempt *operation* until it succeeds, and return its result; see `_run`.
+
+        If the operation finds that a user whose rows are cached is not stored any more, another
+        process has erased the user.  Then empty all caches, which may contain more of the user.
+        """
+        opened = await self._current()
+        try:
+            return await self._run(operation, opened)
+        finally:
+            if opened.rows.lacks_user and self._opened is opened:
+                self.empty_caches()
+
+    async def _run(self, operation: Operation[T], opened: _Opened) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
         Afterwards, cache the data keys that the operation has read or created.  Cached data keys
@@ -364,7 +373,6 @@ class UnitOfWork:
 
         Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
         """
-        opened = await self._current()
         who, retries = operation.who, Retries(writes=operation.writes)
         separate = self.executors.has_key_database
         are_cached = opened.keys.knows(who.app_tag, who.user_tag)
@@ -442,7 +450,6 @@ class UnitOfWork:
                     keys.publish()
                     for row in keys.new_rows:
                         _record_data_key(opened.keys.keyring, row)
-                    _cache_identity(opened, who)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 await retries.wait(error)
@@ -540,7 +547,6 @@ class UnitOfWork:
                     raise
             else:
                 keys.publish(only_new=True)
-                _cache_identity(opened, who)
                 return result
         raise AssertionError
 
@@ -693,7 +699,6 @@ class UnitOfWork:
         return _Opened(
             DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
             RowCache(self._cached_rows, self._history_size, self._known),
-            Lru(self._cached_rows),
             {},
             time.monotonic() + self._cache_seconds,
         )
@@ -728,20 +733,6 @@ def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
     """Empty the caches of *unit* if they expire at *expires*; a timer calls this function."""
     if (found := unit()) is not None:
         found.empty_caches(expires)
-
-
-def _cache_identity(opened: _Opened, who: Identity) -> None:
-    """Cache *who* if the rows of its ids are cached, which shows that these rows exist.
-
-    Ids without rows would only fill the cache.
-    """
-    ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
-    if opened.identities.get(ids) is who:
-        return
-    rows = opened.rows
-    owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
-    if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
-        opened.identities.put(ids, who)
 
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
