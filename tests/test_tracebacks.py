@@ -147,6 +147,24 @@ async def test_error_of_a_decorated_class_has_no_frame_with_a_key(
     assert not any("needle" in repr(one.f_locals) for one in inner)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: takes(KEY, unknown=KEY),  # type: ignore[call-arg]
+        lambda: takes_async(KEY, unknown=KEY),  # type: ignore[call-arg]
+        lambda: exhausted(Documented(KEY).generator(KEY, unknown=KEY)),  # type: ignore[call-arg]
+    ],
+    ids=["function", "coroutine function", "generator"],
+)
+async def test_wrong_arguments_are_in_no_frame(call: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError) as info:
+        await of(call())
+    frames = [frame for frame, _ in traceback.walk_tb(info.value.__traceback__)]
+    inner = [one for one in frames if one.f_code.co_filename != __file__]
+    assert inner, "the frame of the decorator"
+    assert not any("needle" in repr(one.f_locals) for one in inner)
+
+
 async def test_generator_of_a_decorated_class_is_closed_with_its_wrapper() -> None:
     values = Documented(KEY).generator(KEY)
     assert await anext(aiter(values)) == KEY

@@ -79,14 +79,15 @@ def hides_locals(target: C) -> C:
 
         @wraps(function)
         async def hidden(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            values, value = function(*args, **kwargs), None
-            del args, kwargs
+            value = None
             try:
+                values = function(*args, **kwargs)
+                del args, kwargs
                 async with aclosing(values):
                     async for value in values:
                         yield value
             except BaseException as error:
-                del value
+                args, kwargs, value = (), {}, None
                 raise without_locals(error) from None
 
     elif inspect.iscoroutinefunction(function):
