@@ -360,6 +360,7 @@ def test_items_that_the_page_allows_are_read() -> None:
         (0, [of_blob(size=2**48 + 1)]),
         (0, [of_blob(size=1.0)]),
         (0, [item(0, 1, blob={})]),
+        (0, [item(0, 1, time=10**400)]),
         (5, [again(-1, 3)]),
         (5, [again(3, 3)]),
         (5, [again(0, 6)]),

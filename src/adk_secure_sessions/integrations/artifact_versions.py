@@ -247,7 +247,7 @@ def _parsed(collection: Collection, item: int) -> _Described:
         is_again = type(rotation) is int and version.blob and 0 <= number < versions <= item
         if type(number) is type(versions) is int and (is_new or is_again):
             return _Described(version, versions)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         pass  # raise below: an error raised here would hold the item in its __context__
     raise _malformed(collection, item)
 
