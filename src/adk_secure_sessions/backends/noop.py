@@ -55,7 +55,7 @@ class NoOpBackend:
         warnings.warn(
             "NoOpBackend stores sessions as plaintext: "
             "use it only for benchmarks or to turn encryption off",
-            stacklevel=2,
+            stacklevel=3,  # the caller of the wrapper that `hides_locals` adds
         )
         self.root_key: KeyProvider = NoRootKey()
 
