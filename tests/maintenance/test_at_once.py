@@ -218,28 +218,28 @@ class Steps:
 
 
 async def run_with_another(
-    case: tuple[str, str], pair: Pair, directory: Path, at: int
+    case: tuple[str, str], pair: Pair, directory: Path, at: int, other: str | None = None
 ) -> tuple[int, list[Any]]:
-    """Run a command; before its step *at*, run it in another process.
+    """Run a command; before its step *at*, run it, or the command *other*, in another process.
 
     Return the number of steps, and what the two runs returned or raised: first of the one that
     ended first.
     """
     ended: list[Any] = []
 
-    async def run(db: Database) -> None:
+    async def run(db: Database, name: str) -> None:
         try:
             async with db:
-                ended.append(await COMMANDS[case[0]].run(db, directory))
+                ended.append(await COMMANDS[name].run(db, directory))
         except SecureSessionError as error:
             ended.append(error)
 
-    steps = Steps(at, lambda: run(database(case, pair)))
+    steps = Steps(at, lambda: run(database(case, pair), other or case[0]))
     db, faults = with_faults(lambda: database(case, pair))
     for executor in set(faults):
         for point in (Point.READ, Point.WRITE, Point.DEFINE):
             executor.before(point, steps, nth=None)
-    await run(db)
+    await run(db, case[0])
     return steps.number, ended
 
 
@@ -287,6 +287,22 @@ async def test_command_that_is_started_twice_succeeds_or_says_so(
     for at in range(1, steps + 1):
         if every or at.bit_count() == 1:  # otherwise, at the steps 1, 2, 4, 8 and so on
             await start_twice(case, filled, tmp_path / "db", at)
+
+
+@pytest.mark.parametrize("world", ["one", "pair"])
+async def test_database_that_is_separated_during_a_rotation_can_be_opened(
+    world: str, filled: dict[str, Path], tmp_path: Path
+) -> None:
+    """The rotation must not add a master key that is bound to the id before the separation."""
+    case = ("rotate master", world)
+    for at in (1, 2, 4, 8, 16):
+        pair = await prepared(case, filled, tmp_path / "db")
+        _, ended = await run_with_another(case, pair, tmp_path / "db", at, "separate")
+        assert [succeeds(one) for one in ended] == [True, True], (at, ended)
+        async with database(case, pair) as db:
+            assert succeeds(await verify(db)), at
+            assert succeeds(await check(db)), at
+        shutil.rmtree(tmp_path / "db")
 
 
 def test_each_command_with_a_database_is_started_twice() -> None:

@@ -39,7 +39,7 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
-from adk_secure_sessions.storage import KEYRING_CLAIMS, data_keys, keyring
+from adk_secure_sessions.storage import DATABASE_ID, KEYRING_CLAIMS, data_keys, keyring, meta
 
 
 class MasterRotation(NamedTuple):
@@ -132,10 +132,12 @@ class _MasterRotationRun(Rotation):
         search again: another process may have been faster.
         """
         root = self._db.backends.writer.root_key
-        database_id = (await self._db.keys()).keyring.database_id
         fresh: MasterKeyRow | None = None
         while True:
             survey = await self._db.survey()
+            # Not the id with which this run began: `separate` may have replaced it since.
+            database_id = survey.database_id
+            assert database_id is not None, "survey() rejects such a database"
             masters = await authentic_masters(self._db, survey)
             fitting = [row for row in masters if row.root_key_id == root.key_id]
             newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)
@@ -154,7 +156,7 @@ class _MasterRotationRun(Rotation):
             fresh = (await new_master(DATA, root, database_id, now)).row
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
-            await self._db.change_keys(partial(_add, fresh, len(survey.keyring)))
+            await self._db.change_keys(partial(_add, fresh, len(survey.keyring), database_id))
 
     async def _walk(self) -> None:
         masters = (await self._db.keys()).keyring
@@ -212,14 +214,20 @@ class _MasterRotationRun(Rotation):
         return self._left > self._problems.count
 
 
-def _add(row: MasterKeyRow, known: int, connection: sa.Connection) -> None:
-    """Add *row* to the keyring if the keyring still has *known* rows; otherwise, add nothing.
+def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection) -> None:
+    """Add *row* to the keyring of *database_id* if the keyring still has *known* rows.
 
-    If the number of rows differs, another process has changed the keyring.  The new row changes the
-    number, too: at the latest when a service stores a data key, the service detects that the number
-    has changed, and reads the keyring again.
+    If the number of rows differs, another process has changed the keyring, and nothing is added.
+    The new row changes the number, too: at the latest when a service stores a data key, the service
+    detects that the number has changed, and reads the keyring again.
+
+    If the database has another id now, `separate` has replaced it, and nothing is added: *row* is
+    bound to *database_id*, so nobody could open the database any more.
     """
-    if connection.scalar(sa.select(sa.func.count()).select_from(keyring)) == known:
+    query = sa.select(meta.c.value).where(meta.c.name == DATABASE_ID).with_for_update()
+    is_separated = connection.scalar(query) != database_id.hex()
+    number = connection.scalar(sa.select(sa.func.count()).select_from(keyring))
+    if number == known and not is_separated:
         connection.execute(sa.insert(keyring).values(row._asdict()))
 
 

@@ -268,10 +268,12 @@ def _store(
     database id and features differ from *expected*.  For example, a service may have added a
     feature.  But if an earlier attempt was committed, change nothing and return True.
     """
+    # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
+    # while it holds this lock.
+    of_meta = sa.select(meta.c.name, meta.c.value).with_for_update()
+    current = {row.name: row.value for row in connection.execute(of_meta)}
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}
-    query = sa.select(meta.c.name, meta.c.value).with_for_update()
-    current = {row.name: row.value for row in connection.execute(query)}
     # An earlier attempt may have been committed, although its connection was lost.
     if current.get(DATABASE_ID) == marks[DATABASE_ID]:
         return True
