@@ -228,15 +228,6 @@ async def test_deleting_an_artifact_marks_its_blobs(
     assert [path.name for path in marks(blobs)] == sorted(path.parent.name for path in stored)
 
 
-async def test_row_that_cannot_be_stored_leaves_no_blob(
-    service: EncryptedArtifactService, place: sa.URL, blobs: Path
-) -> None:
-    run_sql(place, "DELETE FROM secure_witnesses")  # appending is rejected
-    with pytest.raises(TamperedError):
-        await service.save_artifact(**HERE, artifact=part("3"))
-    assert len(contents(blobs)) == 3
-
-
 async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -> None:
     found = await service._version(
         WHO["app_name"], WHO["user_id"], HERE["filename"], HERE["session_id"], None

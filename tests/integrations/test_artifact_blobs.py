@@ -193,6 +193,18 @@ async def test_run_that_was_killed_before_it_deleted_a_mark_is_completed(
     assert marks(blobs) == []
 
 
+async def test_mark_of_a_blob_that_is_no_directory_stops_no_run(url: str, blobs: Path) -> None:
+    """Whoever can write to the store has put a file in the place of a blob."""
+    await fill(url, blobs)
+    await delete_artifact(url, blobs)
+    placed = marks(blobs)[0].with_name("0" * 32)
+    placed.touch()
+    (placed.parents[1] / placed.name).write_bytes(b"no blob")
+    make_older(blobs, MONTH)
+    assert await purge(url, blobs) == (2, 0, 0, 6, 0)
+    assert marks(blobs) == []
+
+
 async def test_two_purges_at_once_delete_the_same_blobs(url: str, blobs: Path) -> None:
     await fill(url, blobs)
     async with Database(url, BACKEND) as db:

@@ -16,6 +16,7 @@ from adk_secure_sessions import (
     ArtifactStoreError,
     DatabaseError,
     EncryptedSessionService,
+    KeyServiceError,
     TamperedError,
 )
 from adk_secure_sessions.formats.events import decode_item, encode_item
@@ -25,7 +26,7 @@ from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
 from adk_secure_sessions.storage import Collection, Expected
-from tests.faults import Point, with_faults
+from tests.faults import Point, lost, with_faults
 from tests.integrations import object_server, s3
 from tests.integrations.blob_files import contents, make_older, unmarked
 from tests.integrations.object_server import Failure
@@ -249,6 +250,40 @@ async def test_run_that_meets_a_failing_database_keeps_both_blobs_and_is_continu
             make_older(blobs, MONTH)
             assert (await purge_blobs(db, blobs)).deleted == deleted
     assert await check(url, blobs) == (2, 0, 0, 0)
+
+
+async def test_lost_answer_before_another_rotation_does_not_lose_the_content(
+    service: EncryptedArtifactService, url: str, blobs: Path
+) -> None:
+    """The new item is stored, and another run re-encrypts it before this run looks for it."""
+    await save(service, 0, 1)
+
+    async def rotate_again() -> None:
+        async with Database(url, BACKEND) as other:
+            await rotate_data(other, restart=True)
+
+    db, faults = with_faults(lambda: Database(url, BACKEND))
+    async with db:
+        for fault in (rotate_again, lost()):
+            faults.data.after(Point.WRITE, fault, when=lambda *_: len(files(blobs)) == 3)
+        await rotate_data_and_blobs(db, blobs)
+    await assert_versions(service, 2)
+    assert (await check(url, blobs))[:2] == (2, 0)
+
+
+async def test_content_of_a_stored_row_is_kept_if_looking_for_the_row_fails(
+    service: EncryptedArtifactService, url: str, blobs: Path
+) -> None:
+    await save(service, 0)
+    failing, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))
+    async with failing:
+        other = EncryptedArtifactService(failing, blobs)
+        await other.list_versions(**HERE)
+        faults.data.after(Point.WRITE, lost())
+        faults.data.before(Point.WRITE, KeyServiceError("failed", retryable=True), nth=2)
+        with pytest.raises(KeyServiceError):
+            await save(other, 1)
+    await assert_versions(service, 2)
 
 
 @pytest.mark.parametrize("request_that_fails", ["PUT", "GET", "PUT of the mark"])

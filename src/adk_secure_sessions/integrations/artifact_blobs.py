@@ -220,7 +220,8 @@ async def purge_blobs(
         for name in new:
             await opened.mark(name)
         for name in due:
-            await opened.delete(name)  # before the mark: a killed run is continued by the next
+            if name in written:  # otherwise, the blob was deleted by a run that was killed here
+                await opened.delete(name)
             await opened.unmark(name)
     deleted = len(written.keys() & due)
     waiting = len(written.keys() & marks.keys()) - deleted + len(new)

@@ -23,9 +23,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     ConfigurationError,
-    DatabaseError,
     DecryptionError,
-    SecureSessionError,
 )
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import (
@@ -239,7 +237,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             return
         for version in versions:
             if version.blob is not None:
-                await self._discard(version.blob, was_named=True)
+                await self._mark(version.blob)
 
     @accessed("artifacts.list")
     async def list_versions(
@@ -355,7 +353,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     ) -> int:
         """Store the content as a blob, and then the row that names the blob.
 
-        If the process crashes between these two steps, `blobs purge` deletes the unused blob.
+        If the process crashes between these two steps, or if the row is not stored, `blobs purge`
+        deletes the unused blob.
         """
         values: dict[str, Any] = {
             "part": part,
@@ -364,16 +363,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         }
         encode_item(values)  # raises ValueError before anything is stored
         blob = None if pieces is None else await self._upload(pieces)
-        try:
-            return await self._append(app_name, user_id, collection, values, blob)
-        except DatabaseError:
-            # Keep the blob: the row may have been stored, and then needs it.  If the row was not
-            # stored, `blobs purge` deletes the blob.
-            raise
-        except (SecureSessionError, ValueError):
-            if blob is not None:
-                await self._discard(blob, was_named=False)
-            raise
+        # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
+        return await self._append(app_name, user_id, collection, values, blob)
 
     async def _append(
         self,
@@ -476,18 +467,16 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         async for piece in decrypt_stream(decryptor, sealed):
             yield piece
 
-    async def _discard(self, blob: Blob, *, was_named: bool) -> None:
-        """Delete a blob that no row ever named; mark a blob that a row named as deleted.
+    async def _mark(self, blob: Blob) -> None:
+        """Mark a blob as deleted: only `blobs purge` deletes it, because a copy may still name it.
 
-        A copy of this database, or a backup, may still name a marked blob: `blobs purge` deletes
-        it later.  Do neither for a blob that another database wrote: this database may be a copy
-        of that database.  If the store fails, leave the blob to `blobs purge`.
+        Do nothing for a blob that another database wrote: this database may be a copy of that
+        database.  If the store fails, leave the blob to `blobs purge`.
         """
         if blob.prefix != (await self._collections.database_id()).hex():
             return
-        store = self._store(blob.prefix)
         try:
-            await (store.mark(blob.name) if was_named else store.delete(blob.name))
+            await self._store(blob.prefix).mark(blob.name)
         except ArtifactStoreError as error:
             logger.warning("a blob that is not used any more is left to `blobs purge`: %s", error)
 

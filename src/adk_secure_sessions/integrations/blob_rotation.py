@@ -21,10 +21,8 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
-    DatabaseError,
     DecryptionError,
     Reason,
-    SecureSessionError,
     TamperedError,
 )
 from adk_secure_sessions.formats.blobs import (
@@ -220,16 +218,11 @@ class _BlobRotationRun(DataRotationRun):
             ArtifactStoreError: The store failed.
         """
         new = await self._copied(old)
-        store = self._store_of(self._prefix)
-        try:
-            found = await self._append(ids, found, version, new)
-        except DatabaseError:
-            raise  # keep the blob: the new item may be stored, and names the blob
-        except (SecureSessionError, _Superseded):
-            await store.delete(new.name)
-            raise
+        # If this fails, keep the new blob: an attempt whose answer was lost may have stored the
+        # item.  If no item names the blob, `blobs purge` marks it.
+        found = await self._append(ids, found, version, new)
         if old.prefix == self._prefix:  # another database may use blobs under another prefix
-            await store.mark(old.name)
+            await self._store_of(old.prefix).mark(old.name)
         return found
 
     async def _copied(self, old: Blob) -> Blob:
