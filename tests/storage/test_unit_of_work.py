@@ -532,7 +532,7 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
     assert executor.requests == ["read data keys of owners"] * 2
 
 
-# --- single statements, the end -------------------------------------------------------------------
+# --- single statements, identities, the end -------------------------------------------------------
 
 CALLS: dict[str, Callable[[UnitOfWork], object]] = {
     "read": lambda unit: unit.read(None, {}),  # type: ignore[arg-type]
@@ -567,6 +567,24 @@ async def test_unit_without_a_backend_reads_but_opens_nothing() -> None:
         await unit.keys()
 
 
+async def test_identity_of_a_stored_session_is_computed_once() -> None:
+    stored = Stored()
+    unit = unit_of(one_database(stored.rows(keys=True))[0], KeyringReads(stored.keys.keyring))
+    who = await unit.identify(*WHO[:3])
+    await unit.run(GetSession(who, lambda *_: None))
+    assert who == WHO
+    assert await unit.identify(*WHO[:3]) is who
+
+
+async def test_unknown_ids_are_not_cached() -> None:
+    """An attacker who asks for many of them would drive out the ids that exist."""
+    unit = unit_of(one_database(NO_KEYS)[0])
+    who = await unit.identify(*WHO[:3])
+    assert await unit.run(GetSession(who, lambda *_: None)) is None
+    assert await unit.identify(*WHO[:3]) == who
+    assert await unit.identify(*WHO[:3]) is not who
+
+
 async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> None:
     executors, executor = one_database()
     keyrings = KeyringReads()
@@ -579,7 +597,7 @@ async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> No
 
 
 async def filled_unit(executors: Executors, keyrings: OpenKeyring, **options: Any) -> UnitOfWork:
-    """A unit of work that has read a session: its keys and its rows are cached."""
+    """A unit of work that has read a session: its keys, its rows and its ids are cached."""
     unit = UnitOfWork(executors, backends(), keyrings, cached_rows=10, cached_keys=10, **options)
     assert await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
     return unit

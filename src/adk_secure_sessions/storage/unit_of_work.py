@@ -48,6 +48,7 @@ from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.storage.bindings import (
     Attempt,
     Identity,
@@ -188,12 +189,14 @@ class _Opened(NamedTuple):
     Attributes:
         keys: The keyring and the cache of data keys.
         rows: The cache of decrypted rows.
+        identities: The tags of ids, by app name, user id, session id and `is_collection`.
         attached: The objects that `UnitOfWork.attached` keeps, by key.
         expires: When the caches are emptied, in monotonic seconds.
     """
 
     keys: DataKeys
     rows: RowCache
+    identities: Lru[tuple[str, str, str, bool], Identity]
     attached: dict[object, Any]  # see `UnitOfWork.attached`
     expires: float
 
@@ -334,8 +337,9 @@ class UnitOfWork:
         is_collection: bool = False,
     ) -> Identity:
         """Return the ids together with their tags (blind indexes)."""
-        index = (await self._current()).keys.keyring.index
-        return identify(index, app_name, user_id, session_id, is_collection)
+        opened = await self._current()
+        ids = (app_name, user_id, session_id, is_collection)
+        return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
 
     @property
     def database_id(self) -> bytes | None:
@@ -450,6 +454,7 @@ class UnitOfWork:
                     keys.publish()
                     for row in keys.new_rows:
                         _record_data_key(opened.keys.keyring, row)
+                    _cache_identity(opened, who)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 await retries.wait(error)
@@ -699,6 +704,7 @@ class UnitOfWork:
         return _Opened(
             DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
             RowCache(self._cached_rows, self._history_size, self._known),
+            Lru(self._cached_rows),
             {},
             time.monotonic() + self._cache_seconds,
         )
@@ -733,6 +739,20 @@ def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
     """Empty the caches of *unit* if they expire at *expires*; a timer calls this function."""
     if (found := unit()) is not None:
         found.empty_caches(expires)
+
+
+def _cache_identity(opened: _Opened, who: Identity) -> None:
+    """Cache *who* if the rows of its ids are cached, which shows that these rows exist.
+
+    Computing the tags takes 15 us, a seventh of a read without events.
+    """
+    ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
+    if opened.identities.get(ids) is who:
+        return
+    rows = opened.rows
+    owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
+    if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
+        opened.identities.put(ids, who)
 
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
