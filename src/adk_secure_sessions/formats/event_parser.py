@@ -30,6 +30,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
 
 from google.adk.events import Event
@@ -143,12 +144,13 @@ def event_serializer(parse: Parser) -> SchemaSerializer | None:
             name: value for name, value in Event.model_config.items() if name.startswith("ser_json")
         }
         serializer = SchemaSerializer(_without_wrappers(schema), options, _use_prebuilt=False)
-        for sample in _samples(schema):
-            event = _parsed(parse, json.dumps({**sample, **_START}).encode())
-            if event is not None and not _is_serialized_equally(serializer, event):
-                break
-        else:
-            return serializer
+        with _unwarned():
+            parsed = [
+                _parsed(parse, json.dumps({**sample, **_START}).encode())
+                for sample in _samples(schema)
+            ]
+            if all(event is None or _is_serialized_equally(serializer, event) for event in parsed):
+                return serializer
     except Exception:  # after any error, events are serialized field by field
         logger.debug("the serializer of events failed", exc_info=True)
     logger.warning(
@@ -206,8 +208,9 @@ def _proven_parser() -> Parser | None:
     try:
         schema = Event.__pydantic_core_schema__
         parse = _parser(_without_hooks(schema))
-        if _is_equal(parse, [{**sample, **_START} for sample in _samples(schema)]):
-            return parse
+        with _unwarned():
+            if _is_equal(parse, [{**sample, **_START} for sample in _samples(schema)]):
+                return parse
     except Exception:  # after any error, the public call is used instead
         logger.debug("the faster parser of events failed", exc_info=True)
     logger.warning(
@@ -231,6 +234,14 @@ def _parser(schema: Any) -> Parser:
         return cast("Event", event)
 
     return parse
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Ignore warnings of google-adk: with the filter "error", the comparison would fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _is_equal(parse: Parser, samples: list[dict[str, Any]]) -> bool:
