@@ -124,7 +124,7 @@ def test_copy_that_deletes_in_the_store_is_named(
     erase(copy)
     make_older(store, timedelta(days=40))
     assert blobs("purge", copy, store).code == 0
-    advice = "another copy of this database deletes here: run `separate` on it, or on this database"
+    advice = "another copy of this database has marked them: run `separate` on the copy"
     said = blobs("verify", filled, store)
     assert said.code == 1
     assert "its blob is marked as deleted, by another copy of this database" in said.stdout

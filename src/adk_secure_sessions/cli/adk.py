@@ -81,7 +81,7 @@ def adk() -> None:
     """Run google-adk's commands so that they store sessions, artifacts and memory encrypted.
 
     A command does not start if its options, its environment variables, or services of
-    services.yaml and services.py would write user content as plaintext. It cannot know what your
+    services.yaml and services.py would write user content as plaintext. It does not check what your
     agents and their plugins write: adk doctor finds plugins of google-adk.
     """
 

@@ -46,8 +46,8 @@ def doctor(
     Imports the agents in AGENTS_DIR as google-adk does, with their .env files. Loads services.yaml
     and services.py, and prints where adk web would store sessions, artifacts and memory: give the
     same URIs as to adk web. Then prints each setting, plugin and file by which google-adk writes
-    plaintext, and how to prevent that. The exit status is 1 if there is one. Notes, about what
-    would be plaintext if your own code exported traces, do not change the exit status.
+    plaintext, and how to prevent that. The exit status is 1 if there is one. Notes say what
+    would be plaintext if your own code exported traces, and do not change the exit status.
 
     \b
     Example:

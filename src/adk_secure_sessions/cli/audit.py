@@ -64,8 +64,8 @@ def audit() -> None:
     metavar="FILE",
     type=click.Path(),
     multiple=True,
-    help="Audit log, whose lines audit.head show if last records or whole chains were removed; "
-    "repeatable.",
+    help="Audit log, whose lines audit.head show whether records at the end of chains, or whole "
+    "chains, were removed.  Repeatable.",
 )
 @with_speed
 @with_keys(required=True)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 _COPY = (
-    "another copy of this database deletes here: run `separate` on it, or on this database if this "
-    "is the copy"
+    "another copy of this database has marked them: run `separate` on the copy, which may be this "
+    "database"
 )
 
 
@@ -33,9 +33,8 @@ def blobs() -> None:
 def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
     """Find contents of artifacts that are missing, or that no artifact names.
 
-    Reads no contents: loading an artifact checks its content.  Exits 1 if contents are missing or
-    have another length, if another copy of the database deletes in the store, or if rows cannot be
-    decrypted.
+    Reads no contents: loading an artifact checks its content.  Exits 1 if contents are missing,
+    have another length or are marked as deleted, or if rows cannot be decrypted.
 
     \b
     Example:
@@ -74,8 +73,8 @@ def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
     show_default=True,
     callback=age,
     metavar="AGE",
-    help="How long ago contents must have been marked, at least 48h: a number and a unit: s, m, h, "
-    "d or w.",
+    help="Delete contents that were marked longer ago than this, at least 48h: a number and a "
+    "unit: s, m, h, d or w.",
 )
 @with_dry_run
 @with_store(required=True)
@@ -94,9 +93,8 @@ def purge(
     Such contents are those of erased users, deleted artifacts and failed uploads.  Run the command
     daily, on each database that uses the store.
 
-    Exits 1 if rows cannot be decrypted, or if contents were marked that an artifact names: another
-    copy of the database then deletes in the store.  The command withdraws these marks, and deletes
-    nothing.
+    Exits 1 if rows cannot be decrypted, or if another copy of the database has marked contents that
+    an artifact names.  The command withdraws these marks.  In both cases, it deletes nothing.
 
     \b
     Example:

@@ -23,7 +23,7 @@ with_confirm: Callable[[Command], Command] = click.option(
     "--confirm",
     metavar="NAME",
     help="Name of the database (SQLite: path of the file) that the command may change.  Without "
-    "it, a terminal is asked for the name.",
+    "this option, the command asks on a terminal.",
 )
 
 

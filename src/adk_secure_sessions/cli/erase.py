@@ -38,8 +38,8 @@ def erase_user(
 ) -> None:
     """Delete all data keys and rows of a user.
 
-    Exits 1 if there is no such user, if the data keys or the user's own row were missing, or if
-    --rewrite was not possible.
+    Exits 1 if there is no such app or user, if the data keys or the user's own row were missing, or
+    if --rewrite was not possible.
 
     \b
     Example:

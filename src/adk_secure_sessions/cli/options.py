@@ -197,7 +197,7 @@ _TO_HELP = (
 )
 _KEY_DB_HELP = f"URL of the key database, if there is one; or set {variable('key-db')}."
 _AUDIT_LOG_HELP = f"Append audit records to this file, as JSON; or set {variable('audit-log')}."
-_METRICS_HELP = "Replace this file, NAME.prom, by metrics of this run for Prometheus."
+_METRICS_HELP = "Replace this file, NAME.prom, with metrics of this run for Prometheus."
 _CONFIG_HELP = f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}."
 _BACKEND_HELP = (
     "Backend with which the services write; no-op stores plaintext and needs no key; or set "

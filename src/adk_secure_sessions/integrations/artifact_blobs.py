@@ -185,7 +185,7 @@ async def purge_blobs(
         TamperedError: A row is orphaned; nothing was marked or deleted.
     """
     if older_than < _MIN_AGE:
-        raise ConfigurationError("blobs can be deleted 48 hours after they were marked: not sooner")
+        raise ConfigurationError("older_than of blobs must be at least 48 hours")
     opened, _ = await open_of_database(db, store, options, allow_http, create=not dry_run)
     # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
     # mark of a blob whose row is deleted in the meantime is not withdrawn.
