@@ -46,7 +46,7 @@ class AdkGroup(click.Group):
     google-adk is imported only when one of its commands is used: the import takes seconds.
     """
 
-    command_class = Command
+    command_class: type[click.Command] | None = Command
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted({*super().list_commands(context), *_COMMANDS})

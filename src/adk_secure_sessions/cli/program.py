@@ -89,8 +89,8 @@ class Command(click.Command):
 class Program(click.Group):
     """The group of all commands.  With --json, a failure is also printed as JSON on stdout."""
 
-    command_class = Command
-    group_class = type  # a group in this group has the same class
+    command_class: type[click.Command] | None = Command
+    group_class: type[click.Group] | type[type] | None = type  # groups in it have its class
 
     def main(
         self,
