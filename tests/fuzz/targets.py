@@ -14,19 +14,13 @@ import asyncio
 import base64
 import json
 import re
-import sys
-import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
-from hashlib import sha256
-from importlib import import_module
-from pickle import dumps as pickle_of
 from typing import Any
 
 from google.adk.events import Event
-from google.adk.events.event_actions import EventActions
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -65,7 +59,7 @@ from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, INDEX, MasterKeyRow, open_keyring
 from adk_secure_sessions.keys.providers import StaticKey, parse_key
 from adk_secure_sessions.keys.specs import key_provider
-from adk_secure_sessions.migration import json_lines, pickled_actions
+from adk_secure_sessions.migration import json_lines
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent
 from adk_secure_sessions.storage.reads import GetSession
 from tests.storage.support import (
@@ -464,79 +458,6 @@ def envelope(data: bytes) -> None:
             decrypt(parsed.body)
 
 
-# What the unpickler of google-adk may do.  Everything else, such as to open a file or to start a
-# process, raises an audit event that the list does not have.
-_ALLOWED = {
-    "builtins.id",
-    "pickle.find_class",
-    "import",
-    "object.__getattr__",
-    "compile",
-    "exec",
-    "marshal.loads",
-}
-_forbidden: list[str] | None = None
-
-
-def _audit(name: str, args: tuple[object, ...]) -> None:
-    if _forbidden is not None and name not in _ALLOWED and not name.startswith("sys._getframe"):
-        _forbidden.append(name)
-
-
-@cache
-def _watch() -> None:
-    # Loading an event imports modules, which opens files: so load one first.
-    _unpickler()(pickle_of(EventActions()))
-    sys.addaudithook(_audit)
-
-
-def _unpickler() -> Callable[[bytes], Any]:
-    loads: Callable[[bytes], Any] = import_module("google.adk.sessions._restricted_pickle").loads
-    return loads
-
-
-@contextmanager
-def _watched() -> Iterator[list[str]]:
-    global _forbidden
-    found: list[str] = []
-    _forbidden = found
-    try:
-        yield found
-    finally:
-        _forbidden = None
-
-
-# Parsing a value takes a few times as much memory as `check` counts.
-_MEMORY_FACTOR = 64 * 16
-_MEMORY_ALLOWANCE = 16 * 2**20
-
-
-def pickle(data: bytes) -> None:
-    """A pickle of schema v0: what `check` accepts runs no code, and takes a bounded memory."""
-    pickled_actions._accepted.drop(sha256(data).digest())  # so that `check` looks at it again
-    try:
-        pickled_actions.check(data)
-    except pickled_actions.UnsafePickle:
-        return
-    _watch()
-    tracemalloc.start()
-    try:
-        with _watched() as forbidden:
-            try:
-                loaded = _unpickler()(data)
-                values = loaded.model_dump(warnings=False)
-                json_text.to_values(
-                    {"values": values}, levels=json_text.MAX_LEVELS, bytes_mode="base64"
-                )
-            except Exception:  # the reader of schema v0 reports an event that cannot be loaded
-                pass
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert not forbidden, forbidden
-    assert peak <= _MEMORY_ALLOWANCE + _MEMORY_FACTOR * len(data)
-
-
 # --- blobs ---------------------------------------------------------------------------------------
 
 _SIZES = [0, 1, 5, blobs.CHUNK_LENGTH, blobs.CHUNK_LENGTH + 1, 2 * blobs.CHUNK_LENGTH + 77]
@@ -602,7 +523,6 @@ TARGETS: dict[str, Target] = {
     "key_spec": key_spec,
     "keyring": keyring,
     "memory_item": memory_item,
-    "pickle": pickle,
     "plaintext": plaintext,
     "record": record,
     "row": row,

@@ -8,7 +8,6 @@ seconds.
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, tzinfo
-from importlib import import_module
 from typing import Any
 
 from google.adk.events import Event, EventActions
@@ -16,12 +15,12 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 from pydantic import BaseModel
 
-from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds, of_datetime
-from adk_secure_sessions.migration import pickled_actions
+from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import SourceEvent
 from adk_secure_sessions.service import check_ids
 
@@ -250,52 +249,25 @@ _MODELS: dict[str, type[BaseModel]] = {
 JSON_VALUES = frozenset({"event_data", "custom_metadata", *_MODELS})
 
 
-def pickle_reader() -> EventReader:
-    """Return the function that converts the columns `PICKLED_COLUMNS` of google-adk's schema v0.
+def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> SourceEvent:
+    """Convert the columns `PICKLED_COLUMNS` of google-adk's schema v0.
 
-    The column `actions` contains a pickle, which may run any code when it is loaded.  Therefore,
-    the function uses google-adk's own unpickler, which rejects all types except those that
-    `EventActions` needs.  Before that, `pickled_actions.check` rejects pickles that would take much
-    time or memory.
-
-    Raises:
-        ConfigurationError: The installed google-adk has no such unpickler.
+    The column `actions` contains a pickle; *read* loads it.
     """
-    loads: Callable[[bytes], Any] | None
-    try:
-        loads = import_module("google.adk.sessions._restricted_pickle").loads
-    except (ImportError, AttributeError):
-        loads = None
-    if loads is None:
-        raise ConfigurationError(
-            "the database has google-adk's schema v0, which stores pickles, and the installed "
-            f"google-adk {adk_version} cannot load them safely: install google-adk 2.8.0 or later"
-        )
-
-    def event_of_pickle(row: Row, zone: tzinfo | None) -> SourceEvent:
-        fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
-        pickled = fields["actions"]
-        actions = None if pickled is None else _load(_bytes(pickled), loads)
-        values = events.dumped(actions) if actions else {}
-        ids = fields.pop("long_running_tool_ids_json")
-        custom = fields["custom_metadata"]
-        fields |= {name: _optional_text(fields[name]) for name in _TEXTS}
-        fields |= {name: _optional_flag(fields[name]) for name in _FLAGS}
-        fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
-        fields |= {
-            "timestamp": seconds_of(fields["timestamp"], zone),
-            "custom_metadata": None if custom is None else _loads(custom),
-            "long_running_tool_ids": set(json.loads(text(ids))) if ids else set(),
-            "actions": EventActions.model_validate(values),
-        }
-        return _encoded(Event(**fields))
-
-    return event_of_pickle
-
-
-def _load(pickled: bytes, loads: Callable[[bytes], Any]) -> Any:
-    pickled_actions.check(pickled)
-    return loads(pickled)
+    fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
+    pickled = fields["actions"]
+    ids = fields.pop("long_running_tool_ids_json")
+    custom = fields["custom_metadata"]
+    fields |= {name: _optional_text(fields[name]) for name in _TEXTS}
+    fields |= {name: _optional_flag(fields[name]) for name in _FLAGS}
+    fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
+    fields |= {
+        "timestamp": seconds_of(fields["timestamp"], zone),
+        "custom_metadata": None if custom is None else _loads(custom),
+        "long_running_tool_ids": set(json.loads(text(ids))) if ids else set(),
+        "actions": EventActions() if pickled is None else read.read(_bytes(pickled)),
+    }
+    return _encoded(Event(**fields))
 
 
 def _encoded(event: Event) -> SourceEvent:

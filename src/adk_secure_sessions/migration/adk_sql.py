@@ -10,6 +10,7 @@ id; or an app name, a user id and a session id.
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -18,7 +19,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.envelopes_1x import is_envelope
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
-from adk_secure_sessions.migration.pickled_actions import UnsafePickle
+from adk_secure_sessions.migration.pickled_actions import PickleReader, UnsafePickle
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
@@ -232,9 +233,11 @@ class Tables:
         present = {column["name"] for column in inspector.get_columns("events")}
         self._columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
         self._read_event: EventReader = adk_rows.event_of_json
+        self.pickles: PickleReader | None = None  # of schema v0
         if self.kind is Kind.ADK_V0:
             self._columns = adk_rows.PICKLED_COLUMNS
-            self._read_event = adk_rows.pickle_reader()
+            self.pickles = PickleReader()
+            self._read_event = partial(adk_rows.event_of_pickle, self.pickles)
         elif self.kind is Kind.ADK_SQLITE:
             self._read_event = adk_rows.event_of_json_alone
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.

@@ -7,6 +7,7 @@ it does not block google-adk's writers for long.  `adk_sql` contains the queries
 converts the rows.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import tzinfo
@@ -294,6 +295,8 @@ class AdkTables(LookupSource):
 
     async def close(self) -> None:
         """Close the connections to the database."""
+        if self._found is not None and self._found.pickles is not None:
+            self._found.pickles.close()
         await self._reader.close()
 
     def writer(self) -> Executor:
@@ -325,7 +328,10 @@ class AdkTables(LookupSource):
         """Return the result of *work*, which converts rows.
 
         `Package1x` overrides this method: it runs *work* in a thread, because decryption is slow.
+        So does schema v0, whose pickles are loaded in another process.
         """
+        if self._found is not None and self._found.pickles is not None:
+            return await asyncio.to_thread(work)
         return work()
 
     def _content(
