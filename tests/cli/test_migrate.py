@@ -57,10 +57,7 @@ def lines(said: Said) -> list[str]:
 def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
     said = migrate("--dry-run")
     assert said.code == 0
-    assert said.stdout == (
-        "would be copied: 2 sessions with 2 events, 2 states\n"
-        "copying takes about 1 second, if the target is as fast as a SQLite file on this machine\n"
-    )
+    assert said.stdout == ("would be copied: 2 sessions with 2 events, 2 states\n")
     assert not Path("sessions.db").exists()
     said = migrate()
     assert said.code == 0

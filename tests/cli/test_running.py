@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import program, rotate
-from adk_secure_sessions.cli.text import duration, index_fill_lines, status_lines
+from adk_secure_sessions.cli.text import index_fill_lines, status_lines
 from adk_secure_sessions.cli.wording import WORDING, for_command_line
 from adk_secure_sessions.db.connect import wrapping_executors
 from adk_secure_sessions.db.protocol import Executor
@@ -408,16 +408,6 @@ def test_status_of_an_interrupted_separation_names_the_command_that_ends_it(file
     assert run("status", *on(file), "--json").json["is_separating"] is True
     said = run("check", *on(file))
     assert (said.code, "run `adk-secure-sessions separate` again" in said.stderr) == (2, True)
-
-
-def test_time_is_told_in_the_unit_that_fits() -> None:
-    assert [duration(seconds) for seconds in (1.0, 90.0, 7000.0, 80_000.0, 900_000.0)] == [
-        "about 1 second",
-        "about 90 seconds",
-        "about 117 minutes",
-        "about 22 hours",
-        "about 10 days",
-    ]
 
 
 STATUS = Status(

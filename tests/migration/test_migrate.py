@@ -320,8 +320,6 @@ async def test_dry_run_changes_nothing_and_counts_what_would_happen(file_url: st
     source.spoil("bob", "s0")
     dry = await copy(source, file_url, dry_run=True)
     assert numbers(dry) == {"sessions": 6, "copied": 5, "events": 15, "states": 3, "bad": 1}
-    assert dry.estimate is not None
-    assert dry.estimate > 0
     assert not Path(file_url.rpartition("///")[2]).exists()
     source.put("bob", "s0", events=3)
     await copy(source, file_url)

@@ -14,7 +14,6 @@ from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys, with_packing
 from adk_secure_sessions.cli.output import counted, progress, show
 from adk_secure_sessions.cli.program import AGAIN, main, opened
-from adk_secure_sessions.cli.text import duration
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
@@ -254,9 +253,6 @@ def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
         )
     if done.others:
         yield f"artifacts and memories of users, which are not copied: {done.others:,}"
-    if done.estimate is not None:
-        seconds = duration(max(done.estimate, 1))
-        yield f"copying takes {seconds}, if the target is as fast as a SQLite file on this machine"
     if done.stopped:
         yield (
             "stopped: repair this row in the source, or give --skip-bad; then run this again, "

@@ -104,7 +104,7 @@ def progress(label: str, unit: str = "rows") -> "Iterator[Progress]":
     """Yield a function that takes the number done and the total number, and shows the progress.
 
     If stderr is a terminal, a bar shows the progress, the speed and the remaining time.  Otherwise,
-    the function prints a line at most every 10 seconds.
+    the function prints a line with the progress and the speed at most every 10 seconds.
 
     Args:
         label: The text before the numbers, such as the name of the command.
@@ -117,7 +117,8 @@ def progress(label: str, unit: str = "rows") -> "Iterator[Progress]":
             nonlocal last
             if (now := time.monotonic()) - last >= LINE_EVERY:
                 last = now
-                click.echo(f"{label}: {done:,} of {total:,} {unit}", err=True)
+                speed = f"{done / max(now - began, 1e-9):,.0f} {unit}/s"
+                click.echo(f"{label}: {done:,} of {total:,} {unit}, {speed}", err=True)
 
         yield line
         return

@@ -358,14 +358,6 @@ def _done(rotation: RotationProgress) -> str:
     return f"{percent}%, {rotation.done:,} of {counted(rotation.total, noun)}"
 
 
-def duration(seconds: float) -> str:
-    """Return *seconds* as text, such as `about 3 hours`."""
-    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= 2 * size:
-            return f"about {counted(round(seconds / size), unit)}"
-    return f"about {counted(round(seconds), 'second')}"
-
-
 def _age(seconds: float) -> str:
     days = f"{abs(seconds) / 86400:.0f} days"
     return f"{days} old" if seconds >= 0 else f"{days} in the future: a clock is or was wrong"

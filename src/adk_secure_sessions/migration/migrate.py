@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.backends import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.maintenance import Database, Progress, init
@@ -36,14 +33,13 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
 )
 from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
-from adk_secure_sessions.storage import ImportedEvent, ImportResult, Store
+from adk_secure_sessions.storage import ImportedEvent, ImportResult
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
 _IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
 _IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold at the same time
 # A dry run measures the speed with the first sessions, until one of these limits is reached.
-_TRIAL_SESSIONS, _TRIAL_EVENTS, _TRIAL_BYTES = 64, 1000, 8 * 2**20
 _EVERYTHING = Scope()
 _KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_Owners` remembers
 
@@ -93,7 +89,6 @@ class Migration(NamedTuple):
         stopped: Whether the run stopped at a session or state that could not be read.
         findings: The first 1000 sessions and states that are bad, gone or in conflict.
         seconds: How long the run took.
-        estimate: After a dry run, about how many seconds copying takes; otherwise None.
     """
 
     sessions: int
@@ -113,7 +108,6 @@ class Migration(NamedTuple):
     stopped: bool
     findings: tuple[Finding, ...]
     seconds: float
-    estimate: float | None
 
     @property
     def is_complete(self) -> bool:
@@ -193,8 +187,6 @@ async def migrate(
         await run.copy_sessions()
         await run.copy_states()
         await run.list_again()
-        if dry_run:
-            await run.measure()
     except _Stop:
         stopped = True
     meter.finish()
@@ -255,8 +247,6 @@ class _Run:
         self._gone: int | None = None
         self._is_erased = False  # whether `erase_source` may have deleted rows of the source
         self._stopped = False
-        self._trial = _Trial()
-        self._estimate: float | None = None
 
     def result(self, stopped: bool, seconds: float, others: int) -> Migration:
         found, dry_run = self._found, self._options.dry_run
@@ -279,7 +269,6 @@ class _Run:
             stopped=stopped,
             findings=tuple(self._findings.kept),
             seconds=seconds,
-            estimate=self._estimate,
         )
 
     # --- sessions --------------------------------------------------------------------------------
@@ -355,15 +344,19 @@ class _Run:
         found = entry.found
         if found is Found.OLDER and self._is_erased and not await self._has_copy(entry, content):
             found = Found.CONFLICT
-        elif self._target is None or self._options.dry_run:
-            self._trial.add(_Sample(entry.session, content, state))
-        else:
-            sample = _Sample(entry.session, content, state)
+        elif self._target is not None and not self._options.dry_run:
             done = None
             try:
                 async with self._owners.of(*who[:2]):
-                    done = await sample.import_into(
-                        self._target.store, replace=found is Found.OLDER
+                    done = await self._target.store.import_session(
+                        *who,
+                        state=state,
+                        events=[ImportedEvent(*event) for event in content.events],
+                        created_at=content.created_at,
+                        updated_at=content.updated_at,
+                        source_version=entry.session.version,
+                        replace=found is Found.OLDER,
+                        expires_at=content.expires_at,
                     )
             except ValueError as error:
                 if isinstance(error, SecureSessionError):
@@ -511,12 +504,6 @@ class _Run:
             self._gone += 1
             self._findings.add(tag, _GONE, *ids)
 
-    async def measure(self) -> None:
-        """Estimate how long copying takes, after a dry run."""
-        per_row = await self._trial.seconds_per_row()
-        rows = self._found[Found.NEW] + self._found[Found.OLDER] + self._events + self._states
-        self._estimate = per_row * rows
-
 
 class _Owners:
     """Lets the first import of each app and of each user run alone.
@@ -550,71 +537,3 @@ class _Owners:
             self._known.update(owners)
         for owner in owners:
             self._locks.pop(owner, None)
-
-
-class _Sample(NamedTuple):
-    """A session with its content, and its state as JSON."""
-
-    session: SourceSession
-    content: SessionContent
-    state: bytes
-
-    @property
-    def rows(self) -> int:
-        return 1 + len(self.content.events)
-
-    async def import_into(self, store: Store, *, replace: bool) -> ImportResult:
-        return await store.import_session(
-            *self.session[:3],
-            state=self.state,
-            events=[ImportedEvent(*event) for event in self.content.events],
-            created_at=self.content.created_at,
-            updated_at=self.content.updated_at,
-            source_version=self.session.version,
-            replace=replace,
-            expires_at=self.content.expires_at,
-        )
-
-
-class _Trial:
-    """Measures the speed of imports, with the first sessions of a dry run.
-
-    The sessions are copied to a new SQLite file in a temporary directory, encrypted with a key that
-    is not stored.
-    """
-
-    def __init__(self) -> None:
-        self._samples: list[_Sample] = []
-        self._events = self._bytes = 0
-
-    def add(self, sample: _Sample) -> None:
-        """Keep *sample* if the trial needs more sessions."""
-        if len(self._samples) < _TRIAL_SESSIONS and self._events < _TRIAL_EVENTS:
-            size = size_of(sample.content)
-            if self._bytes + size <= _TRIAL_BYTES:
-                self._samples.append(sample)
-                self._events += len(sample.content.events)
-                self._bytes += size
-
-    async def seconds_per_row(self) -> float:
-        """Return the average time to import one row, in seconds; 0 if there are no sessions.
-
-        The rows are those of the sessions and of their events.
-        """
-        if not self._samples:
-            return 0.0
-        with tempfile.TemporaryDirectory() as directory:
-            url = f"sqlite:///{directory}/trial.db"
-            async with Database(url, AesGcmBackend(os.urandom(32))) as db:
-                await init(db)
-                store, owners = await db.store(), _Owners()
-                began = time.monotonic()
-                async with Workers(_IMPORTS_ON_SQLITE, _IMPORT_BYTES) as workers:
-                    for sample in self._samples:
-                        await workers.start(self._import(sample, store, owners), 0)
-                seconds = time.monotonic() - began
-        return seconds / sum(sample.rows for sample in self._samples)
-
-    async def _import(self, sample: _Sample, store: Store, owners: _Owners) -> None:
-        async with owners.of(*sample.session[:2]):
-            await sample.import_into(store, replace=False)
