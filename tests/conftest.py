@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from tests import servers
 from tests.galera import Galera, galera_cluster
 from tests.reliability.results import Record
-from tests.replication import cluster
 
 # Importing and collecting make no garbage to speak of: looking for it took a fifth of their time.
 gc.disable()
@@ -189,13 +188,6 @@ def _greenlets_outlive_their_threads() -> Iterator[None]:
 def postgresql() -> Iterator[servers.PostgreSQL]:
     with servers.postgresql() as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def replicated() -> Iterator[servers.PostgreSQL]:
-    """A primary whose standby has applied each change before the change is acknowledged."""
-    with cluster(commit="remote_apply") as found:
-        yield found.primary.server
 
 
 @pytest.fixture(scope="session")

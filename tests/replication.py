@@ -118,17 +118,6 @@ class Cluster:
             }
         )
 
-    def on_standby(self, url: sa.URL) -> sa.URL:
-        return url.set(query={"host": str(self.standby.directory)})
-
-    def pause_replay(self) -> None:
-        """Make the standby lag: it receives changes, but does not apply them."""
-        self.standby.execute("SELECT pg_wal_replay_pause()")
-        self.standby.wait_for("SELECT pg_get_wal_replay_pause_state()", "paused")
-
-    def resume_replay(self) -> None:
-        self.standby.execute("SELECT pg_wal_replay_resume()")
-
     def promote(self) -> None:
         """Make the standby the primary.  Whoever was the primary must be gone or fenced."""
         self.standby.execute("SELECT pg_promote()")
@@ -140,12 +129,8 @@ class Cluster:
 
 
 @contextmanager
-def cluster(*, commit: str = "remote_apply") -> Iterator[Cluster]:
-    """Start a primary with a synchronous standby.
-
-    With `remote_apply`, an acknowledged commit is visible on the standby; with `on`, the standby
-    has stored it, but may not have applied it.
-    """
+def cluster() -> Iterator[Cluster]:
+    """Start a primary with a synchronous standby: it has stored each acknowledged commit."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns that there is no runtime directory
@@ -173,7 +158,7 @@ def cluster(*, commit: str = "remote_apply") -> Iterator[Cluster]:
         stack.callback(second.stop)
         first.wait_for("SELECT count(*) FROM pg_stat_replication WHERE state = 'streaming'")
         first.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
-        first.execute(f"ALTER SYSTEM SET synchronous_commit = '{commit}'")
+        first.execute("ALTER SYSTEM SET synchronous_commit = 'on'")
         first.execute("SELECT pg_reload_conf()")
         first.wait_for("SELECT sync_state FROM pg_stat_replication", "sync")
         yield Cluster(first, second)

@@ -553,22 +553,6 @@ def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such()
         StagedKeys(keys).open(BOB, CONTEXT, stored)
 
 
-def test_keys_from_a_replica_replace_no_cached_keys() -> None:
-    keys = data_keys()
-    older, newer = made(keys, 2)
-    (bobs,) = made(keys, 1, BOB)
-    published(keys, older, newer)
-    before = current_id(StagedKeys(keys))
-    replica = read(keys, [older, bobs])
-    replica.adopt(ADA, [older.id])
-    replica.adopt(BOB, [bobs.id])
-    replica.publish(only_new=True)
-    assert current_id(StagedKeys(keys)) == before == newer.id
-    assert current_id(StagedKeys(keys), BOB) == bobs.id
-    replica.publish()
-    assert current_id(StagedKeys(keys)) == older.id
-
-
 # --- records of each kind ------------------------------------------------------------------------
 
 Encrypt = Callable[[StagedKeys, bytes], bytes]

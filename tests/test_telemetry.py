@@ -6,7 +6,6 @@ each test runs a job in a process of its own, and the job says what was measured
 
 import asyncio
 import json
-import logging
 import os
 import re
 import signal
@@ -58,7 +57,6 @@ from adk_secure_sessions.migration import (
 )
 from adk_secure_sessions.storage import schema
 from tests.processes import results
-from tests.servers import Server
 
 PAGE = Path(__file__).parent.parent / "docs" / "telemetry.md"
 NEEDLE = "penicillin"
@@ -312,41 +310,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return measure(_everything, str(tmp_path_factory.mktemp("db") / "s.db"))
 
 
-def _replica(say: Say, url: str, nowhere: str) -> None:
-    """Read from a replica that does not exist."""
-    measured = Measurements()
-    logging.getLogger("adk_secure_sessions.storage.replica").setLevel(logging.CRITICAL)
-
-    async def main() -> None:
-        backend = AesGcmBackend(generate_key())
-        async with EncryptedSessionService(url, backend, read_db_url=nowhere) as service:
-            for _ in range(2):
-                await service.get_user_state(app_name="clinic", user_id=USER)
-
-    asyncio.run(main())
-    say((measured.points(), measured.spans()))
-
-
-@pytest.fixture(scope="module")
-def replica(postgresql: Server) -> Any:
-    with postgresql.database() as url:
-        url = url.set(drivername="postgresql+asyncpg")
-        nowhere = url.set(host="127.0.0.1", port=9, query={})
-        return measure(_replica, *(one.render_as_string(False) for one in (url, nowhere)))
-
-
-def test_reads_that_a_replica_does_not_answer_are_counted(replica: Any) -> None:
-    points, _ = replica
-    outcomes = {
-        point.attributes["adk_secure_sessions.replica.outcome"]: point.total
-        for point in points
-        if point.metric == "adk_secure_sessions.replica.reads"
-    }
-    assert outcomes == {"failed": 1, "paused": 1}
-
-
-def test_page_lists_each_metric_with_its_unit_and_attributes(everything: Any, replica: Any) -> None:
-    points = everything[0] + replica[0]
+def test_page_lists_each_metric_with_its_unit_and_attributes(everything: Any) -> None:
+    points = everything[0]
     seen: dict[str, tuple[str, set[str]]] = {}
     for point in points:
         seen.setdefault(point.metric, (point.unit, set()))[1].update(point.attributes)

@@ -145,11 +145,8 @@ def record(event: str, **facts: object) -> None:
     write(made)
 
 
-def record_rejected(error: DecryptionError, *, on_replica: bool = False) -> None:
-    """Count a stored value that was rejected with *error*, and write an audit record of it.
-
-    *on_replica* says that a replica has returned the value, and that the primary was then asked.
-    """
+def record_rejected(error: DecryptionError) -> None:
+    """Count a stored value that was rejected with *error*, and write an audit record of it."""
     count_rejected(error)
     record(
         "record.rejected",
@@ -157,7 +154,6 @@ def record_rejected(error: DecryptionError, *, on_replica: bool = False) -> None
         row=error.row,
         reason=str(error.reason),
         error=type(error).__name__,
-        replica=on_replica or None,
     )
 
 

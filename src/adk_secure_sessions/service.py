@@ -24,7 +24,6 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.event_copies import EventKeeper
 from adk_secure_sessions.formats.flags import packing
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
@@ -66,7 +65,6 @@ MAX_PAGE = 1000  # sessions
 
 _ALL = 2**40  # no app has as many sessions
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
-_REVISION = re.compile(rf"{_ROW_ID}\.([0-9]{{1,18}})")
 _NO_SESSION = Expected(-1, -1)
 _POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
 
@@ -115,10 +113,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         key_db_url: The URL of a separate database for the keys.  A copy of the data database alone
             can then not be decrypted.
         key_db_engine: Your own `AsyncEngine` for the key database, instead of `key_db_url`.
-        read_db_url: The URL of a replica of the database.  `get_session`, `list_sessions`,
-            `list_sessions_page` and `get_user_state` read from it.  If the replica fails, or does
-            not have what this process has read or written, they read from the database itself.
-        read_db_engine: Your own `AsyncEngine` for the replica, instead of `read_db_url`.
         create_tables: Create missing tables.  If False, a missing table raises
             `ConfigurationError` when the database is opened.
         skip_unreadable_sessions: If True, `list_sessions` and `list_sessions_page` omit a session
@@ -128,10 +122,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         data_key_cache_size: Maximum number of users and apps whose data keys are cached.
         history_cache_size: Maximum size of the cache of decrypted events, in bytes; 0 for no such
             cache.  A read of a cached session reads and decrypts only the events that were stored
-            since the last read.  The cached events are plaintext in memory.  If an older event is
-            modified in storage, only `verify` detects this.
-        share_history: If True, all session objects contain the same cached `Event` objects, which
-            nobody may change.  If False, each call returns new objects.
+            since the last read.  All session objects then contain the same cached `Event` objects,
+            which nobody may change.  The cached events are plaintext in memory.  If an older event
+            is modified in storage, only `verify` detects this.
         cache_seconds: How long sessions, events and data keys are cached, in seconds.  If another
             process erases a user, this process may use the user's cached data key for this time.
         read_timeout: Seconds after which a query of the database is interrupted, and the operation
@@ -154,8 +147,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             service reads compressed values.
         padding: Pad new values to a Padmé length, so that stored lengths tell less.  Every service
             reads padded values.
-        engine_kwargs: Options of `sqlalchemy.create_engine` for the engines of `db_url` and
-            `read_db_url`.
+        engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
@@ -170,14 +162,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         db_engine: AsyncEngine | None = None,
         key_db_url: str | sa.URL | None = None,
         key_db_engine: AsyncEngine | None = None,
-        read_db_url: str | sa.URL | None = None,
-        read_db_engine: AsyncEngine | None = None,
         create_tables: bool = True,
         skip_unreadable_sessions: bool = False,
         session_cache_size: int = 4096,
         data_key_cache_size: int = 10_000,
         history_cache_size: int = 0,
-        share_history: bool = False,
         cache_seconds: float = 300.0,
         read_timeout: float | None = 60.0,
         expires_after: timedelta | None = None,
@@ -196,7 +185,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             )
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
-        keeper = _keeper(history_cache_size, share_history)
+        if not isinstance(history_cache_size, int) or history_cache_size < 0:
+            raise ConfigurationError("history_cache_size must be a number of bytes, 0 or more")
         backends = register(backend, additional_backends)
         packed = packing(compression, padding)
         executors = executors_for(
@@ -206,8 +196,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             key_db_engine,
             engine_kwargs,
             read_timeout,
-            read_db_url=read_db_url,
-            read_db_engine=read_db_engine,
         )
         unit = UnitOfWork(
             executors,
@@ -223,7 +211,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._lifetime = _lifetime(expires_after)
-        self._keeper = keeper
+        self._caches_events = history_cache_size > 0
         self._locks = LoopLocks()
         self._access_ids = ids_for_audit(unit, audit_accesses)
         self._audit_trail: AuditTrail | None = None
@@ -333,7 +321,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         user_id: str,
         session_id: str,
         config: GetSessionConfig | None = None,
-        at_least: str | None = None,
     ) -> Session | None:
         """Read a session with its events.
 
@@ -344,9 +331,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             config: If `num_recent_events` is given, at most that number of events is returned,
                 namely the latest ones.  If `after_timestamp` (seconds since 1970) is given, events
                 before that time are omitted.
-            at_least: A revision of the session that `revision` returned, in this process or in
-                another one.  If a replica has an older state of the session, the session is read
-                from the database itself.  Without a replica, this argument has no effect.
 
         Returns:
             The session with its events, oldest first; None if there is no such session.
@@ -355,10 +339,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             DecryptionError: A row of the session was tampered with or removed.
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
-            ValueError: An id is not a string or is too long, or *at_least* is not a revision.
+            ValueError: An id is not a string or is too long.
         """
         check_ids(app_name, user_id, session_id)
-        wanted = None if at_least is None else _parse_revision(at_least)
         limit = config.num_recent_events if config else None
         after = config.after_timestamp if config else None
         if limit == 0 or not after:
@@ -374,9 +357,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             # Stored times are rounded to microseconds.  So read events from one microsecond
             # earlier, and compare the exact times below.
             after=None if after is None else microseconds(after) - 1,
-            keeper=self._keeper,
-            on_replica=True,
-            at_least=wanted,
+            caches=self._caches_events,
         )
         if found is None:
             return None
@@ -385,20 +366,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             history = [event for event in history if event.timestamp >= after]
             history = history if limit is None else history[-limit:]
         return _session(app_name, view, history)
-
-    def revision(self, session: Session) -> str:
-        """Return the revision of *session*, which every appended event changes.
-
-        Pass it as `at_least` to `get_session` in another process that reads from a replica: the
-        result is then at least as new as *session*.  The text contains no plaintext.
-
-        Raises:
-            ValueError: No `EncryptedSessionService` has returned *session*.
-        """
-        marker = session._storage_update_marker
-        if marker is None or _parse_marker(marker) == _NO_SESSION:
-            raise ValueError("this session object does not come from an EncryptedSessionService")
-        return marker
 
     @accessed("sessions.list")
     async def list_sessions(
@@ -789,18 +756,6 @@ def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
     return blind if ids == "blind" else readable
 
 
-def _keeper(history_cache_size: int, share_history: bool) -> EventKeeper | None:
-    """Return what converts events for the cache of events; None if nothing is cached.
-
-    Raises ConfigurationError if the arguments cannot be used.
-    """
-    if not isinstance(history_cache_size, int) or history_cache_size < 0:
-        raise ConfigurationError("history_cache_size must be a number of bytes, 0 or more")
-    if share_history and not history_cache_size:
-        raise ConfigurationError("share_history needs history_cache_size, for example 64 * 2**20")
-    return EventKeeper(shares=share_history) if history_cache_size else None
-
-
 def _lifetime(expires_after: timedelta | None) -> int | None:
     """Return *expires_after* in microseconds; raise ConfigurationError if it is not positive."""
     if expires_after is None:
@@ -829,14 +784,6 @@ def _parse_marker(marker: str | None) -> Expected:
         # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.
         return _NO_SESSION
-
-
-def _parse_revision(text: object) -> Expected:
-    """Return the row id and the revision in *text*; raise ValueError if it contains neither."""
-    match = _REVISION.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError("at_least must be a text that revision() returned")
-    return Expected(int(match[1], 16), int(match[2]))
 
 
 def _check_page(limit: object, order: object) -> None:

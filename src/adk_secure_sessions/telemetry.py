@@ -82,7 +82,6 @@ PROVIDER = f"{_NAME}.key_provider"
 REASON = f"{_NAME}.reason"
 TABLE = "db.collection.name"
 CAUSE = f"{_NAME}.retry.cause"
-OUTCOME = f"{_NAME}.replica.outcome"
 
 
 class _Instruments:
@@ -136,11 +135,6 @@ class _Instruments:
         )
         self.retries: Counter = meter.create_counter(
             f"{_NAME}.retries", unit="{retry}", description="Repeated attempts at an operation"
-        )
-        self.replica_reads: Counter = meter.create_counter(
-            f"{_NAME}.replica.reads",
-            unit="{read}",
-            description="Reads that a replica should answer",
         )
         self.group_commits: Histogram = meter.create_histogram(
             f"{_NAME}.group_commit.size",
@@ -455,12 +449,6 @@ def count_retry(cause: str) -> None:
     """Count an attempt that is about to be repeated; *cause* is the reason, such as `conflict`."""
     if _is_on():
         _instruments().retries.add(1, {CAUSE: cause})
-
-
-def count_replica_read(outcome: str) -> None:
-    """Count a read of a service with a replica; *outcome* is the kind of the replica's answer."""
-    if _is_on():
-        _instruments().replica_reads.add(1, {OUTCOME: outcome})
 
 
 def record_group_commit(transactions: int) -> None:

@@ -8,10 +8,7 @@ from tests.attacks.databases import SERVERS, choose
 from tests.attacks.replica import Replica
 from tests.attacks.support import Database, OlderCopy
 from tests.attacks.world import BACKENDS
-from tests.on_servers.conftest import copied, process, server, url  # of test_replica_attacks.py
 from tests.servers import MariaDB, PostgreSQL
-
-__all__ = ["copied", "process", "server", "url"]
 
 _HERE = "tests/attacks/"
 

@@ -19,7 +19,7 @@ from tests.benchmarks.floor_sqlite import SqliteFloor
 # The sides of a comparison: our service with each backend, ADK's services, and the floor.
 OURS, FERNET, NO_OP = "aesgcm", "fernet", "no-op"
 ADK, ADK_SQLITE, FLOOR = "adk", "adk-sqlite", "floor"
-CACHED_EVENTS, SHARED_EVENTS = "cached events", "shared events"
+CACHED_EVENTS = "cached events"
 
 _KEY = bytes(range(32))  # the same in each process
 # PostgreSQL's default durability, which the servers of other tests turn off.  Background work is
@@ -52,11 +52,8 @@ async def opened(
 async def _open(side: str, url: sa.URL) -> BaseSessionService:
     if side == OURS:
         return EncryptedSessionService(url, AesGcmBackend(_KEY))
-    if side in (CACHED_EVENTS, SHARED_EVENTS):
-        shares = side == SHARED_EVENTS
-        return EncryptedSessionService(
-            url, AesGcmBackend(_KEY), history_cache_size=2**30, share_history=shares
-        )
+    if side == CACHED_EVENTS:
+        return EncryptedSessionService(url, AesGcmBackend(_KEY), history_cache_size=2**30)
     if side == FERNET:
         return EncryptedSessionService(url, FernetBackend(_KEY))
     if side == NO_OP:

@@ -19,7 +19,6 @@ from tests.benchmarks.databases import (
     FLOOR,
     NO_OP,
     OURS,
-    SHARED_EVENTS,
 )
 from tests.benchmarks.markdown import markdown_table as _markdown
 from tests.benchmarks.markdown import rendered
@@ -370,7 +369,7 @@ class Report:
 
     def histories(self, database: str) -> str:
         """Return the table of reads with the cache of events."""
-        sides = {"no cache": OURS, "cached": CACHED_EVENTS, "cached and shared": SHARED_EVENTS}
+        sides = {"no cache": OURS, "cached": CACHED_EVENTS}
         cells = []
         for events in plan.HISTORY_EVENTS:
             name = f"{database}/history, {events} events"

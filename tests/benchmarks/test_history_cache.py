@@ -1,4 +1,4 @@
-"""Reads of a session with the cache of events: off, with copies, and with shared events."""
+"""Reads of a session without and with the cache of events."""
 
 from contextlib import AsyncExitStack
 
@@ -7,7 +7,7 @@ from google.adk.sessions import BaseSessionService, Session
 
 from tests.benchmarks.budgets import HISTORY_CACHE
 from tests.benchmarks.comparison import SECONDS
-from tests.benchmarks.databases import ADK, CACHED_EVENTS, OURS, SHARED_EVENTS, opened
+from tests.benchmarks.databases import ADK, CACHED_EVENTS, OURS, opened
 from tests.benchmarks.deployments import LOCAL, Deployment
 from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.plan import HISTORY_EVENTS, HISTORY_GOAL_EVENTS
@@ -49,12 +49,10 @@ async def test_history_cache(deployment: Deployment, results: Results, events: i
     async with AsyncExitStack() as stack:
         url = deployment.urls[OURS]
         cached = await stack.enter_async_context(opened(CACHED_EVENTS, url))
-        shared = await stack.enter_async_context(opened(SHARED_EVENTS, url))
         sides = {
             ADK: reading(deployment.sides[ADK], adks),
             OURS: reading(deployment.sides[OURS], ours),
             CACHED_EVENTS: reading(cached, ours),
-            SHARED_EVENTS: reading(shared, ours),
         }
         timings = await interleave(sides, SECONDS, max_rounds=60)
     name = f"{deployment.name}/history, {events} events"

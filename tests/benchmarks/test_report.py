@@ -67,7 +67,7 @@ def test_page_has_sections_for_artifacts_memory_and_the_wrapper(results: Results
     )
     assert "### Compression and padding" in page
     cold = ("Importing ADK's session service takes", "| new service |")
-    tables = ("repeated read", "| a rare word |", "| cached and shared |")
+    tables = ("repeated read", "| a rare word |", "| no cache |")
     for text in (*headings, *cold, *tables, "name of the server"):
         assert text in page
 

@@ -42,7 +42,6 @@ kind = each_kind(
         "encrypted-key-database",
         "encrypted-fallback",
         "encrypted-packed",
-        "encrypted-replica",
         *POOLED_KINDS,
         *CLUSTER_KINDS,
     ],

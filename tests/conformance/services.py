@@ -91,25 +91,16 @@ async def encrypted(url: URL) -> AsyncIterator[BaseSessionService]:
 
 
 class ReadsTwice(EncryptedSessionService):
-    """Reads each session whole first, so that the returned events come from the cache of events."""
+    """Reads each session whole first, so that the returned events come from the cache of events.
 
-    async def get_session(self, *, config: GetSessionConfig | None = None, **ids: Any) -> Any:
-        await super().get_session(**ids)
-        return await super().get_session(config=config, **ids)
-
-
-@asynccontextmanager
-async def encrypted_with_cached_events(url: URL) -> AsyncIterator[BaseSessionService]:
-    async with ReadsTwice(url, AesGcmBackend(KEY), history_cache_size=2**24) as service:
-        yield service
-
-
-class KeepsOriginals(EncryptedSessionService):
-    """Keeps a copy of each event that it returns, to see whether somebody changes the event."""
+    Also keeps a copy of each event that it returns, to see whether somebody changes the event:
+    other readers of the session have the same objects.
+    """
 
     returned: list[tuple[Event, Event]]
 
     async def get_session(self, *, config: GetSessionConfig | None = None, **ids: Any) -> Any:
+        await super().get_session(**ids)
         session = await super().get_session(config=config, **ids)
         events = session.events if session else []
         self.returned += [(event, event.model_copy(deep=True)) for event in events]
@@ -117,10 +108,8 @@ class KeepsOriginals(EncryptedSessionService):
 
 
 @asynccontextmanager
-async def encrypted_with_shared_events(url: URL) -> AsyncIterator[BaseSessionService]:
-    async with KeepsOriginals(
-        url, AesGcmBackend(KEY), history_cache_size=2**24, share_history=True
-    ) as service:
+async def encrypted_with_cached_events(url: URL) -> AsyncIterator[BaseSessionService]:
+    async with ReadsTwice(url, AesGcmBackend(KEY), history_cache_size=2**24) as service:
         service.returned = []
         yield service
         assert all(same(event, original) for event, original in service.returned)
@@ -130,14 +119,6 @@ async def encrypted_with_shared_events(url: URL) -> AsyncIterator[BaseSessionSer
 async def encrypted_with_key_database(url: URL) -> AsyncIterator[BaseSessionService]:
     keys = url.set(database=f"{url.database}.keys")
     async with EncryptedSessionService(url, AesGcmBackend(KEY), key_db_url=keys) as service:
-        yield service
-
-
-@asynccontextmanager
-async def encrypted_with_replica(url: URL) -> AsyncIterator[BaseSessionService]:
-    """On a `Cluster` of tests/replication.py: a standby is beside the primary."""
-    standby = url.set(query={"host": str(Path(str(url.query["host"])).parent / "b")})
-    async with EncryptedSessionService(url, AesGcmBackend(KEY), read_db_url=standby) as service:
         yield service
 
 
@@ -194,7 +175,6 @@ KINDS: dict[str, Kind] = {
     "encrypted-file": Kind(encrypted, is_threaded=True),
     "encrypted-memory": Kind(encrypted_memory, is_shared=False, is_threaded=True),
     "encrypted-cached-events": Kind(encrypted_with_cached_events, is_threaded=True),
-    "encrypted-shared-events": Kind(encrypted_with_shared_events, is_threaded=True),
     "encrypted-engine": Kind(encrypted_engine),
     "encrypted-key-database": Kind(encrypted_with_key_database, is_threaded=True),
     "encrypted-fallback": Kind(encrypted_with_fallback),
@@ -206,7 +186,6 @@ KINDS: dict[str, Kind] = {
     "encrypted-psycopg": Kind(encrypted, "postgresql+psycopg", "postgresql"),
     "encrypted-pgbouncer": Kind(encrypted, "postgresql+asyncpg", "pgbouncer"),
     "encrypted-pgbouncer-psycopg": Kind(encrypted, "postgresql+psycopg", "pgbouncer"),
-    "encrypted-replica": Kind(encrypted_with_replica, "postgresql+asyncpg", "replicated"),
     "encrypted-mariadb": Kind(encrypted, "mariadb+asyncmy", "mariadb"),
     "encrypted-mariadb-engine": Kind(encrypted_engine, "mysql+asyncmy", "mariadb", is_bound=True),
     "encrypted-serializable": Kind(encrypted, "postgresql+asyncpg", "serializable"),
@@ -263,13 +242,12 @@ MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariad
 POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
 # Nobody may change the events that this service returns, so it only runs tests of google-adk's own
 # programs.
-SHARED_EVENTS = "encrypted-shared-events"
 CLUSTER_KINDS = [
     "encrypted-serializable",
     "encrypted-serializable-psycopg",
     "encrypted-galera",
 ]
-OTHER_KINDS = [name for name in KINDS if name not in (*MAIN_KINDS, SHARED_EVENTS)]
+OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
 # Of a parametrized test, these run every nth case by default, the others the first one.
 NTH_CASES = {"adk": 6, "encrypted-file": 1, "wrapped-memory": 4}
 ENGINES = [name for name, kind in KINDS.items() if kind.open is encrypted_engine]

@@ -78,7 +78,6 @@ kind = each_kind(
         "encrypted-postgresql-engine",
         "encrypted-psycopg",
         "encrypted-mariadb-engine",
-        "encrypted-replica",
         *POOLED_KINDS,
         *CLUSTER_KINDS,
     ],

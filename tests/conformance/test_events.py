@@ -33,7 +33,6 @@ kind = each_kind(
         "encrypted-engine",
         "encrypted-postgresql",
         "encrypted-mariadb",
-        "encrypted-replica",
         *POOLED_KINDS,
     ],
 )

@@ -35,7 +35,6 @@ kind = each_kind(
             "test_events_come_back_in_the_order_they_were_appended",
             "test_history_of_more_than_a_hundred_events_comes_back_whole",
             "test_live_session_equals_its_reload_after_appends",
-            "test_returned_sessions_are_independent_of_each_other_and_of_storage",
         ],
         "encrypted-mariadb": [
             "test_append_to_a_partly_loaded_session_is_accepted",

@@ -46,20 +46,17 @@ kind = each_kind(
             "test_parallel_branches_append_through_one_session_object",
             "test_synchronous_runs_share_one_service",
         ],
-        "encrypted-shared-events": [
+        "encrypted-cached-events": [
             "test_compacted_events_give_way_to_their_summary",
+            "test_conversation_goes_on_in_another_process",
             "test_long_running_call_is_answered_later",
             "test_parallel_branches_append_through_one_session_object",
             "test_rewound_turns_leave_the_state_and_the_agents_memory",
             "test_tool_confirmation_is_asked_for_and_given",
             "test_tool_keeps_state_in_every_scope",
         ],
-        "encrypted-cached-events": [
-            "test_conversation_goes_on_in_another_process",
-            "test_rewound_turns_leave_the_state_and_the_agents_memory",
-        ],
     },
-    soak=["encrypted-engine", "encrypted-mariadb", "encrypted-replica", *POOLED_KINDS],
+    soak=["encrypted-engine", "encrypted-mariadb", *POOLED_KINDS],
 )
 
 

@@ -24,7 +24,7 @@ from tests.conformance.values import IMPOSSIBLE, OPAQUE, PLAIN, RICH
 kind = each_kind(
     "adk",
     "encrypted-file",
-    soak=["encrypted-postgresql", "encrypted-mariadb", "encrypted-replica", *POOLED_KINDS],
+    soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS],
 )
 
 coercion = reference_lacks("state is not coerced to JSON")

@@ -32,7 +32,7 @@ SESSIONS = f"/apps/{APP}/users/{USER}/sessions"
 
 kind = each_kind(
     *("adk", "encrypted-file"),
-    soak=["encrypted-postgresql", "encrypted-mariadb", "encrypted-replica", *POOLED_KINDS],
+    soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS],
 )
 
 

@@ -82,7 +82,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "encrypted+postgresql://u:p%40w@db:5432/chat?sslmode=require&key=env:A&also_key=file:/x%26y"
         "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
         "&allow_http=true&audit_accesses=blind&compression=zlib&padding=padme"
-        "&history_cache_size=1000&read_db=postgresql://replica/chat&audit_table=true"
+        "&history_cache_size=1000&audit_table=true"
         "&indexed_state_key=ticket&indexed_state_key=user:mrn"
     )
     assert tuple(parsed) == (
@@ -97,7 +97,6 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "zlib",
         "padme",
         1000,
-        "postgresql://replica/chat",
         True,
     )
     assert "p%40w" not in repr(parsed)
@@ -107,11 +106,6 @@ def test_uri_can_name_several_servers() -> None:
     hosts = "host=db1:5432&host=db2:5432&target_session_attrs=read-write"
     parsed = adk.parse(f"encrypted+postgresql://u@/chat?{hosts}&key=env:A")
     assert parsed.db_url == f"postgresql://u@/chat?{hosts}"
-
-
-def test_replica_of_a_sqlite_database_is_rejected() -> None:
-    text = rejected(f"{SQLITE}?{ENVIRONMENT_KEY}&read_db=postgresql://replica/chat")
-    assert "read_db_url needs a database server" in text
 
 
 @pytest.mark.parametrize("scheme", ["encrypted+sqlite", "ENCRYPTED+SQLite"])

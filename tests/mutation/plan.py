@@ -43,7 +43,6 @@ PLAN: dict[str, list[list[str]]] = {
     "formats/memory_items.py": [["tests/test_memory_items.py"]],
     "formats/events.py": [["tests/test_events.py"]],
     "formats/event_parser.py": [["tests/test_event_parser.py"]],
-    "formats/event_copies.py": [["tests/test_event_copies.py"]],
     "keys/remote.py": [
         ["tests/test_key_services.py", "tests/key_services/test_extras.py"],
         ["tests/key_services/test_vault.py"],

@@ -5,10 +5,9 @@ import pytest
 from tests.conformance.conftest import open_service, service, url
 from tests.conformance.services import Kind
 from tests.conformance.support import each_kind
-from tests.on_servers.replicas import copied, process
 from tests.servers import Server
 
-__all__ = ["copied", "kind", "open_service", "process", "server", "service", "url"]
+__all__ = ["kind", "open_service", "server", "service", "url"]
 
 kind = each_kind("encrypted-postgresql", "encrypted-mariadb")
 

@@ -1,13 +1,12 @@
 """A read with cached events asks only for newer ones, and accepts what a read without would."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.storage.bindings import RowCache
-from adk_secure_sessions.storage.histories import Growing, History, HistoryCache, Restored
+from adk_secure_sessions.storage.histories import History, HistoryCache, size_of_event
 from adk_secure_sessions.storage.reads import GetSession
 from tests.storage.support import (
     BLOB,
@@ -28,37 +27,12 @@ ALL, NEW, LAST = (
 )
 
 
-class Kept(str):
-    """A kept value: the text in uppercase, so that a test sees which events it came from."""
-
-    __slots__ = ()
-
-
-class TextKeeper:
-    """Converts to `Kept`, which is returned from the second time on."""
-
-    shares = False
-    at_once = 2
-
-    def __init__(self) -> None:
-        self.converted: list[bytes] = []
-
-    def convert(self, plaintext: bytes) -> tuple[str, Kept, int]:
-        self.converted.append(plaintext)
-        return plaintext.decode().title(), Kept(plaintext.decode().upper()), 100
-
-    def restore(self, kept: Sequence[Any]) -> list[str]:
-        return [one.decode().title() if type(one) is bytes else one for one in kept]
-
-
 def text(plaintext: bytes, session_row: int, seq: int) -> str:
     return plaintext.decode()
 
 
-def get(
-    limit: int | None = None, after: int | None = None, keeper: TextKeeper | None = None
-) -> GetSession[str]:
-    return GetSession(WHO, text, limit, after, keeper or TextKeeper())
+def get(limit: int | None = None, after: int | None = None) -> GetSession[str]:
+    return GetSession(WHO, text, limit, after, caches=True)
 
 
 def newer(stored: Stored, known: int) -> list[RawRow]:
@@ -81,11 +55,15 @@ def cache_of(stored: Stored, known: int, size: int = 10**6) -> RowCache:
     It has read them before the others were stored, from the same database.
     """
     cache = RowCache(10, size)
-    growing = Growing(None, size)
-    plaintexts = [f"event {seq}".encode() for seq in range(known)]
-    growing.add(plaintexts, list(range(100, 100 + known)))
-    cache.histories.put(WHO.session_tag, stored.session.id, stored.links[known - 1], growing)
+    cache.histories.put(WHO.session_tag, history_of(known, stored.session.id, stored.links))
     return cache
+
+
+def history_of(known: int, row: int = 1, links: Sequence[bytes] = ()) -> History:
+    """The history of the first *known* events, as texts in uppercase: a test sees the source."""
+    events, size = [f"EVENT {seq}" for seq in range(known)], size_of_event(b"event 0")
+    empty, link = History(row, b"", [], []), links[known - 1] if links else b"link"
+    return empty.extended(link, [*range(100, 100 + known)], events, known * size)
 
 
 async def test_second_read_asks_for_newer_events_only() -> None:
@@ -94,9 +72,10 @@ async def test_second_read_asks_for_newer_events_only() -> None:
     first, executor = await read(stored, cache, get(), stored.rows())
     assert first == ["event 0", "event 1", "event 2"]
     assert executor.requests == [ALL]
-    for expected in (["Event 0", "Event 1", "Event 2"], ["EVENT 0", "EVENT 1", "EVENT 2"]):
+    for _ in range(2):
         again, executor = await read(stored, cache, get(), newer(stored, 3))
-        assert again == expected
+        assert again == first
+        assert [id(one) for one in again] == [id(one) for one in first]
         assert executor.requests == [NEW]
     (step,) = executor.steps
     assert getattr(step, "parameters") == {**WHO.tags(), "known": 3}  # noqa: B009 - Read or Apply
@@ -110,41 +89,8 @@ async def test_newer_events_follow_the_known_ones(known: int) -> None:
         found, executor = await read(stored, cache, get(), newer(stored, 5 if number else known))
         assert found is not None
         assert [one.lower() for one in found] == [f"event {n}" for n in range(5)]
-        assert [one.islower() for one in found] == [n >= known and not number for n in range(5)]
+        assert [one.isupper() for one in found] == [n < known for n in range(5)]
         assert executor.requests == [NEW]
-
-
-async def test_each_event_is_converted_once_and_only_if_it_is_taken_from_the_cache() -> None:
-    stored = Stored(events=6)
-    cache, keeper = cache_of(stored, 4), TextKeeper()
-    for operation, expected in (
-        (get(3, keeper=keeper), ["Event 3", "event 4", "event 5"]),
-        (get(4, keeper=keeper), ["Event 2", "EVENT 3", "Event 4", "Event 5"]),
-        (get(after=104, keeper=keeper), ["EVENT 4", "EVENT 5"]),
-        (get(after=101, keeper=keeper), ["Event 1", "EVENT 2", "EVENT 3", "EVENT 4", "EVENT 5"]),
-        (get(keeper=keeper), ["Event 0", "EVENT 1", "EVENT 2", "EVENT 3", "EVENT 4", "EVENT 5"]),
-        (get(keeper=keeper), [f"EVENT {n}" for n in range(6)]),
-    ):
-        revision = 6 if keeper.converted else 4
-        found, _ = await read(stored, cache, operation, newer(stored, revision))
-        assert found == expected
-    assert sorted(keeper.converted) == [f"event {n}".encode() for n in range(6)]
-    history = cache.histories.get(WHO.session_tag)
-    assert history is not None
-    assert cache.histories.size == history.size > 6 * 100
-
-
-async def test_events_stay_plaintexts_if_their_values_do_not_fit_into_the_cache() -> None:
-    stored = Stored(events=20)
-    plain = cache_of(stored, 20).histories.size
-    cache, keeper = cache_of(stored, 20, size=plain + 500), TextKeeper()
-    for _ in range(3):
-        found, executor = await read(stored, cache, get(keeper=keeper), newer(stored, 20))
-        assert found is not None
-        assert [one.lower() for one in found] == [f"event {n}" for n in range(20)]
-        assert executor.requests == [NEW]
-        assert plain < cache.histories.size <= plain + 500
-    assert 5 < len(keeper.converted) < 15
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 9])
@@ -193,7 +139,7 @@ async def test_read_without_events_neither_uses_nor_fills_the_cache() -> None:
     assert executor.requests == ["read SESSION_WITHOUT_EVENTS"]
 
 
-async def test_read_without_a_keeper_does_not_use_the_cache() -> None:
+async def test_read_that_does_not_cache_does_not_use_the_cache() -> None:
     stored = Stored(events=3)
     cache = cache_of(stored, 3)
     operation: GetSession[str] = GetSession(WHO, text)
@@ -304,9 +250,9 @@ async def test_events_of_a_session_that_is_gone_leave_the_cache() -> None:
     assert cache.histories.size == 0
 
 
-async def test_session_that_is_larger_than_the_cache_is_not_collected_each_time() -> None:
+async def test_session_that_is_larger_than_the_cache_is_remembered() -> None:
     stored = Stored(events=20)
-    cache = RowCache(10, 1000)
+    cache = RowCache(10, 20_000)
     assert cache.histories.accepts(WHO.session_tag, stored.session.id)
     for _ in range(3):
         found, executor = await read(stored, cache, get(), stored.rows())
@@ -318,7 +264,7 @@ async def test_session_that_is_larger_than_the_cache_is_not_collected_each_time(
 
 async def test_session_that_grows_larger_than_the_cache_leaves_it() -> None:
     stored = Stored(events=12)
-    cache = cache_of(stored, 3, size=800)
+    cache = cache_of(stored, 3, size=20_000)
     assert cache.histories.size > 0
     found, _ = await read(stored, cache, get(), newer(stored, 3))
     assert found is not None
@@ -330,9 +276,7 @@ def test_slow_read_does_not_replace_later_events() -> None:
     cache = HistoryCache(10**6)
 
     def put(row: int, number: int) -> None:
-        growing = Growing(None, 10**6)
-        growing.add([b"event"] * number, [1] * number)
-        cache.put(b"tag", row, b"link", growing)
+        cache.put(b"tag", history_of(number, row))
 
     def known() -> tuple[int, int]:
         history = cache.get(b"tag")
@@ -346,38 +290,25 @@ def test_slow_read_does_not_replace_later_events() -> None:
     assert known() == (2, 1)
 
 
-def test_shared_events_are_taken_at_once_if_none_is_a_plaintext() -> None:
-    def restored(*kept: object, shares: bool = True) -> Restored[str]:
-        keeper = TextKeeper()
-        keeper.shares = shares
-        history = History(1, b"link", [*range(len(kept))], [*kept], 10)
-        return Restored(keeper, history, 10**6)
+def test_callers_may_change_the_list_but_not_the_cached_one() -> None:
+    history = history_of(3)
+    for limit, after in ((None, None), (3, None), (None, 0)):
+        part = history.part(limit, after)
+        assert part == ["EVENT 0", "EVENT 1", "EVENT 2"]
+        part.clear()
+    assert history.revision == 3
 
-    one, two, three = Kept("ONE"), Kept("TWO"), Kept("THREE")
-    all_shared = restored(one, two, three)
-    for indexes, expected in ((range(1, 3), [two, three]), ([0, 2], [one, three]), (range(0), [])):
-        assert all_shared.add_shared(indexes)
-        assert all_shared.events == expected
-    assert all_shared.add_shared(range(3))
-    all_shared.events.clear()  # a caller may change the list, but not the cached one
-    assert all_shared.add_shared(range(3))
-    assert all_shared.events == [one, two, three]
-    some = restored(one, b"two", three)
-    assert not some.add_shared(range(3))
-    assert some.events == []
-    assert some.add_shared([0, 2])
-    assert some.events == [one, three]
-    assert not restored(one, two, shares=False).add_shared(range(2))
+
+def test_size_of_an_event_grows_with_its_text_and_its_values() -> None:
+    sizes = [size_of_event(one) for one in (b"x", b"x" * 1000, b"[1,2,3]" * 1000)]
+    assert sizes == sorted(sizes)
+    assert sizes[1] - sizes[0] == 999
+    assert sizes[2] > 20 * 7000
 
 
 def test_contents_are_in_no_repr() -> None:
-    growing = Growing(None, 10**6)
-    growing.add([b"secret"], [1])
     cache = HistoryCache(10**6)
-    history = cache.put(b"tag", 1, b"link", growing)
-    assert history is not None
-    restored = Restored(TextKeeper(), history, 10**6)
-    restored.add(range(1))
-    assert restored.events == ["Secret"]
-    shown = repr([growing, cache, history, restored, restored.history()])
-    assert "secret" not in (shown + str(history)).lower()
+    history = history_of(1)
+    cache.put(b"tag", history)
+    assert cache.get(b"tag") is history
+    assert "event 0" not in (repr([cache, history]) + str(history)).lower()

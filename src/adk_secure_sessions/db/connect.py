@@ -36,16 +36,6 @@ _EXTRAS = {"asyncpg": "postgresql", "asyncmy": "mysql"}
 # For drivers without an extra: the argument of `pip install`, if it is not the driver's name.
 _PACKAGES = {"psycopg": "psycopg[binary]"}
 _POOL_SIZE = 10
-# Seconds to connect to a replica, and the driver's option for them, unless the URL or
-# `connect_args` has this option.  The default of the drivers is a minute or more, for which reads
-# would wait before they ask the primary.
-_REPLICA_TIMEOUT = 5
-_TIMEOUT_OPTIONS = {
-    "asyncpg": "timeout",
-    "psycopg": "connect_timeout",
-    "asyncmy": "connect_timeout",
-    "aiomysql": "connect_timeout",
-}
 _POOL_TIMEOUT = 30.0  # seconds to wait for a connection; the same as SQLAlchemy's default
 # These options of `create_engine` concern the moments at which SQLAlchemy's pool gives out a
 # connection or takes it back.  If the application gives one of them, `AsyncpgExecutor` returns each
@@ -63,9 +53,6 @@ def executors_for(
     key_db_engine: object | None,
     engine_kwargs: dict[str, Any],
     read_timeout: float | None = None,
-    *,
-    read_db_url: str | sa.URL | None = None,
-    read_db_engine: object | None = None,
 ) -> Executors:
     """Create the executors for the data tables and for the key tables, without connecting.
 
@@ -76,43 +63,17 @@ def executors_for(
         key_db_engine: The application's own engine for the key database.
         engine_kwargs: Options of `sqlalchemy.create_engine` for *db_url*; empty with *db_engine*.
         read_timeout: Seconds that one query may take; None for no limit.
-        read_db_url: A replica of the database; give at most one of *read_db_url* and
-            *read_db_engine*.  With *db_url*, it gets the same *engine_kwargs*.
-        read_db_engine: The application's own engine for the replica.
 
     Raises:
         ConfigurationError: Too many or too few of these arguments are given.  Or SQLAlchemy
             rejects a URL or an option.  Or a driver is synchronous, unknown or not installed.  Or
-            the key database is the database itself.  Or the replica cannot be one of this database.
+            the key database is the database itself.
     """
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
     if key_db_url is not None and key_db_engine is not None:
         raise ConfigurationError("give at most one of key_db_url and key_db_engine")
-    if read_db_url is not None and read_db_engine is not None:
-        raise ConfigurationError("give at most one of read_db_url and read_db_engine")
     source = _source("db", db_url, db_engine)
-    replica_source = None
-    if read_db_url is not None or read_db_engine is not None:
-        replica_source = _source("read_db", read_db_url, read_db_engine)
-        _check_replica(source, replica_source)
-    executors = _primary(source, key_db_url, key_db_engine, engine_kwargs, read_timeout)
-    if replica_source is None:
-        return executors
-    options = {}
-    if isinstance(replica_source, sa.URL):
-        options = _with_timeout(replica_source, engine_kwargs)
-    return executors._replace(replica=_executor(replica_source, options, read_timeout))
-
-
-def _primary(
-    source: Source,
-    key_db_url: str | sa.URL | None,
-    key_db_engine: object | None,
-    engine_kwargs: dict[str, Any],
-    read_timeout: float | None,
-) -> Executors:
-    """Do the same as `executors_for`, without a replica."""
     if key_db_url is None and key_db_engine is None:
         data = _executor(source, engine_kwargs, read_timeout)
         return Executors(data, data)
@@ -125,39 +86,6 @@ def _primary(
     return Executors(
         _executor(source, engine_kwargs, read_timeout), _executor(key_source, {}, read_timeout)
     )
-
-
-def _check_replica(source: Source, replica: Source) -> None:
-    """Raise ConfigurationError if *replica* cannot be a replica of *source*."""
-    kinds = [_dialect(one) for one in (source, replica)]
-    if "sqlite" in kinds:
-        raise ConfigurationError(
-            "read_db_url needs a database server, which can have a replica: omit it with SQLite"
-        )
-    if kinds[0] != kinds[1]:
-        raise ConfigurationError(
-            "the replica must be a database of the same kind as db_url, such as PostgreSQL"
-        )
-    if source is replica or _identity(source) == _identity(replica):
-        raise ConfigurationError(
-            "read_db_url is the database of db_url itself: name a replica, or omit it"
-        )
-
-
-def _dialect(source: Source) -> str:
-    """Return the kind of the server: MySQL and MariaDB are the same."""
-    url = source if isinstance(source, sa.URL) else source.url
-    return url.get_backend_name().replace("mariadb", "mysql")
-
-
-def _with_timeout(url: sa.URL, engine_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for the engine of a replica: with a short time limit to connect."""
-    options = dict(engine_kwargs)
-    name = _TIMEOUT_OPTIONS.get(url.drivername.partition("+")[2])
-    given = options.get("connect_args", {})
-    if name is not None and name not in url.query and name not in given:
-        options["connect_args"] = {**given, name: _REPLICA_TIMEOUT}
-    return options
 
 
 @contextmanager

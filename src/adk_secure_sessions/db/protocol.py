@@ -180,13 +180,11 @@ class Executor(Protocol):
 class Executors(NamedTuple):
     """The executors for the data tables and for the key tables.
 
-    Without a key database, `data` and `keys` are the same object.  *replica* is the executor for a
-    replica of the data database; None if there is none.
+    Without a key database, `data` and `keys` are the same object.
     """
 
     data: Executor
     keys: Executor
-    replica: Executor | None = None
 
     @property
     def has_key_database(self) -> bool:
@@ -198,18 +196,8 @@ class Executors(NamedTuple):
         try:
             await self.data.close()
         finally:
-            try:
-                if self.has_key_database:
-                    await self.keys.close()
-            finally:
-                if self.replica is not None:
-                    await self.replica.close()
-
-    def on_replica(self) -> "Executors | None":
-        """Return the executors for a read that reads the data from the replica, if there is one."""
-        if self.replica is None:
-            return None
-        return Executors(self.replica, self.keys if self.has_key_database else self.replica)
+            if self.has_key_database:
+                await self.keys.close()
 
 
 def run_in_turn(

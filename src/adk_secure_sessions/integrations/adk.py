@@ -63,7 +63,7 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 # The options of this package: a URI may contain each option in `_ONCE` at most once.
 _ONCE = (
-    "key", "backend", "key_db", "read_db", "blobs", "allow_http", "audit_accesses", "audit_table",
+    "key", "backend", "key_db", "blobs", "allow_http", "audit_accesses", "audit_table",
     "compression", "padding", "history_cache_size",
 )  # fmt: skip
 _REPEATED = ("also_key", "also_backend", "indexed_state_key")
@@ -88,7 +88,6 @@ class ServiceUri(NamedTuple):
         compression: The argument `compression` of `EncryptedSessionService`; None as above.
         padding: The argument `padding` of `EncryptedSessionService`; None as above.
         history_cache_size: The argument `history_cache_size` of `EncryptedSessionService`.
-        read_db: The URL of a replica of the database; None if there is no replica.
         audit_table: The argument `audit_table` of `EncryptedSessionService`.
     """
 
@@ -103,7 +102,6 @@ class ServiceUri(NamedTuple):
     compression: Compression | None = None
     padding: Padding | None = None
     history_cache_size: int = 0
-    read_db: str | None = None
     audit_table: bool = False
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
@@ -189,7 +187,6 @@ def parse(uri: str) -> ServiceUri:
         compression,
         padding,
         int(size),
-        next(iter(ours["read_db"]), None),
         bool(ours["audit_table"]),
     )
 
@@ -329,7 +326,6 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 backend,
                 additional,
                 key_db_url=uri.key_db,
-                read_db_url=uri.read_db,
                 audit_accesses=uri.audit_accesses,
                 audit_table=uri.audit_table,
                 indexed_state_keys=uri.indexed_state_keys,

@@ -527,15 +527,9 @@ class StagedKeys:
             raise self._rejected_of[owner]
         raise UnknownKeyError(f"its data key {key_id} is not known")
 
-    def publish(self, *, only_new: bool = False) -> None:
-        """Put the data keys that this transaction has read or created into the cache.
-
-        If *only_new* is True, keep the cached data keys of an owner: those of the transaction may
-        be older, because it has read them from a replica.
-        """
+    def publish(self) -> None:
+        """Put the data keys that this transaction has read or created into the cache."""
         for owner, known in self._by_owner.items():
-            if only_new and self._keys.knows(owner):
-                continue
             self._keys.by_owner.put(owner, known)
         for key_id, owner in self._owners.items():
             self._keys.owners.put(key_id, owner)

@@ -120,13 +120,6 @@ class PlaintextFallbackService(BaseSessionService):
             raise ConfigurationError(
                 f"service must be an EncryptedSessionService, not {type(service).__name__}"
             )
-        if service._store.unit.has_replica:
-            # A replica that is behind lists neither a session that was just copied, nor can the
-            # source list it, because it was copied.
-            raise ConfigurationError(
-                "a service with read_db_url cannot be used with a fallback: omit read_db_url until "
-                "the migration is complete"
-            )
         if not isinstance(source, LookupSource):
             raise ConfigurationError(
                 f"source must be able to find single sessions, as AdkTables: "

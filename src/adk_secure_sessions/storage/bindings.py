@@ -46,7 +46,6 @@ from adk_secure_sessions.storage.queries import (
     UserRow,
     WitnessRow,
 )
-from adk_secure_sessions.storage.replica import Freshness, KnownRows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
@@ -212,9 +211,6 @@ class Seen(NamedTuple, Generic[R, V]):
         has_proven_head: For a session: True if this process has read or written the last event,
             and the link of that event is *head* of the session.  Otherwise, an append must first
             read the session.
-        primary_version: The version that this process has last read from or written to the primary
-            server.  It is the version of *value*, unless *value* was read from a replica.  If this
-            process has only read the row from a replica, it is -1.
     """
 
     row: R
@@ -222,15 +218,6 @@ class Seen(NamedTuple, Generic[R, V]):
     value: V
     time: int
     has_proven_head: bool = False
-    primary_version: int = -1
-
-
-class Origin(Enum):
-    """Where a row comes from that `RowCache.put` caches."""
-
-    WRITTEN = "this process has written the row"
-    PRIMARY = "this process has read the row from the primary server"
-    REPLICA = "this process has read the row from a replica"
 
 
 class RowCache:
@@ -240,17 +227,15 @@ class RowCache:
         histories: The decoded events of sessions, at most *history_size* bytes.
         time: A counter that each new entry increases by one; it is not a time of a clock.  A
             comparison of two values tells whether an entry was made before an attempt began.
-        known: With a replica, the versions that this process knows; otherwise None.
         lacks_user: Whether a user whose rows are cached was found not to be stored any more.
     """
 
-    def __init__(self, limit: int, history_size: int = 0, known: KnownRows | None = None) -> None:
+    def __init__(self, limit: int, history_size: int = 0) -> None:
         self.apps: Lru[bytes, Seen[AppRow, Owner]] = Lru(limit)
         self.users: Lru[bytes, Seen[UserRow, Owner]] = Lru(limit)
         self.sessions: Lru[bytes, Seen[SessionRow, StoredSession]] = Lru(limit)
         self.histories: HistoryCache = HistoryCache(history_size)
         self.time: int = 0
-        self.known: KnownRows | None = known
         self.lacks_user: bool = False
 
     def tick(self) -> int:
@@ -266,26 +251,15 @@ class RowCache:
         value: V,
         *,
         has_proven_head: bool = False,
-        origin: Origin = Origin.WRITTEN,
     ) -> None:
         """Cache *value*, the decrypted *row*, unless a newer version of the row is cached.
 
-        During a slow read, another task may have read or written a newer version.  A row from a
-        replica does not replace a row with another id, because it may be the older one.
+        During a slow read, another task may have read or written a newer version.
         """
-        version = _version(value)
-        if self.known is not None and origin is Origin.WRITTEN:
-            self.known.wrote(value.tag, value.id, version, _parent(value))
         seen = kind.get(value.tag)
-        is_other = seen is None or seen.value.id != value.id
-        if seen is not None and (
-            origin is Origin.REPLICA if is_other else _version(seen.value) > version
-        ):
+        if seen and seen.value.id == value.id and _version(seen.value) > _version(value):
             return
-        primary = version
-        if origin is Origin.REPLICA:
-            primary = -1 if seen is None else seen.primary_version
-        kind.put(value.tag, Seen(row, witness, value, self.tick(), has_proven_head, primary))
+        kind.put(value.tag, Seen(row, witness, value, self.tick(), has_proven_head))
 
     def put_session(
         self,
@@ -293,20 +267,10 @@ class RowCache:
         witness: WitnessRow | None,
         *,
         has_proven_head: bool,
-        origin: Origin = Origin.WRITTEN,
     ) -> None:
         """Cache *session* like `put`, but without its snapshot, which may be large."""
         session = session._replace(snapshot=None if session.has_snapshot else b"{}")
-        row = session.row
-        self.put(
-            self.sessions, row, witness, session, has_proven_head=has_proven_head, origin=origin
-        )
-
-    def drop_session(self, tag: bytes) -> None:
-        """Remove the session with *tag*, which this process has deleted."""
-        self.forget_session(tag)
-        if self.known is not None:
-            self.known.deleted(tag)
+        self.put(self.sessions, session.row, witness, session, has_proven_head=has_proven_head)
 
     def forget_session(self, tag: bytes) -> None:
         """Remove the session with *tag* and its events, because the session is not stored."""
@@ -344,8 +308,6 @@ class Attempt(NamedTuple):
     several writes, and a write reads rows that earlier writes of the transaction have changed.  If
     such a row were cached before the commit, a concurrent read would find an older stored row, and
     would reject this older row as replayed.
-
-    *freshness* is None if the service has no replica.
     """
 
     who: Identity
@@ -356,27 +318,6 @@ class Attempt(NamedTuple):
     began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
-    freshness: Freshness | None = None
-
-    @property
-    def on_replica(self) -> bool:
-        """Whether the attempt reads from the replica."""
-        return self.freshness is not None and self.freshness.on_replica
-
-    @property
-    def origin(self) -> Origin:
-        """The origin of the rows that the attempt reads."""
-        return Origin.REPLICA if self.on_replica else Origin.PRIMARY
-
-    def met(self, value: Owner | StoredSession) -> None:
-        """Note that *value* was read; raise `Behind` if a replica has an older row than known."""
-        if self.freshness is not None:
-            self.freshness.met(value.tag, value.id, _version(value), _parent(value))
-
-    def missing(self, tag: bytes) -> None:
-        """Note that no row with *tag* is stored; raise `Behind` on a replica."""
-        if self.freshness is not None:
-            self.freshness.missing(tag)
 
     def remember(self, put: Callable[[], None]) -> None:
         """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
@@ -459,7 +400,6 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
     who, row = attempt.who, found.app
     if row is None:
         _reject_if_removed(found, who.app_tag, apps.name)
-        attempt.missing(who.app_tag)
         return None
     _reject_second(found.apps, apps.name)
     cache = attempt.cache.apps
@@ -475,11 +415,8 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
         app = Owner(
             row.id, who.app_tag, 0, "", row.version, fields.state, fields.link, fields.key_ids
         )
-        attempt.met(app)
-        witness, origin = found.witnesses.get(app.tag), attempt.origin
-        attempt.remember(partial(attempt.cache.put, cache, row, witness, app, origin=origin))
-    else:
-        attempt.met(app)
+        witness = found.witnesses.get(app.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, app))
     attempt.keys.adopt(app.tag, app.key_ids)
     return app
 
@@ -504,7 +441,6 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
     row = found.user
     if row is None:
         _reject_if_removed(found, attempt.who.user_tag, users.name)
-        attempt.missing(attempt.who.user_tag)
         attempt.forget_user()
         return None
     _reject_second(found.users, users.name)
@@ -535,11 +471,8 @@ def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
             row.id, row.tag, row.app_row, user_id, row.version, fields.state, fields.link,
             fields.key_ids,
         )  # fmt: skip
-        attempt.met(user)
-        witness, origin = found.witnesses.get(user.tag), attempt.origin
-        attempt.remember(partial(attempt.cache.put, cache, row, witness, user, origin=origin))
-    else:
-        attempt.met(user)
+        witness = found.witnesses.get(user.tag)
+        attempt.remember(partial(attempt.cache.put, cache, row, witness, user))
     attempt.keys.adopt(user.tag, user.key_ids)
     return user
 
@@ -566,7 +499,6 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
     tag, row = attempt.who.session_tag, found.session
     if row is None:
         _reject_if_removed(found, tag, sessions.name)
-        attempt.missing(tag)
         attempt.cache.forget_session(tag)
         return None
     if user is None:
@@ -600,17 +532,14 @@ def open_session_row(
     seen = cache.sessions.get(row.tag)
     unchanged = bool(seen and seen.row == row and seen.value.user_row == user.id)
     complete = bool(seen and seen.value.snapshot is not None) or not with_snapshot
-    if seen and unchanged and complete and seen.witness == witness and _is_proven(attempt, seen):
-        attempt.met(seen.value)
+    if seen and unchanged and complete and seen.witness == witness:
         return seen.value
     session = _decrypt_session(attempt, found, user, row, with_snapshot)
     with naming(sessions.name, session.id):
         _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
         _reject_older(attempt, seen, session.id, session.revision)
-    attempt.met(session)
     proven = not session.revision or bool(seen and unchanged and seen.has_proven_head)
-    put, origin = cache.put_session, attempt.origin
-    attempt.remember(partial(put, session, witness, has_proven_head=proven, origin=origin))
+    attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
     return session
 
 
@@ -911,17 +840,8 @@ def _unchanged(
     """Return the cached value of *row*; None if the row or its version witness has changed."""
     seen = cache.get(tag)
     if seen and seen.row == row and seen.witness == found.witnesses.get(tag):
-        return seen.value if _is_proven(attempt, seen) else None
+        return seen.value
     return None
-
-
-def _is_proven(attempt: Attempt, seen: Seen[Any, Any]) -> bool:
-    """Return whether the attempt may use a cached row that equals the row that it has read.
-
-    If the row was cached from a replica, and is now read from the primary for the first time, the
-    result is False.  The row is then cached again, so that `_reject_older` knows its version.
-    """
-    return attempt.on_replica or seen.primary_version == _version(seen.value)
 
 
 def _check_witness(
@@ -959,21 +879,15 @@ def _version(value: Owner | StoredSession) -> int:
     return value.revision if isinstance(value, StoredSession) else value.version
 
 
-def _parent(value: Owner | StoredSession) -> int:
-    """Return the row id of a session's user, or of a user's app; 0 for an app."""
-    return value.user_row if isinstance(value, StoredSession) else value.app_row
-
-
 def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
     """Raise TamperedError if a higher version of the row was cached before the attempt began.
 
     *seen* is the cached row, if any.  If the row was cached during the attempt, the attempt may
-    have read the stored row before another task changed it, so a lower version is no error.  Rows
-    from a replica, and rows that were read from a replica, do not count: `Freshness` compares them.
+    have read the stored row before another task changed it, so a lower version is no error.
     """
-    if seen is None or seen.time > attempt.began or seen.value.id != row_id or attempt.on_replica:
+    if seen is None or seen.time > attempt.began or seen.value.id != row_id:
         return
-    newest = seen.primary_version
+    newest = _version(seen.value)
     if version < newest:
         raise TamperedError(
             f"its version is {version}, and this process has read version {newest}: an older row "

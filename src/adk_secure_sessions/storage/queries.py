@@ -103,12 +103,6 @@ def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
 
 # Query for all rows of `secure_keyring`; its columns are the fields of MasterKeyRow.
 MASTER_KEYS = select(keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:]))
-# Query for the id of the database, as text.  An attacker may have stored longer texts.
-DATABASE_IDS = (
-    select(func.substr(meta.c.value, literal_column("1"), literal_column("100")).label("id"))
-    .where(meta.c.name == literal_column("'database_id'"))
-    .limit(literal_column("2"))
-)
 
 
 def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:

@@ -7,8 +7,7 @@ Events are decrypted in chunks in the event loop, and other tasks can run betwee
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions import telemetry
@@ -29,7 +28,7 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     StoredSession,
 )
-from adk_secure_sessions.storage.histories import Growing, History, Keeper, Restored
+from adk_secure_sessions.storage.histories import History, size_of_event
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
@@ -97,7 +96,7 @@ class GetSession(ReadOperation, Generic[E]):
     session.  Events before *after* are decrypted but not returned: decrypting authenticates their
     times.  Otherwise, a modified time could hide an event.
 
-    If *keeper* is given, the events are cached (`histories`).  If the cache has the events of the
+    If *caches* is True, the events are cached (`histories`).  If the cache has the events of the
     session up to a revision, only the events from this revision on are read.  If the cached events
     do not fit to the rows that were read, they are removed from the cache, and the whole session is
     read.
@@ -108,7 +107,7 @@ class GetSession(ReadOperation, Generic[E]):
         limit: The maximum number of events; None for all.
         after: A time in microseconds since 1970, UTC.  If given, return only events at this time
             or later, and ignore *limit*.
-        keeper: Converts events for the cache; None if no events are cached.
+        caches: Whether the events are cached; all readers then get the same objects.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class GetSession(ReadOperation, Generic[E]):
         decode: Callable[[bytes, int, int], E],
         limit: int | None = None,
         after: int | None = None,
-        keeper: Keeper[E] | None = None,
+        caches: bool = False,
     ) -> None:
         super().__init__(who)
         self._decode = decode
@@ -125,10 +124,10 @@ class GetSession(ReadOperation, Generic[E]):
         # events.
         self._limit = min(limit, _MOST_EVENTS) if limit is not None and after is None else None
         self._after = after
-        self._keeper = keeper if self._limit != 0 else None
+        self._caches = caches and self._limit != 0
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
-        if self._keeper is not None:
+        if self._caches:
             known = attempt.cache.histories.get(self.who.session_tag)
             if attempt.keys.operation is not None:
                 kind = telemetry.IN_HISTORIES[known is not None]
@@ -167,27 +166,32 @@ class GetSession(ReadOperation, Generic[E]):
             attempt.cache.histories.drop(session.tag)
             return None
         view = _view(session, user, app)
-        if self._keeper is None:
+        if not self._caches:
             return view, await self.history(attempt, found, session)
-        return view, await self._cached_history(attempt, found, session, self._keeper, known)
+        return view, await self._cached_history(attempt, found, session, known)
 
-    async def history(
+    async def history(self, attempt: Attempt, found: Found, session: StoredSession) -> list[E]:
+        """Return the decoded events of *session*, whose rows are in *found*, oldest first."""
+        decoded, _ = await self._decode_all(attempt, found, session, None, self._limit, self._after)
+        return decoded
+
+    async def _decode_all(
         self,
         attempt: Attempt,
         found: Found,
         session: StoredSession,
-        growing: Growing | None = None,
-    ) -> list[E]:
-        """Return the decoded events of *session*, whose rows are in *found*, oldest first.
+        known: History | None,
+        limit: int | None = None,
+        after: int | None = None,
+    ) -> tuple[list[E], int]:
+        """Return the decoded events in *found*, and their size in a history of the cache.
 
-        If *growing* is given, *found* has all events after those that are known already.  All of
-        them are added to *growing*, and the maximum number does not apply.
+        *found* has the last *limit* events, or all after those of *known*.  Events before the time
+        *after* are decrypted but not returned.
         """
-        known = growing.known if growing is not None else None
-        first = known.revision if known else 0
-        bindings.check_events(session, found.events, None if growing else self._limit, first)
+        bindings.check_events(session, found.events, limit, known.revision if known else 0)
         decoded: list[E] = []
-        after = self._after
+        size = 0
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
         link = NO_LINK if len(found.events) == session.revision else None
@@ -205,19 +209,14 @@ class GetSession(ReadOperation, Generic[E]):
                 for row, plaintext in zip(rows, opened, strict=True)
                 if after is None or row[EVENT_TIME] >= after
             ]
-            if growing is not None:
-                growing.add(opened, [row[EVENT_TIME] for row in rows])
-        if self._limit != 0:
+            if self._caches:
+                size += sum(map(size_of_event, opened))
+        if limit != 0:
             bindings.check_head(attempt, session, link)
-        return decoded
+        return decoded, size
 
     async def _cached_history(
-        self,
-        attempt: Attempt,
-        found: Found,
-        session: StoredSession,
-        keeper: Keeper[E],
-        known: History | None,
+        self, attempt: Attempt, found: Found, session: StoredSession, known: History | None
     ) -> list[E]:
         """Return the same events as `history`, and cache all events of the session.
 
@@ -234,34 +233,20 @@ class GetSession(ReadOperation, Generic[E]):
                 return await self.history(attempt, found, session)
         elif known.row != session.id or known.revision > session.revision:
             raise _DoesNotFit
-        growing = Growing(known, cache.limit)
+        new = None
         try:
-            new = await self.history(attempt, found, session, growing)
+            new = await self._decode_all(attempt, found, session, known)
         except DecryptionError as error:
             if known is None or isinstance(error, UnknownKeyError):
                 raise
-            new = None
         if new is None:  # raise after the except block, so that the error has no `__context__`
             raise _DoesNotFit
-        cached = cache.put(session.tag, session.id, session.head, growing)
-        if self._limit is not None:
-            new = new[max(0, len(new) - self._limit) :]
-        if known is None:
-            return new
-        indexes: Sequence[int] = range(known.revision)
-        if self._limit is not None:
-            indexes = known.last(self._limit - len(new))
-        elif self._after is not None:
-            indexes = known.since(self._after)
-        restored = Restored(keeper, cached or known, cache.limit)
-        if not restored.add_shared(indexes):
-            for start in range(0, len(indexes), keeper.at_once):
-                if start:
-                    await asyncio.sleep(0)
-                restored.add(indexes[start : start + keeper.at_once])
-        if cached is not None:
-            cache.replace(session.tag, restored.history())
-        return restored.events + new
+        known = known or History(session.id, NO_LINK, [], [])
+        events, size = new
+        times = [row[EVENT_TIME] for row in found.events]
+        history = known.extended(session.head, times, events, size)
+        cache.put(session.tag, history)
+        return history.part(self._limit, self._after)
 
 
 class _DoesNotFit(Exception):
@@ -286,11 +271,9 @@ class ListUserSessions(ReadOperation):
         try:
             user = bindings.open_user(attempt, found)
         except DecryptionError as error:
-            _skip_or_raise(attempt, error, skip=self._skip)
+            _skip_or_raise(error, skip=self._skip)
             return []
-        views = _listed(attempt, found, app, [user] if user else [], skip=self._skip)
-        _require_known(attempt, found, [user.id] if user else [])
-        return views
+        return _listed(attempt, found, app, [user] if user else [], skip=self._skip)
 
 
 class ListCollections(ReadOperation):
@@ -323,9 +306,7 @@ class ListAppSessions(ReadOperation):
         found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
         opened = await _users_of_app(attempt, executors, found, skip=self._skip)
         app = bindings.open_app(attempt, found)
-        views = _listed(attempt, found, app, opened, skip=self._skip)
-        _require_known(attempt, found, [row.id for row in found.users], of_app=app)
-        return views
+        return _listed(attempt, found, app, opened, skip=self._skip)
 
 
 async def _users_of_app(
@@ -340,7 +321,7 @@ async def _users_of_app(
         try:
             opened.append(bindings.open_user_row(attempt, found, row))
         except DecryptionError as error:
-            _skip_or_raise(attempt, error, skip=skip)
+            _skip_or_raise(error, skip=skip)
     return opened
 
 
@@ -379,12 +360,7 @@ class ListPage(ReadOperation):
         with_state: Whether to read snapshots.  If False, a session's state is not complete.
         skip: If True, a session that cannot be decrypted is omitted, and its error is logged.  If
             False, the error is raised.
-
-    Attributes:
-        lists_all: Whether the page contains all sessions between its first and its last.
     """
-
-    lists_all = True
 
     def __init__(
         self,
@@ -441,20 +417,7 @@ class ListPage(ReadOperation):
         views = _listed(
             attempt, found, app, users, skip=self._skip, with_snapshots=self._with_state
         )
-        if attempt.freshness is not None and self.lists_all:
-            ids = {user.id for user in users}
-            if self._of_app and app is not None:
-                # A page has only the users of its sessions.  A known session may be missing
-                # together with its user.
-                ids |= attempt.freshness.known_ids(app.id)
-            _require_known(attempt, found, ids, is_in_range=partial(self._has, after))
         return Page(views, after)
-
-    def _has(self, end: Position | None, position: Position) -> bool:
-        """Return whether the page that ends at *end* would contain the session at *position*."""
-        if self._newest:
-            return position < self._after and (end is None or position >= end)
-        return position > self._after and (end is None or position <= end)
 
     def _check(self, attempt: Attempt, found: Found) -> None:
         """Check the rows of the query before the sessions are decrypted."""
@@ -508,8 +471,6 @@ class FindPage(ListPage):
     Raises:
         NotIndexed: Some sessions with the key may not be in the index.
     """
-
-    lists_all = False
 
     def __init__(
         self,
@@ -752,41 +713,12 @@ def _listed(
             if (row.base_revision == COLLECTION) == collections and not session.has_expired:
                 views.append(view)
         except DecryptionError as error:
-            _skip_or_raise(attempt, error, skip=skip)
+            _skip_or_raise(error, skip=skip)
     return views
 
 
-def _require_known(
-    attempt: Attempt,
-    found: Found,
-    users: Collection[int],
-    *,
-    of_app: Owner | None = None,
-    is_in_range: Callable[[Position], bool] = lambda position: True,
-) -> None:
-    """With a replica, check that a listing contains the sessions that this process knows.
-
-    Args:
-        attempt: If it reads from the replica, `Behind` is raised if a known row is missing.
-        found: The rows that were read.
-        users: The row ids of the users whose sessions were listed.
-        of_app: The app, if its users were listed as well.
-        is_in_range: Whether the listing would contain the session at a position.
-    """
-    if attempt.freshness is None:
-        return
-    if of_app is not None:
-        attempt.freshness.listed([of_app.id], {row.tag for row in found.users})
-    attempt.freshness.listed(
-        set(users),
-        {row.tag for row in found.sessions},
-        lambda known: is_in_range(Position(known.parent, known.id)),
-    )
-
-
-def _skip_or_raise(attempt: Attempt, error: DecryptionError, *, skip: bool) -> None:
-    # If a row of the replica cannot be decrypted, the primary must be asked.
-    if not skip or attempt.on_replica:
+def _skip_or_raise(error: DecryptionError, *, skip: bool) -> None:
+    if not skip:
         raise error
     record_rejected(error)
     logger.error("left out of a listing: %s", error)

@@ -13,7 +13,6 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import state_index
 from adk_secure_sessions.storage.bindings import Identity, StoredSession
-from adk_secure_sessions.storage.histories import Keeper
 from adk_secure_sessions.storage.imports import (
     AddTombstone,
     Imported,
@@ -55,7 +54,6 @@ from adk_secure_sessions.storage.reads import (
     Position,
     View,
 )
-from adk_secure_sessions.storage.replica import AtLeast
 from adk_secure_sessions.storage.schema import NEVER, apps, sessions, users
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
@@ -171,26 +169,17 @@ class Store:
         *,
         limit: int | None = None,
         after: int | None = None,
-        keeper: Keeper[T] | None = None,
-        on_replica: bool = False,
-        at_least: Expected | None = None,
+        caches: bool = False,
     ) -> tuple[View, list[T]] | None:
         """Return a session and its decoded events; None if the session is not stored.
 
         *decode* is called with an event's plaintext, its session's row id and its `seq`.  *limit*
         is the maximum number of events, the last ones; None for all.  If *after* (microseconds
         since 1970, UTC) is given, only events at this time or later are returned, and *limit* is
-        ignored.  If *keeper* is given, the events are cached: see `GetSession`.
-
-        If *on_replica* is True and there is a replica, the replica may answer.  If *at_least* is
-        given, the replica must have this row id, and this revision or a later one.
+        ignored.  If *caches* is True, the events are cached: see `GetSession`.
         """
         who = await self.unit.identify(app_name, user_id, session_id)
-        operation = GetSession(who, decode, limit, after, keeper)
-        if not on_replica:
-            return await self.unit.run(operation)
-        wanted = None if at_least is None else AtLeast(who.session_tag, *at_least)
-        return await self.unit.run_read(operation, wanted)
+        return await self.unit.run(GetSession(who, decode, limit, after, caches))
 
     async def list_user(self, app_name: str, user_id: str, *, skip: bool) -> list[View]:
         """Return all sessions of a user, without events.
@@ -199,7 +188,7 @@ class Store:
         If False, the error is raised.
         """
         who = await self.unit.identify(app_name, user_id)
-        return await self.unit.run_read(ListUserSessions(who, skip=skip))
+        return await self.unit.run(ListUserSessions(who, skip=skip))
 
     async def list_app(self, app_name: str, *, skip: bool) -> list[View]:
         """Return all sessions of all users of an app, without events.
@@ -208,7 +197,7 @@ class Store:
         If False, the error is raised.
         """
         who = await self.unit.identify(app_name)
-        return await self.unit.run_read(ListAppSessions(who, skip=skip))
+        return await self.unit.run(ListAppSessions(who, skip=skip))
 
     async def list_page(
         self,
@@ -239,7 +228,7 @@ class Store:
                 with_state=with_state,
                 skip=skip,
             )
-            found, after = await self.unit.run_read(operation)
+            found, after = await self.unit.run(operation)
             views += found
             if len(views) > limit or (len(views) == limit and after is not None):
                 last = views[limit - 1].session
@@ -404,7 +393,7 @@ class Store:
 
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """Return the user's state as JSON; `{}` for an unknown user."""
-        return await self.unit.run_read(GetUserState(await self.unit.identify(app_name, user_id)))
+        return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
 
     async def states(self, app_name: str, user_id: str) -> tuple[bytes, bytes]:
         """Return the states of an app and a user as JSON; `{}` for one that is not stored."""

@@ -8,9 +8,6 @@ and maintenance commands both use it.  All rules for retries are in this module:
 - If another transaction changed the same rows, the attempt is repeated after a short random pause.
   After a few such conflicts, a write locks its rows before it reads them.
 - If the connection was lost, the attempt is repeated after longer pauses.
-
-A read that may use a replica is attempted there once.  If the replica fails, or if its answer is
-too old or cannot be decrypted, the read runs on the primary server like any other operation.
 """
 
 import asyncio
@@ -39,8 +36,6 @@ from adk_secure_sessions.db.protocol import (
 )
 from adk_secure_sessions.errors import (
     ConfigurationError,
-    DatabaseError,
-    DecryptionError,
     SecureSessionError,
     UnknownKeyError,
 )
@@ -58,7 +53,6 @@ from adk_secure_sessions.storage.bindings import (
     identify,
 )
 from adk_secure_sessions.storage.queries import (
-    DATABASE_IDS,
     INSERT_KEY,
     Found,
     chunks,
@@ -66,7 +60,6 @@ from adk_secure_sessions.storage.queries import (
     data_keys_of,
     numbered,
 )
-from adk_secure_sessions.storage.replica import AtLeast, Behind, Freshness, KnownRows, Replica
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -175,14 +168,6 @@ async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) ->
             await retries.wait(error)
 
 
-class _OtherDatabase(Exception):
-    """The replica contains another database, or none."""
-
-
-class _KeyDatabaseFailed(Exception):
-    """The key database could not be read before a read of the replica."""
-
-
 class _Opened(NamedTuple):
     """The keys of the database, and the caches of a unit of work.
 
@@ -239,9 +224,6 @@ class UnitOfWork:
             until its pending rows (rows whose key service failed) are unwrapped again.
         before_use: Called with the keyring each time before the keys or the caches are used.
         packing: How new records are compressed and padded; None if they are not.
-
-    Attributes:
-        has_replica: Whether reads may use a replica.
     """
 
     def __init__(
@@ -278,9 +260,6 @@ class UnitOfWork:
         self._timers: WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[float, ref[asyncio.TimerHandle]]
         ] = WeakKeyDictionary()
-        self.has_replica: bool = executors.replica is not None
-        self._replica = Replica(executors.replica) if executors.replica is not None else None
-        self._known = KnownRows(cached_rows) if self.has_replica else None
         with _units_lock:
             _units.add(self)
 
@@ -312,20 +291,14 @@ class UnitOfWork:
         """Empty the caches of unwrapped data keys, decrypted rows and ids; keep the keyring.
 
         If *expires* is given, empty only caches that expire at this time (monotonic seconds).
-        Otherwise, the caller has erased a user, so also stop to use the replica for a while.
         """
         if (opened := self._opened) is not None and expires in (None, opened.expires):
             self._opened = self._with_empty_caches(opened.keys.keyring)
-        if expires is None and self._replica is not None:
-            # The caller has erased a user, whose rows may still be on the replica.
-            self._replica.pause(self._cache_seconds)
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
         # The frames in an error's traceback refer to keys, so also discard the error.
         self._opened = self._rejected = None
-        if self._replica is not None:
-            self._replica.is_checked = False
         self._stop_timer(asyncio.get_running_loop())
         await self.executors.close()
 
@@ -406,8 +379,6 @@ class UnitOfWork:
             attempt = Attempt(
                 who, keys, opened.rows, source, is_first, opened.rows.time, retries.locks_rows
             )
-            if self._known is not None:
-                attempt = attempt._replace(freshness=Freshness(self._known, on_replica=False))
             is_first = False
             try:
                 try:
@@ -458,109 +429,6 @@ class UnitOfWork:
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 await retries.wait(error)
-
-    async def run_read(self, operation: Operation[T], at_least: AtLeast | None = None) -> T:
-        """Run *operation*, which only reads, on the replica if there is one.
-
-        The operation runs on the primary server instead, as `run` does it, in these cases:
-
-        - The replica does not have a row, or has an older row than this process has read or
-          written, or than *at_least*.
-        - A row of the replica cannot be decrypted.
-        - The replica has failed within the last seconds.
-
-        Raises the errors of `run`, but no error that only the replica causes.
-        """
-        replica = self._replica
-        if replica is None or not replica.is_due():
-            return await self.run(operation)
-        rejected: DecryptionError | None = None
-        try:
-            result = await self._read_replica(replica, operation, at_least)
-            if result is not None:
-                replica.answered()
-                return result
-            replica.was_behind(is_missing=True)  # an expired session, which may have been updated
-        except (Behind, StaleKeyring) as behind:
-            replica.was_behind(is_missing=isinstance(behind, Behind) and behind.is_missing)
-        except Conflict:
-            replica.conflicted()
-        except Disconnected as lost:
-            replica.failed(lost.error)
-        except DatabaseError as error:
-            replica.failed(error)
-        except _OtherDatabase:
-            replica.is_another_database()
-        except _KeyDatabaseFailed:
-            pass  # `run` repeats the read, and raises the error if the failure lasts
-        except DecryptionError as error:
-            rejected = error
-        result = await self.run(operation)
-        if rejected is not None:
-            # Only now, it is certain that the primary does not have the same row.
-            replica.was_rejected(rejected)
-        return result
-
-    async def _read_replica(
-        self, replica: Replica, operation: Operation[T], at_least: AtLeast | None
-    ) -> T:
-        """Attempt *operation* once on the replica, and return its result.
-
-        After a lost connection, the attempt is repeated once, because the server may have closed
-        idle connections.
-
-        Raises:
-            Behind: The rows of the replica are older than those that this process knows.  Or a
-                record needs a data key that is not cached: the primary has the newest data keys.
-            DecryptionError: A row of the replica was rejected.
-            StaleKeyring, Conflict, Disconnected, DatabaseError, _OtherDatabase: The replica cannot
-                answer.
-            _KeyDatabaseFailed: The key database cannot answer.
-        """
-        opened = await self._current()
-        executors, known = self.executors.on_replica(), self._known
-        assert executors is not None
-        assert known is not None
-        who, separate = operation.who, self.executors.has_key_database
-        reads_keys = operation.reads_keys or not opened.keys.knows(who.app_tag, who.user_tag)
-        for is_last in (False, True):
-            keys = StagedKeys(opened.keys, keyring_is_complete=False, uses_cache=not reads_keys)
-            source = KeySource.CACHE
-            if reads_keys:
-                source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
-            freshness = Freshness(known, on_replica=True, at_least=at_least)
-            attempt = Attempt(
-                who, keys, opened.rows, source, True, opened.rows.time, freshness=freshness
-            )
-            if source is KeySource.KEY_DATABASE:
-                try:
-                    owners = [who.app_tag, who.user_tag]
-                    found = await read_data_keys(self.executors.keys.read, owners)
-                except (Disconnected, DatabaseError, Conflict):
-                    raise _KeyDatabaseFailed from None
-                keys.load(found.data_keys, found.masters)
-            try:
-                if not replica.is_checked:
-                    await self._check_replica(replica, opened.keys.keyring)
-                result = await operation.attempt(attempt, executors)
-            except UnknownKeyError:
-                if source is KeySource.QUERY:
-                    raise
-                raise Behind from None
-            except Disconnected:
-                if is_last:
-                    raise
-            else:
-                keys.publish(only_new=True)
-                return result
-        raise AssertionError
-
-    async def _check_replica(self, replica: Replica, keyring: Keyring) -> None:
-        """Check once that the replica contains the database with *keyring*."""
-        rows = await replica.executor.read(DATABASE_IDS, {})
-        if [str(row[0]) for row in rows] != [keyring.database_id.hex()]:
-            raise _OtherDatabase
-        replica.is_checked = True
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query on the data database; repeat the query if the connection is lost."""
@@ -703,7 +571,7 @@ class UnitOfWork:
         writer_id = self.backends.writer.backend_id
         return _Opened(
             DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
-            RowCache(self._cached_rows, self._history_size, self._known),
+            RowCache(self._cached_rows, self._history_size),
             Lru(self._cached_rows),
             {},
             time.monotonic() + self._cache_seconds,

@@ -657,7 +657,7 @@ class DeleteSession(Write[bool]):
         return [sql.LOCK_SESSION]
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool) -> None:
-        attempt.cache.drop_session(attempt.who.session_tag)
+        attempt.cache.forget_session(attempt.who.session_tag)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
