@@ -283,11 +283,6 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     """
     # Check the format first: in another format, the tables may have other columns.
     version = survey.format_version
-    if version == "1":
-        raise ConfigurationError(
-            "the database has format 1, which was never released: delete the database, and create "
-            "a new one"
-        )
     if version not in (None, str(FORMAT_VERSION)):
         raise ConfigurationError(
             f"the database has format {version!r} and this release of adk-secure-sessions reads "
