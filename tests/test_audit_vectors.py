@@ -20,7 +20,7 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database, verify_audit
-from adk_secure_sessions.storage import audit_records
+from adk_secure_sessions.storage.schema import audit_records
 from tests import format_reader
 from tests.format_reader import Refused
 from tests.test_format_page import rows as table_rows

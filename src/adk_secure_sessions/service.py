@@ -29,23 +29,19 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
-from adk_secure_sessions.storage import (
-    AuditTrail,
-    Collections,
+from adk_secure_sessions.storage.audit_trail import AuditTrail
+from adk_secure_sessions.storage.bindings import StoredSession
+from adk_secure_sessions.storage.opening import open_database
+from adk_secure_sessions.storage.reads import Position, View
+from adk_secure_sessions.storage.schema import bases, sessions, users
+from adk_secure_sessions.storage.store import Collections, Store
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.writes import (
     DuplicateSession,
     Expected,
     MissingSession,
     NewEvent,
-    Position,
     StaleRevision,
-    Store,
-    StoredSession,
-    UnitOfWork,
-    View,
-    bases,
-    open_database,
-    sessions,
-    users,
 )
 from adk_secure_sessions.telemetry import measured
 from adk_secure_sessions.tracebacks import hides_locals

@@ -25,15 +25,10 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
-from adk_secure_sessions.storage import (
-    MIGRATION,
-    ImportedEvent,
-    ImportResult,
-    Store,
-    migrated,
-    stored_features,
-)
-from adk_secure_sessions.storage.opening import create_table_of
+from adk_secure_sessions.storage.imports import ImportedEvent, ImportResult
+from adk_secure_sessions.storage.opening import MIGRATION, create_table_of, stored_features
+from adk_secure_sessions.storage.schema import migrated
+from adk_secure_sessions.storage.store import Store
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, create, delete, each_kind, event
 from tests.faults import Point, lost, with_faults

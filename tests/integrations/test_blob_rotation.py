@@ -25,7 +25,8 @@ from adk_secure_sessions.integrations.artifact_versions import versions_of
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
-from adk_secure_sessions.storage import Collection, Expected
+from adk_secure_sessions.storage.store import Collection
+from adk_secure_sessions.storage.writes import Expected
 from tests.faults import Point, lost, with_faults
 from tests.integrations import object_server, s3
 from tests.integrations.blob_files import contents, make_older, unmarked

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats.memory_items import EVENTS, Dropped, MemoryItem
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
 from adk_secure_sessions.integrations.memory_index import UserMemory, nfc, searchable, words_of
-from adk_secure_sessions.storage import Expected
+from adk_secure_sessions.storage.writes import Expected
 from tests.integrations.memory_support import (
     DIFFERENT,
     add,

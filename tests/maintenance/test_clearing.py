@@ -16,7 +16,7 @@ from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import Database, erase_user
 from adk_secure_sessions.maintenance.clearing import clear
 from adk_secure_sessions.maintenance.database import Limits
-from adk_secure_sessions.storage import data_keys
+from adk_secure_sessions.storage.schema import data_keys
 from tests.attacks.needles import files_of
 from tests.maintenance.support import APP, OLD, event, fill, query
 from tests.servers import MariaDB, PostgreSQL, Server, unavailable

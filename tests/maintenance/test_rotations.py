@@ -30,8 +30,9 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage import RenewKey, empty_caches, users
-from adk_secure_sessions.storage.schema import metadata
+from adk_secure_sessions.storage.schema import metadata, users
+from adk_secure_sessions.storage.unit_of_work import empty_caches
+from adk_secure_sessions.storage.writes import RenewKey
 from tests.faults import Point, with_faults
 from tests.maintenance.support import (
     APP,

@@ -33,7 +33,7 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     verify,
 )
-from adk_secure_sessions.storage import ImportResult
+from adk_secure_sessions.storage.imports import ImportResult
 from adk_secure_sessions.storage.index_rows import CorrectIndexed
 from adk_secure_sessions.storage.queries import HOLD_KEY, KEYRING_CLAIMS, claim_key
 from tests.galera import NODES, Galera

@@ -26,7 +26,8 @@ from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.storage import Collection, Collections, events, sessions
+from adk_secure_sessions.storage.schema import events, sessions
+from adk_secure_sessions.storage.store import Collection, Collections
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

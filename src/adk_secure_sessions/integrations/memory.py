@@ -51,7 +51,9 @@ from adk_secure_sessions.service import (
     check_ids,
     reject_unknown_methods,
 )
-from adk_secure_sessions.storage import Collection, Expected, MissingSession, StaleRevision, events
+from adk_secure_sessions.storage.schema import events
+from adk_secure_sessions.storage.store import Collection
+from adk_secure_sessions.storage.writes import Expected, MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 
 _CONFLICTS = 100  # after this number of conflicts with other processes, a write fails

@@ -26,7 +26,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
-from adk_secure_sessions.storage import Expected
+from adk_secure_sessions.storage.writes import Expected
 
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")

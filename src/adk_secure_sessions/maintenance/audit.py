@@ -26,15 +26,9 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, first_rows
 from adk_secure_sessions.maintenance.problems import Problem, Problems
-from adk_secure_sessions.storage import (
-    AUDIT,
-    FEATURES,
-    audit_records,
-    chunks,
-    is_one_of,
-    meta,
-    numbered,
-)
+from adk_secure_sessions.storage.opening import AUDIT, FEATURES
+from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.schema import audit_records, meta
 
 UNLISTED = (
     f"{audit_records.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "

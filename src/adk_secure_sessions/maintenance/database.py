@@ -19,23 +19,18 @@ from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.maintenance.description import Description, describe
-from adk_secure_sessions.storage import (
-    AUDIT,
+from adk_secure_sessions.storage.audit_trail import AuditTrail
+from adk_secure_sessions.storage.opening import AUDIT, Survey, look, open_existing, survey_existing
+from adk_secure_sessions.storage.schema import (
     COLLECTION,
-    AuditTrail,
-    Store,
-    Survey,
-    UnitOfWork,
     audit_records,
     data_keys,
     keyring,
-    look,
     meta,
-    open_existing,
-    repeated,
     sessions,
-    survey_existing,
 )
+from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.owners import CurrentKeys, header_of
-from adk_secure_sessions.storage import (
-    DATA_KEYS,
+from adk_secure_sessions.storage.queries import DATA_KEYS
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
     data_keys,

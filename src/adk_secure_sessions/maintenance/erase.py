@@ -13,22 +13,22 @@ from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
 from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
 from adk_secure_sessions.maintenance.owners import header_of
-from adk_secure_sessions.storage import (
+from adk_secure_sessions.storage.bindings import identify
+from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
     bases,
     data_keys,
-    empty_caches,
     events,
-    identify,
     indexed,
     keyring,
     migrated,
-    row_of_user,
     sessions,
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.state_index import row_of_user
+from adk_secure_sessions.storage.unit_of_work import empty_caches
 
 # How often a transaction looks for further rows of a user.  Usually it finds none the second time.
 _MOST_PASSES = 20

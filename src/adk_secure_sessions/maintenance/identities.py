@@ -12,19 +12,16 @@ from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.storage import (
-    COLLECTION,
-    CheckUser,
+from adk_secure_sessions.storage.bindings import (
     Owner,
     StoredSession,
-    UserRow,
-    apps,
     naming,
     session_context,
-    sessions,
     user_context,
-    users,
 )
+from adk_secure_sessions.storage.queries import UserRow
+from adk_secure_sessions.storage.reads import CheckUser
+from adk_secure_sessions.storage.schema import COLLECTION, apps, sessions, users
 
 
 class SessionIds(NamedTuple):

@@ -6,13 +6,9 @@ from typing import NamedTuple
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage import (
-    Survey,
-    look,
-    metadata,
-    open_database,
-    repeated,
-)
+from adk_secure_sessions.storage.opening import Survey, look, open_database
+from adk_secure_sessions.storage.schema import metadata
+from adk_secure_sessions.storage.unit_of_work import repeated
 
 
 class Initialisation(NamedTuple):

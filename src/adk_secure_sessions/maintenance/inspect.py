@@ -11,7 +11,7 @@ from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import first_rows
 from adk_secure_sessions.maintenance.owners import header_of
-from adk_secure_sessions.storage import (
+from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
     bases,

@@ -56,38 +56,37 @@ from adk_secure_sessions.maintenance.engine import (
     ranges,
     select_data_keys,
 )
-from adk_secure_sessions.storage import (
-    DATA_KEYS,
+from adk_secure_sessions.storage.opening import (
     DATABASE_ID,
     FEATURES,
     FORMAT,
     HOLDS,
-    KEY_TABLES,
-    KEYRING_CLAIMS,
-    MASTER_KEYS,
     MIGRATION_MARK,
     MOVING,
     PLAINTEXT,
     WRAPPER,
     Part,
     Survey,
-    audit_records,
     check,
     check_features,
     check_together,
-    data_keys,
-    empty_caches,
     feature_mark,
-    keyring,
     look,
-    meta,
-    metadata,
     reject_separating,
-    repeated,
     stored_features,
     survey_data,
     survey_keys,
 )
+from adk_secure_sessions.storage.queries import DATA_KEYS, KEYRING_CLAIMS, MASTER_KEYS
+from adk_secure_sessions.storage.schema import (
+    KEY_TABLES,
+    audit_records,
+    data_keys,
+    keyring,
+    meta,
+    metadata,
+)
+from adk_secure_sessions.storage.unit_of_work import empty_caches, repeated
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import first_rows
-from adk_secure_sessions.storage import apps, bases, events, sessions, users, witnesses
+from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 
 
 async def reject_orphans(db: Database) -> None:

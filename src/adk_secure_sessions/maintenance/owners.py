@@ -20,16 +20,10 @@ from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, head
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.storage import (
-    CheckApp,
-    CheckUser,
-    apps,
-    chunks,
-    is_one_of,
-    numbered,
-    read_data_keys,
-    users,
-)
+from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.reads import CheckApp, CheckUser
+from adk_secure_sessions.storage.schema import apps, users
+from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 
 class KeysByAge(NamedTuple):

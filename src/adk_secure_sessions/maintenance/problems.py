@@ -5,11 +5,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
-from adk_secure_sessions.storage import (
-    apps,
-    data_keys,
-    users,
-)
+from adk_secure_sessions.storage.schema import apps, data_keys, users
 
 _MAX_LISTED = 1000
 # Errors that decrypting and decoding a row may raise.  The last two errors are raised only for

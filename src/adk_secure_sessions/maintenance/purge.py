@@ -13,10 +13,8 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
 from adk_secure_sessions.maintenance.identities import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.storage import (
-    Store,
-    sessions,
-)
+from adk_secure_sessions.storage.schema import sessions
+from adk_secure_sessions.storage.store import Store
 
 
 class Purge(NamedTuple):

@@ -28,22 +28,24 @@ from adk_secure_sessions.maintenance.engine import (
 from adk_secure_sessions.maintenance.identities import SessionColumns
 from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.storage import (
-    COLLECTION,
+from adk_secure_sessions.storage.bindings import (
     Identity,
-    UserRow,
     app_context,
-    apps,
-    bases,
     event_context,
-    events,
     naming,
     session_context,
-    sessions,
     snapshot_context,
     user_context,
-    users,
     witness_context,
+)
+from adk_secure_sessions.storage.queries import UserRow
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    apps,
+    bases,
+    events,
+    sessions,
+    users,
     witnesses,
 )
 

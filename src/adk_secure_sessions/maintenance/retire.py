@@ -37,27 +37,20 @@ from adk_secure_sessions.maintenance.owners import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.records import OwnerIds, session_batches
-from adk_secure_sessions.storage import (
-    DATA_KEYS,
-    KEYRING_CLAIMS,
-    MASTER_KEYS,
-    WRAPPER,
-    CheckApp,
-    CheckSession,
-    CheckUser,
-    Headers,
-    Survey,
+from adk_secure_sessions.storage.opening import WRAPPER, Survey, stored_features
+from adk_secure_sessions.storage.queries import DATA_KEYS, KEYRING_CLAIMS, MASTER_KEYS
+from adk_secure_sessions.storage.reads import CheckApp, CheckSession, CheckUser, Headers
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
     data_keys,
     events,
     keyring,
-    read_data_keys,
     sessions,
-    stored_features,
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 _MAX_EXAMPLES = 1000
 # Attempts to examine keys, each with whether it is the last one.  Another process may change the

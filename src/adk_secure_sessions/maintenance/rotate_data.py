@@ -31,15 +31,10 @@ from adk_secure_sessions.maintenance.records import (
     snapshot_batches,
 )
 from adk_secure_sessions.maintenance.rotation import Rotation
-from adk_secure_sessions.storage import (
-    RenewKey,
-    apps,
-    data_keys,
-    mark_plaintext,
-    naming,
-    sessions,
-    users,
-)
+from adk_secure_sessions.storage.bindings import naming
+from adk_secure_sessions.storage.opening import mark_plaintext
+from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
+from adk_secure_sessions.storage.writes import RenewKey
 
 
 class DataRotation(NamedTuple):

@@ -39,7 +39,9 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
-from adk_secure_sessions.storage import DATABASE_ID, KEYRING_CLAIMS, data_keys, keyring, meta
+from adk_secure_sessions.storage.opening import DATABASE_ID
+from adk_secure_sessions.storage.queries import KEYRING_CLAIMS
+from adk_secure_sessions.storage.schema import data_keys, keyring, meta
 
 
 class MasterRotation(NamedTuple):

@@ -12,7 +12,8 @@ from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, un
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage import keyring, repeated
+from adk_secure_sessions.storage.schema import keyring
+from adk_secure_sessions.storage.unit_of_work import repeated
 
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 

@@ -31,13 +31,9 @@ from adk_secure_sessions.maintenance.engine import (
     within,
 )
 from adk_secure_sessions.maintenance.problems import Problems
-from adk_secure_sessions.storage import (
-    DATA_KEYS,
-    Survey,
-    data_keys,
-    keyring,
-    meta,
-)
+from adk_secure_sessions.storage.opening import Survey
+from adk_secure_sessions.storage.queries import DATA_KEYS
+from adk_secure_sessions.storage.schema import data_keys, keyring, meta
 
 # The name of a checkpoint in `secure_meta` is this prefix, followed by the name of the rotation.
 PREFIX = "rotation."

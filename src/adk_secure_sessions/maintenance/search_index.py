@@ -29,19 +29,16 @@ from adk_secure_sessions.maintenance.identities import (
     user_tags,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.storage import (
+from adk_secure_sessions.storage.index_rows import CorrectIndexed
+from adk_secure_sessions.storage.schema import (
     COLLECTION,
     INDEX_MARK,
-    CorrectIndexed,
-    IndexState,
     apps,
-    check_key,
     indexed,
     sessions,
-    state_of_mark,
     users,
-    withdraw,
 )
+from adk_secure_sessions.storage.state_index import IndexState, check_key, state_of_mark, withdraw
 
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.

@@ -29,26 +29,22 @@ from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
-from adk_secure_sessions.storage import (
+from adk_secure_sessions.storage.opening import (
     DATABASE_ID,
     FEATURES,
     MIGRATION,
     MIGRATION_MARK,
     SEPARATING,
     SEPARATION,
-    audit_records,
     check_features,
-    data_keys,
     feature_mark,
     half_separated,
-    keyring,
-    meta,
-    migrated,
-    repeated,
     separation_marks,
     stored_features,
     survey_keys,
 )
+from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, meta, migrated
+from adk_secure_sessions.storage.unit_of_work import repeated
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
 

@@ -22,13 +22,15 @@ from adk_secure_sessions.maintenance.engine import (
 )
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.maintenance.search_index import read_marks
-from adk_secure_sessions.storage import (
-    INDEX_MARK,
+from adk_secure_sessions.storage.opening import (
     MIGRATION,
     MIGRATION_MARK,
     SEPARATING,
-    IndexState,
     Survey,
+    stored_features,
+)
+from adk_secure_sessions.storage.schema import (
+    INDEX_MARK,
     apps,
     audit_records,
     bases,
@@ -36,10 +38,10 @@ from adk_secure_sessions.storage import (
     indexed,
     migrated,
     sessions,
-    stored_features,
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.state_index import IndexState
 from adk_secure_sessions.tracebacks import hides_locals
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage import DATA_TABLES, FEATURE_TABLES, KEY_TABLES, TABLES
+from adk_secure_sessions.storage.schema import DATA_TABLES, FEATURE_TABLES, KEY_TABLES, TABLES
 
 
 class Vacuum(NamedTuple):

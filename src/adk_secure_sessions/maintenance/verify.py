@@ -40,37 +40,33 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.search_index import orphans, read_marks
-from adk_secure_sessions.storage import (
+from adk_secure_sessions.storage.bindings import Identity, StoredSession, naming
+from adk_secure_sessions.storage.imports import Seals
+from adk_secure_sessions.storage.index_rows import CheckIndexed
+from adk_secure_sessions.storage.opening import (
     COLLECTIONS,
     FEATURES,
     MIGRATION,
     MIGRATION_MARK,
     STATE_INDEX,
-    CheckApp,
-    CheckIndexed,
-    CheckLocatedSession,
-    Identity,
-    IndexState,
-    MigratedRow,
-    Seals,
-    StoredSession,
+    stored_features,
+)
+from adk_secure_sessions.storage.queries import MigratedRow, chunks, is_one_of, numbered
+from adk_secure_sessions.storage.reads import CheckApp, CheckLocatedSession
+from adk_secure_sessions.storage.schema import (
     apps,
     bases,
-    chunks,
     data_keys,
     events,
     indexed,
-    is_one_of,
     meta,
     migrated,
-    naming,
-    numbered,
-    read_data_keys,
     sessions,
-    stored_features,
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.state_index import IndexState
+from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last

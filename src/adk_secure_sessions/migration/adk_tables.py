@@ -53,7 +53,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
     UnreadableState,
 )
-from adk_secure_sessions.storage import repeated
+from adk_secure_sessions.storage.unit_of_work import repeated
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

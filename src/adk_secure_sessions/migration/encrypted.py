@@ -35,19 +35,18 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
     UnreadableState,
 )
-from adk_secure_sessions.storage import (
+from adk_secure_sessions.storage.bindings import StoredSession, naming
+from adk_secure_sessions.storage.reads import CheckApp
+from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
-    CheckApp,
-    Store,
-    StoredSession,
     apps,
     bases,
     events,
-    naming,
     sessions,
     users,
 )
+from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.tracebacks import hides_locals
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone

@@ -25,7 +25,7 @@ from adk_secure_sessions.migration.adk_tables import AdkTables, taking_bytes
 from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.pipeline import encode_states, packed
 from adk_secure_sessions.migration.sources import Scope, Source
-from adk_secure_sessions.storage import repeated
+from adk_secure_sessions.storage.unit_of_work import repeated
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from adk_secure_sessions.migration.export_reader import (
     ids_of,
 )
 from adk_secure_sessions.migration.sources import SessionContent, SourceEvent
-from adk_secure_sessions.storage import CheckApp
+from adk_secure_sessions.storage.reads import CheckApp
 
 LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it
 _CACHED_STATES = 64
