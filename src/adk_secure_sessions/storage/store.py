@@ -328,14 +328,6 @@ class Store:
         keyring = (await self.unit.keys()).keyring
         await self.unit.change(partial(state_index.complete, keyring, list(tags)))
 
-    async def has_state_index(self) -> bool:
-        """Return whether the database has the feature `state-index`.
-
-        Raises:
-            WrongKeyError: The list of features was tampered with.
-        """
-        return await self._index.is_added()
-
     async def _declare_configured(self, app_name: str) -> None:
         """Declare the keys that this process is configured to index, once for each app."""
         if not self._indexed_keys:
