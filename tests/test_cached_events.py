@@ -33,7 +33,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data
-from adk_secure_sessions.storage.imports import ImportedEvent
+from adk_secure_sessions.storage.imports import SourceEvent
 from tests.attacks.needles import locals_of
 from tests.faults import Point, with_faults
 
@@ -87,7 +87,7 @@ async def converse(service: EncryptedSessionService, first: int, number: int) ->
 
 async def bring(service: EncryptedSessionService, version: str, *numbers: int) -> None:
     """Import the session with events *numbers*, as `migrate` does."""
-    copied = [ImportedEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
+    copied = [SourceEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
     await service._store.import_session(
         APP,
         USER,

@@ -17,7 +17,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import encode
 from adk_secure_sessions.maintenance import Database, erase_user, verify
-from adk_secure_sessions.storage.imports import ImportedEvent, ImportResult
+from adk_secure_sessions.storage.imports import ImportStatus, SourceEvent
 from adk_secure_sessions.storage.store import Store
 from tests.maintenance.support import APP, OLD, event
 
@@ -61,13 +61,13 @@ class Victim(NamedTuple):
 
 async def copy_session(
     store: Store, name: str, version: str = "1", *, replace: bool = False
-) -> ImportResult:
+) -> ImportStatus:
     return await store.import_session(
         APP,
         USER,
         name,
         state=b"{}",
-        events=[ImportedEvent(encode(event(n)), n) for n in range(3)],
+        events=[SourceEvent(encode(event(n)), n) for n in range(3)],
         created_at=1,
         updated_at=2,
         source_version=version,
@@ -201,10 +201,10 @@ async def test_replayed_row_never_lets_an_import_replace_a_session(
     victim: Victim, store: Store
 ) -> None:
     older = victim.row(victim.tags[COPIED])
-    assert await copy_session(store, COPIED, "2", replace=True) is ImportResult.REPLACED
+    assert await copy_session(store, COPIED, "2", replace=True) is ImportStatus.OLDER
     victim.put(older)
     assert not (await store.imported([(APP, USER, COPIED)]))[APP, USER, COPIED].is_untouched
-    assert await copy_session(store, COPIED, "3", replace=True) is ImportResult.CONFLICT
+    assert await copy_session(store, COPIED, "3", replace=True) is ImportStatus.CONFLICT
 
 
 async def test_replayed_row_of_a_user_never_lets_an_import_replace_a_state(
@@ -214,7 +214,7 @@ async def test_replayed_row_of_a_user_never_lets_an_import_replace_a_state(
     await store.import_state(APP, USER, b'{"k":2}', replace=True)
     victim.put(older)
     result = await store.import_state(APP, USER, b'{"k":3}', replace=True)
-    assert result is ImportResult.CONFLICT
+    assert result is ImportStatus.CONFLICT
 
 
 async def test_state_rolled_back_behind_its_import_is_rejected(
@@ -235,7 +235,7 @@ async def test_state_rolled_back_behind_its_import_is_rejected(
 
 async def test_session_is_not_replaced_if_its_row_was_removed(victim: Victim, store: Store) -> None:
     victim.run("DELETE FROM secure_migrated")
-    assert await copy_session(store, COPIED, "2", replace=True) is ImportResult.SAME_ID
+    assert await copy_session(store, COPIED, "2", replace=True) is ImportStatus.SAME_ID
 
 
 async def test_deleted_session_is_copied_again_if_its_row_was_removed(
@@ -243,7 +243,7 @@ async def test_deleted_session_is_copied_again_if_its_row_was_removed(
 ) -> None:
     """Nobody can detect this: docs/limits.md says so."""
     victim.run("DELETE FROM secure_migrated WHERE tag = :tag", tag=victim.tags[DELETED])
-    assert await copy_session(store, DELETED) is ImportResult.CREATED
+    assert await copy_session(store, DELETED) is ImportStatus.NEW
     assert await problems(victim) == []
 
 
@@ -267,7 +267,7 @@ async def test_replayed_list_of_features_does_not_hide_imports(
         (found,) = (await verify(db)).problems
         assert "'migration' is not listed" in found.detail
         # What is sealed stays sealed, so an import may add the feature again.
-        assert await copy_session(store, COPIED) is ImportResult.UNCHANGED
+        assert await copy_session(store, COPIED) is ImportStatus.UNCHANGED
         assert (await verify(db)).bad == 0
 
 
@@ -302,7 +302,7 @@ async def test_modified_row_of_an_erased_user_is_rejected(victim: Victim, store:
         await erase_user(db, APP, USER)
         await service.create_session(app_name=APP, user_id=USER)  # the user comes back
     for _ in range(2):  # the second import knows the rows of the app and the user
-        assert await copy_session(store, "new") is ImportResult.DELETED
+        assert await copy_session(store, "new") is ImportStatus.DELETED
     victim.run(
         "UPDATE secure_migrated SET row_id = 7, number = 1 WHERE tag = :tag",
         tag=victim.tags["user"],

@@ -38,7 +38,7 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
-from adk_secure_sessions.storage.imports import ImportResult
+from adk_secure_sessions.storage.imports import ImportStatus
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, each_kind, event
 from tests.faults import Point, lost, with_faults
@@ -373,7 +373,7 @@ async def test_imported_sessions_and_states_are_found(
     async with Database(**arguments) as target:  # a process that has not been told the keys
         store = await target.store()
 
-        async def imported(name: str, state: dict[str, Any], version: str) -> ImportResult:
+        async def imported(name: str, state: dict[str, Any], version: str) -> ImportStatus:
             return await store.import_session(
                 APP,
                 "new",
@@ -387,9 +387,9 @@ async def test_imported_sessions_and_states_are_found(
             )
 
         for name in ("s", "t"):  # the second without a read
-            assert await imported(name, {"ticket": 1}, "1") is ImportResult.CREATED
-        assert await imported("s", {"ticket": 2, **LARGE}, "2") is ImportResult.REPLACED
-        assert await imported("t", {"other": 2}, "2") is ImportResult.REPLACED
+            assert await imported(name, {"ticket": 1}, "1") is ImportStatus.NEW
+        assert await imported("s", {"ticket": 2, **LARGE}, "2") is ImportStatus.OLDER
+        assert await imported("t", {"other": 2}, "2") is ImportStatus.OLDER
         for state in ({"mrn": "A"}, {"mrn": "B", "x": 1}, {"x": 2}):
             await store.import_state(APP, "new", states.encode(state), replace=True)
             value = state.get("mrn")

@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
-from adk_secure_sessions.storage.imports import ImportedEvent, ImportResult
+from adk_secure_sessions.storage.imports import ImportStatus, SourceEvent
 from adk_secure_sessions.storage.opening import MIGRATION, create_table_of, stored_features
 from adk_secure_sessions.storage.schema import migrated
 from adk_secure_sessions.storage.store import Store
@@ -88,13 +88,13 @@ async def imported(
     of: Sequence[Event] = (),
     version: str = "1",
     replace: bool = False,
-) -> ImportResult:
+) -> ImportStatus:
     return await store.import_session(
         APP,
         user_id,
         session_id,
         state=states.encode(state or {}),
-        events=[ImportedEvent(events.encode(one), micros(one)) for one in of],
+        events=[SourceEvent(events.encode(one), micros(one)) for one in of],
         created_at=int(START) * 1_000_000,
         updated_at=micros(of[-1]) if of else int(START) * 1_000_000,
         source_version=version,
@@ -119,7 +119,7 @@ async def test_imported_session_is_like_one_that_a_service_wrote(
     written = await create(service, state=state)
     for one in past:
         await service.append_event(written, one)
-    assert await imported(store, state=state, of=past) is ImportResult.CREATED
+    assert await imported(store, state=state, of=past) is ImportStatus.NEW
     found, other = await read(service), await read(service, written.id)
     assert found is not None
     assert other is not None
@@ -135,7 +135,7 @@ async def test_imported_session_is_like_one_that_a_service_wrote(
     assert await is_clean(db)
     await delete(service, found)
     assert await is_clean(db)
-    assert await imported(store, state=state, of=past) is ImportResult.DELETED
+    assert await imported(store, state=state, of=past) is ImportStatus.DELETED
 
 
 async def test_session_is_replaced_only_if_no_service_has_changed_it(
@@ -143,12 +143,12 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
 ) -> None:
     first, second = history(2), history(3)
     assert await store.imported([IDS]) == {}
-    assert await imported(store, of=first, state=LARGE) is ImportResult.CREATED
-    assert await imported(store, of=first) is ImportResult.UNCHANGED
-    assert await imported(store, of=second, version="2") is ImportResult.CONFLICT
+    assert await imported(store, of=first, state=LARGE) is ImportStatus.NEW
+    assert await imported(store, of=first) is ImportStatus.UNCHANGED
+    assert await imported(store, of=second, version="2") is ImportStatus.CONFLICT
     before = await read(service)
     result = await imported(store, of=second, version="2", replace=True)
-    assert result is ImportResult.REPLACED
+    assert result is ImportStatus.OLDER
     one = (await store.imported([IDS, (APP, USER, "other")]))[IDS]
     assert (one.number, one.is_untouched, one.is_tombstone) == (3, True, False)
     assert (one.has_source("1"), one.has_source("2")) == (False, True)
@@ -160,10 +160,10 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
         await service.append_event(before, event("late"))
     await service.append_event(found, event("more"))
     assert not (await store.imported([IDS]))[IDS].is_untouched
-    assert await imported(store, version="2", replace=True) is ImportResult.MOVED_ON
-    assert await imported(store, version="3", replace=True) is ImportResult.CONFLICT
+    assert await imported(store, version="2", replace=True) is ImportStatus.MOVED_ON
+    assert await imported(store, version="3", replace=True) is ImportStatus.CONFLICT
     await create(service, session_id="own")
-    assert await imported(store, "own", replace=True) is ImportResult.SAME_ID
+    assert await imported(store, "own", replace=True) is ImportStatus.SAME_ID
     again = await read(service)
     assert again is not None
     assert len(again.events) == 4
@@ -173,30 +173,30 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
 async def test_states_are_set_exactly(
     service: BaseSessionService, store: Store, db: Database
 ) -> None:
-    assert await imported(store) is ImportResult.CREATED
+    assert await imported(store) is ImportStatus.NEW
     for user in (None, USER):
         small = states.encode({"a": {"x": 1, "y": 2}, "b": 2})
         other = b'{"b":2,"a":{"y":2,"x":1}}'
-        assert await store.import_state(APP, user, small) is ImportResult.CREATED
-        assert await store.import_state(APP, user, other) is ImportResult.UNCHANGED
-        assert await store.import_state(APP, user, b'{"c":1}') is ImportResult.CONFLICT
-        assert await store.import_state(APP, user, b"{}", replace=True) is ImportResult.REPLACED
-        assert await store.import_state(APP, user, small, replace=True) is ImportResult.REPLACED
+        assert await store.import_state(APP, user, small) is ImportStatus.NEW
+        assert await store.import_state(APP, user, other) is ImportStatus.UNCHANGED
+        assert await store.import_state(APP, user, b'{"c":1}') is ImportStatus.CONFLICT
+        assert await store.import_state(APP, user, b"{}", replace=True) is ImportStatus.OLDER
+        assert await store.import_state(APP, user, small, replace=True) is ImportStatus.OLDER
         one = (await store.imported_states([(APP, user), ("unknown", user)]))[APP, user]
         assert one.has_state(other)
         assert not one.has_state(b"{}")
     await rotate_data(db)  # changes the versions of the rows, and no state
-    assert await store.import_state(APP, USER, b'{"d":1}', replace=True) is ImportResult.REPLACED
+    assert await store.import_state(APP, USER, b'{"d":1}', replace=True) is ImportStatus.OLDER
     found = await read(service)
     assert found is not None
     assert found.state == {"app:a": {"x": 1, "y": 2}, "app:b": 2, "user:d": 1}
     await service.append_event(found, event(delta={"user:d": 2, "app:b": 3}))
-    assert await store.import_state(APP, USER, b'{"d":1}', replace=True) is ImportResult.MOVED_ON
-    assert await store.import_state(APP, None, b'{"d":1}', replace=True) is ImportResult.CONFLICT
-    assert await store.import_state(APP, "new", b'{"d":1}') is ImportResult.CREATED
-    assert await store.import_state("new", None, b'{"d":1}') is ImportResult.CREATED
+    assert await store.import_state(APP, USER, b'{"d":1}', replace=True) is ImportStatus.MOVED_ON
+    assert await store.import_state(APP, None, b'{"d":1}', replace=True) is ImportStatus.CONFLICT
+    assert await store.import_state(APP, "new", b'{"d":1}') is ImportStatus.NEW
+    assert await store.import_state("new", None, b'{"d":1}') is ImportStatus.NEW
     await create(service, user_id="theirs", state={"user:n": 1})
-    assert await store.import_state(APP, "theirs", b'{"d":1}') is ImportResult.SAME_ID
+    assert await store.import_state(APP, "theirs", b'{"d":1}') is ImportStatus.SAME_ID
     assert await is_clean(db)
 
 
@@ -206,8 +206,8 @@ async def test_session_of_several_requests_is_one_import(
     one = event("small", timestamp=START)
     wide = event("x" * 3_000_000, timestamp=START)
     past = [wide, wide, *[one] * 5100]
-    assert await imported(store, of=past) is ImportResult.CREATED
-    assert await imported(store, of=past, version="2", replace=True) is ImportResult.REPLACED
+    assert await imported(store, of=past) is ImportStatus.NEW
+    assert await imported(store, of=past, version="2", replace=True) is ImportStatus.OLDER
     found = await read(service)
     assert found is not None
     assert found.events == past
@@ -227,7 +227,7 @@ async def test_import_after_a_lost_answer_is_stored_once(
         await again.prepare_imports()
         plan = faults.data.after(Point.WRITE, lost())
         result = await imported(again, of=history(3), version="2", replace=replace)
-        assert result is (ImportResult.REPLACED if replace else ImportResult.CREATED)
+        assert result is (ImportStatus.OLDER if replace else ImportStatus.NEW)
         assert plan.happened
         await again.import_state(APP, USER, b'{"k":1}')
         faults.data.after(Point.WRITE, lost())
@@ -243,7 +243,7 @@ async def test_impossible_time_is_rejected(store: Store) -> None:
     for at in (10**19, -(10**19)):
         with pytest.raises(ValueError, match="not a possible time"):
             await store.import_session(
-                *IDS, state=b"{}", events=[ImportedEvent(b"", at)], created_at=0, updated_at=0,
+                *IDS, state=b"{}", events=[SourceEvent(b"", at)], created_at=0, updated_at=0,
                 source_version="lone surrogate \ud83c",
             )  # fmt: skip
 
@@ -277,7 +277,7 @@ async def test_cancelled_import_is_whole_or_absent(
         found = await read(service, f"s{number}")
         assert found is None or len(found.events) == 40
         result = await imported(store, f"s{number}", of=history(40))
-        assert result is (ImportResult.UNCHANGED if found else ImportResult.CREATED)
+        assert result is (ImportStatus.UNCHANGED if found else ImportStatus.NEW)
     assert await is_clean(db)
 
 
@@ -285,7 +285,7 @@ async def test_tasks_import_sessions_of_one_new_user(store: Store, db: Database)
     results = await asyncio.gather(
         *(imported(store, f"s{n % 12}", of=history(n % 3)) for n in range(24))
     )
-    assert sorted(one.name for one in results) == ["CREATED"] * 12 + ["UNCHANGED"] * 12
+    assert sorted(one.name for one in results) == ["NEW"] * 12 + ["UNCHANGED"] * 12
     found = await verify(db)
     assert (found.users, found.sessions, found.bad) == (1, 12, 0)
 
@@ -295,9 +295,9 @@ async def test_nothing_is_imported_after_a_tombstone(
 ) -> None:
     await store.tombstone(APP, USER, "s")
     await store.tombstone(APP, USER, "s")
-    assert await imported(store, replace=True) is ImportResult.DELETED
+    assert await imported(store, replace=True) is ImportStatus.DELETED
     await create(service, session_id="s")  # by a service, later
-    assert await imported(store, replace=True) is ImportResult.DELETED
+    assert await imported(store, replace=True) is ImportStatus.DELETED
     one = (await store.imported([IDS]))[IDS]
     assert (one.is_tombstone, one.is_untouched) == (True, False)
     await imported(store, "copied", of=history(1))
@@ -317,11 +317,11 @@ async def test_nothing_of_an_erased_user_is_imported(
     await create(service, session_id="s")  # the user comes back
     for name in ("s", "new"):
         result = await imported(store, name, of=history(2), version="2", replace=True)
-        assert result is ImportResult.DELETED
+        assert result is ImportStatus.DELETED
         assert (await store.imported([(APP, USER, name)]))[APP, USER, name].is_tombstone
-    assert await store.import_state(APP, USER, b'{"k":1}', replace=True) is ImportResult.DELETED
-    assert await imported(store, user_id="never copied") is ImportResult.DELETED
-    assert await imported(store, "new", user_id="other") is ImportResult.CREATED
+    assert await store.import_state(APP, USER, b'{"k":1}', replace=True) is ImportStatus.DELETED
+    assert await imported(store, user_id="never copied") is ImportStatus.DELETED
+    assert await imported(store, "new", user_id="other") is ImportStatus.NEW
     assert await is_clean(db)
     done = await vacuum(db)
     # The tests' MariaDB server stores all tables in one file, which cannot be rewritten.
@@ -339,7 +339,7 @@ async def test_separated_copy_has_no_imports(
     assert MIGRATION not in stored_features(await db.survey())
     assert not await store.migration_is_complete()
     assert await store.imported([IDS]) == {}
-    assert await imported(store, of=history(2)) is ImportResult.SAME_ID
+    assert await imported(store, of=history(2)) is ImportStatus.SAME_ID
     assert await is_clean(db)
 
 
@@ -351,7 +351,7 @@ async def test_process_that_stops_before_the_feature_is_added_leaves_a_usable_da
     assert not await store.has_imports()
     async with maintained(url, kind) as other:
         assert await is_clean(other)
-        assert await imported(await other.store()) is ImportResult.CREATED
+        assert await imported(await other.store()) is ImportStatus.NEW
     assert await store.has_imports()
     await create(service)
 
@@ -376,7 +376,7 @@ async def test_table_is_not_created_if_the_application_forbids_it(
     with pytest.raises(ConfigurationError, match="create_tables is False"):
         await store.tombstone(APP, USER)
     await db.change(lambda connection: migrated.create(connection))
-    assert await imported(store) is ImportResult.CREATED
+    assert await imported(store) is ImportStatus.NEW
 
 
 async def test_table_of_another_program_is_rejected(

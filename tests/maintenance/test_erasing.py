@@ -32,7 +32,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.maintenance.database import Limits
-from adk_secure_sessions.storage.imports import ImportedEvent
+from adk_secure_sessions.storage.imports import SourceEvent
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
 from tests.maintenance.conftest import DRIVERS
@@ -446,7 +446,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
                 faults.data.before(Point.APPLY, begin_erasure, nth=2)
             else:
                 sa.event.listen(engine.sync_engine, "after_cursor_execute", after_statement)
-            large = ImportedEvent(encode(event(0)) + b" " * 3_000_000, 1)
+            large = SourceEvent(encode(event(0)) + b" " * 3_000_000, 1)
             await store.import_session(
                 APP, "ada", "s", state=b"{}", events=[large, large],
                 created_at=1, updated_at=1, source_version="1",

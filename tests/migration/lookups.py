@@ -22,12 +22,12 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     SessionHeader,
-    SourceEvent,
     SourceSession,
     SourceSize,
     UnreadableSession,
     UnreadableState,
 )
+from adk_secure_sessions.storage.imports import SourceEvent
 
 APP = "clinic"
 START = 1_700_000_000

@@ -19,12 +19,12 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     Source,
-    SourceEvent,
     SourceSession,
     SourceSize,
     UnreadableSession,
     UnreadableState,
 )
+from adk_secure_sessions.storage.imports import SourceEvent
 
 APP = "clinic"
 START = 1_700_000_000

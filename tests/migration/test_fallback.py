@@ -30,7 +30,7 @@ from adk_secure_sessions.migration import Package1x
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.service import StaleSessionError
-from adk_secure_sessions.storage.imports import ImportResult
+from adk_secure_sessions.storage.imports import ImportStatus
 from tests.migration.lookups import APP, START, MemoryLookup, said
 
 KEY = bytes(range(32))
@@ -319,7 +319,7 @@ async def test_copied_session_shows_states_that_were_not_copied(
         APP, "ada", "visit", state=b'{"step": 3}', events=[], created_at=0,
         updated_at=content.updated_at, source_version="1",  # type: ignore[union-attr]
     )  # fmt: skip
-    assert result is ImportResult.CREATED
+    assert result is ImportStatus.NEW
     expected = {"step": 3, "user:language": "en", "app:greeting": "hi"}
     session = await get(service)
     assert session.state == expected
@@ -488,7 +488,7 @@ async def test_deleted_session_stays_deleted(
         assert await listed(reader) == ["other"]
         with pytest.raises(SessionNotFoundError):
             await reader.append_event(session, said("late", 5))
-        assert await reader._copy((APP, "ada", "visit")) is ImportResult.DELETED
+        assert await reader._copy((APP, "ada", "visit")) is ImportStatus.DELETED
 
 
 async def test_deleting_an_unknown_session_stores_nothing(

@@ -33,7 +33,7 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     verify,
 )
-from adk_secure_sessions.storage.imports import ImportResult
+from adk_secure_sessions.storage.imports import ImportStatus
 from adk_secure_sessions.storage.index_rows import CorrectIndexed
 from adk_secure_sessions.storage.queries import HOLD_KEY, KEYRING_CLAIMS, claim_key
 from tests.galera import NODES, Galera
@@ -437,7 +437,7 @@ async def test_rows_that_an_attacker_stores_in_place_of_claims_stop_nobody(
 async def test_user_imported_while_another_node_erases_the_user_stays_erased(
     cluster: Cluster,
 ) -> None:
-    async def copy(db: Database, user_id: str) -> ImportResult:
+    async def copy(db: Database, user_id: str) -> ImportStatus:
         store = await db.store()
         return await store.import_session(
             APP,
@@ -453,14 +453,14 @@ async def test_user_imported_while_another_node_erases_the_user_stays_erased(
     async with cluster.service(0) as service:
         await service.create_session(app_name=APP, user_id="other")
     async with cluster.database(0) as near, cluster.database(1) as far:
-        assert await copy(near, "first") is ImportResult.CREATED
+        assert await copy(near, "first") is ImportStatus.NEW
         await cluster.wait_for_all()
-        assert await copy(far, "second") is ImportResult.CREATED
+        assert await copy(far, "second") is ImportStatus.NEW
 
         async def erase() -> None:
             assert (await erase_user(near, APP, USER)).was_migrated
 
-        assert await race(cluster, erase, copy(far, USER)) is ImportResult.DELETED
+        assert await race(cluster, erase, copy(far, USER)) is ImportStatus.DELETED
         await cluster.assert_whole()
 
 

@@ -21,8 +21,8 @@ from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds, of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
-from adk_secure_sessions.migration.sources import SourceEvent
 from adk_secure_sessions.service import check_ids
+from adk_secure_sessions.storage.imports import SourceEvent
 
 Row = Sequence[Any]
 

@@ -25,10 +25,10 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     Source,
-    SourceEvent,
     UnreadableSession,
 )
-from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
+from adk_secure_sessions.migration.target import Copy, Entry, Target
+from adk_secure_sessions.storage.imports import ImportStatus, SourceEvent
 
 _EVERYTHING = Scope()
 # The maximum number of sessions of the target that are read at the same time, and of bytes that
@@ -276,14 +276,14 @@ class Comparing:
         except UNREADABLE as error:
             said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
             return "different", f"the target cannot decrypt it: {said}"
-        if copy is None or entry.found is Found.DELETED:
+        if copy is None or entry.found is ImportStatus.DELETED:
             return "deleted", ""
-        moved_on = entry.found is Found.MOVED_ON
+        moved_on = entry.found is ImportStatus.MOVED_ON
         fields = differences(content, copy, copied=entry.copied_events if moved_on else None)
         if not fields:
             return "moved_on" if moved_on else "equal", ""
         reason = f"different: {', '.join(fields)}"
-        return "different", f"{_BEHIND}; {reason}" if entry.found is Found.OLDER else reason
+        return "different", f"{_BEHIND}; {reason}" if entry.found is ImportStatus.OLDER else reason
 
     # --- states ----------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Comparing:
                 self._counts.states += 1
                 self.equal_states.add(packed(*owner) + encoded[owner])
 
-    async def _state_reason(self, owner: tuple[str, ...], data: bytes, kind: Found) -> str:
+    async def _state_reason(self, owner: tuple[str, ...], data: bytes, kind: ImportStatus) -> str:
         """Return why the state of *owner* is not equal.
 
         *data* is the state in the source as JSON, and *kind* is its status in the target.  The
@@ -320,7 +320,7 @@ class Comparing:
         except UNREADABLE as error:
             said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
             return f"the target cannot decrypt it: {said}"
-        if kind in (Found.MOVED_ON, Found.DELETED) or is_same(
+        if kind in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or is_same(
             states.loads(data), states.loads(stored)
         ):
             return ""
@@ -371,16 +371,16 @@ class _Counts:
 
 
 _OUTCOMES = {
-    Found.NEW: ("missing", _MISSING),
-    Found.CONFLICT: ("conflicts", _CONFLICT),
-    Found.NOT_COPIED: ("conflicts", _NOT_COPIED),
+    ImportStatus.NEW: ("missing", _MISSING),
+    ImportStatus.CONFLICT: ("conflicts", _CONFLICT),
+    ImportStatus.SAME_ID: ("conflicts", _NOT_COPIED),
 }
 
 _STATES = {
-    Found.NEW: "the state was not copied",
-    Found.UNCHANGED: "the state is different",
-    Found.OLDER: "the state has changed in the source since it was copied",
-    Found.CONFLICT: "the state has changed in the source and in the target since it was copied",
+    ImportStatus.NEW: "the state was not copied",
+    ImportStatus.UNCHANGED: "the state is different",
+    ImportStatus.OLDER: "the state has changed in the source since it was copied",
+    ImportStatus.CONFLICT: "the state has changed on both sides since it was copied",
 }
 
 

@@ -29,13 +29,13 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     Source,
-    SourceEvent,
     SourceSession,
     SourceSize,
     UnreadableSession,
     UnreadableState,
 )
 from adk_secure_sessions.storage.bindings import StoredSession, naming
+from adk_secure_sessions.storage.imports import SourceEvent
 from adk_secure_sessions.storage.reads import CheckApp
 from adk_secure_sessions.storage.schema import (
     COLLECTION,

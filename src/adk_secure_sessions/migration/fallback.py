@@ -55,7 +55,7 @@ from adk_secure_sessions.service import (
     check_ids,
     reject_unknown_methods,
 )
-from adk_secure_sessions.storage.imports import ImportedEvent, ImportResult
+from adk_secure_sessions.storage.imports import ImportStatus
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
@@ -673,14 +673,14 @@ class PlaintextFallbackService(BaseSessionService):
                 continue
             state = states.encode(await self._state(owner))
             result = await self._store.import_state(*owner, state)
-            if result is ImportResult.SAME_ID:
+            if result is ImportStatus.SAME_ID:
                 logger.warning(
                     "a state was written without PlaintextFallbackService before it was copied: "
                     "the state in the plaintext source is not used"
                 )
             (await self._moved()).put(owner, True)
 
-    async def _copy(self, ids: SessionIds) -> ImportResult | None:
+    async def _copy(self, ids: SessionIds) -> ImportStatus | None:
         """Copy a session and the states of its app and its user.
 
         Return None if the source does not have the session.
@@ -693,13 +693,13 @@ class PlaintextFallbackService(BaseSessionService):
         result = await self._store.import_session(
             *ids,
             state=states.encode(content.state),
-            events=[ImportedEvent(*event) for event in content.events],
+            events=content.events,
             created_at=content.created_at,
             updated_at=content.updated_at,
             expires_at=content.expires_at,
             source_version=header.session.version,
         )
-        self.copied_sessions += result is ImportResult.CREATED
+        self.copied_sessions += result is ImportStatus.NEW
         return result
 
     async def _prepare_write(self, session: Session, ids: SessionIds) -> None:
@@ -733,7 +733,7 @@ class PlaintextFallbackService(BaseSessionService):
         elif falls_back:
             await self._copy_states(*ids[:2])
         if is_of_source:
-            if result is ImportResult.SAME_ID:
+            if result is ImportStatus.SAME_ID:
                 raise StaleSessionError(STALE)
             if imported is None or imported.is_tombstone:
                 raise SessionNotFoundError("Session not found.")

@@ -32,8 +32,8 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     UnreadableSession,
 )
-from adk_secure_sessions.migration.target import Copy, Entry, Found, Target
-from adk_secure_sessions.storage.imports import ImportedEvent, ImportResult
+from adk_secure_sessions.migration.target import Copy, Entry, Target
+from adk_secure_sessions.storage.imports import ImportStatus
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
@@ -44,19 +44,12 @@ _EVERYTHING = Scope()
 _KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_Owners` remembers
 
 _REASONS = {
-    Found.CONFLICT: "both sides have changed or deleted it since it was copied",
-    Found.NOT_COPIED: "the target has a session with the same ids that was not copied",
+    ImportStatus.CONFLICT: "both sides have changed or deleted it since it was copied",
+    ImportStatus.SAME_ID: "the target has a session with the same ids that was not copied",
 }
 _GONE = "it was copied before, and the source no longer has it"
 _TIME = "one of its times, or the time of one of its events, is not a possible time"
 _STATE_CONFLICT = "the target has another state, which was changed after the copy, or never copied"
-_FOUND = {
-    ImportResult.UNCHANGED: Found.UNCHANGED,
-    ImportResult.MOVED_ON: Found.MOVED_ON,
-    ImportResult.CONFLICT: Found.CONFLICT,
-    ImportResult.SAME_ID: Found.NOT_COPIED,
-    ImportResult.DELETED: Found.DELETED,
-}
 
 
 class Migration(NamedTuple):
@@ -236,7 +229,7 @@ class _Run:
         self._meter = meter
         self._limit = limit
         self._findings = Findings(with_ids=options.show_ids)
-        self._found: Counter[Found] = Counter()
+        self._found: Counter[ImportStatus] = Counter()
         self._owners = _Owners()
         # The sessions in the first listing of the source: their blind indexes, and their ids with
         # their versions.
@@ -250,15 +243,17 @@ class _Run:
 
     def result(self, stopped: bool, seconds: float, others: int) -> Migration:
         found, dry_run = self._found, self._options.dry_run
-        conflicts = found[Found.CONFLICT] + found[Found.NOT_COPIED] + self._conflicting_states
+        conflicts = (
+            found[ImportStatus.CONFLICT] + found[ImportStatus.SAME_ID] + self._conflicting_states
+        )
         return Migration(
             sessions=self._sessions,
-            copied=found[Found.NEW],
-            updated=found[Found.OLDER],
-            unchanged=found[Found.UNCHANGED],
-            moved_on=found[Found.MOVED_ON],
+            copied=found[ImportStatus.NEW],
+            updated=found[ImportStatus.OLDER],
+            unchanged=found[ImportStatus.UNCHANGED],
+            moved_on=found[ImportStatus.MOVED_ON],
             conflicts=conflicts,
-            deleted=found[Found.DELETED],
+            deleted=found[ImportStatus.DELETED],
             bad=self._bad,
             gone=self._gone,
             removed=self._removed,
@@ -285,7 +280,7 @@ class _Run:
                     self._sessions += 1
                     self._seen.add(entry.tag)
                     self._versions.add(packed(*entry.session))
-                    if entry.found in (Found.NEW, Found.OLDER):
+                    if entry.found in (ImportStatus.NEW, ImportStatus.OLDER):
                         changed.append(entry)
                     else:
                         await self._leave(entry)
@@ -303,13 +298,13 @@ class _Run:
 
     async def _entries(self, listed: Sequence[SourceSession]) -> Sequence[Entry]:
         if self._target is None:
-            return [Entry(session, b"", Found.NEW, 0) for session in listed]
+            return [Entry(session, b"", ImportStatus.NEW, 0) for session in listed]
         return await self._target.entries(listed)
 
     async def _leave(self, entry: Entry) -> None:
         """Count a session that this run does not copy, and list it if it is in conflict."""
         self._found[entry.found] += 1
-        if entry.found in (Found.CONFLICT, Found.NOT_COPIED):
+        if entry.found in (ImportStatus.CONFLICT, ImportStatus.SAME_ID):
             self._findings.add(entry.tag, _REASONS[entry.found], *entry.session[:3])
         await self._meter.advance(1 + entry.copied_events)
 
@@ -342,8 +337,12 @@ class _Run:
             await self._report_bad(entry.tag, TOO_LARGE, *who)
             return
         found = entry.found
-        if found is Found.OLDER and self._is_erased and not await self._has_copy(entry, content):
-            found = Found.CONFLICT
+        if (
+            found is ImportStatus.OLDER
+            and self._is_erased
+            and not await self._has_copy(entry, content)
+        ):
+            found = ImportStatus.CONFLICT
         elif self._target is not None and not self._options.dry_run:
             done = None
             try:
@@ -351,11 +350,11 @@ class _Run:
                     done = await self._target.store.import_session(
                         *who,
                         state=state,
-                        events=[ImportedEvent(*event) for event in content.events],
+                        events=content.events,
                         created_at=content.created_at,
                         updated_at=content.updated_at,
                         source_version=entry.session.version,
-                        replace=found is Found.OLDER,
+                        replace=found is ImportStatus.OLDER,
                         expires_at=content.expires_at,
                     )
             except ValueError as error:
@@ -364,8 +363,8 @@ class _Run:
             if done is None:
                 await self._report_bad(entry.tag, _TIME, *who)
                 return
-            found = _FOUND.get(done, found)
-        if found in (Found.NEW, Found.OLDER):
+            found = done
+        if found in (ImportStatus.NEW, ImportStatus.OLDER):
             self._found[found] += 1
             self._events += len(content.events)
             await self._meter.advance(1 + len(content.events))
@@ -417,7 +416,7 @@ class _Run:
 
     async def _copy_states(self, batch: States, workers: Workers) -> None:
         encoded, bad = encode_states(batch)
-        found = dict.fromkeys(batch, (b"", Found.NEW))
+        found = dict.fromkeys(batch, (b"", ImportStatus.NEW))
         if self._target is not None:
             found = await self._target.states(encoded)
         for owner, reason in bad.items():
@@ -425,7 +424,7 @@ class _Run:
             await self._stop_if_bad(workers)
         for owner, data in encoded.items():
             tag, kind = found[owner]
-            done = (Found.UNCHANGED, Found.MOVED_ON, Found.DELETED)
+            done = (ImportStatus.UNCHANGED, ImportStatus.MOVED_ON, ImportStatus.DELETED)
             if owner not in bad and kind not in done:
                 await workers.start(self._import_state(owner, tag, data), len(data))
 
@@ -436,11 +435,11 @@ class _Run:
                 done = await self._target.store.import_state(
                     app_name, user_id, data, replace=not self._is_erased
                 )
-            if done in (ImportResult.CONFLICT, ImportResult.SAME_ID):
+            if done in (ImportStatus.CONFLICT, ImportStatus.SAME_ID):
                 self._conflicting_states += 1
                 self._findings.add(tag, _STATE_CONFLICT, *owner)
                 return
-            if done not in (ImportResult.CREATED, ImportResult.REPLACED):
+            if done not in (ImportStatus.NEW, ImportStatus.OLDER):
                 return
         self._states += 1
 

@@ -42,10 +42,10 @@ from adk_secure_sessions.migration.adk_sql import (
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     SessionContent,
-    SourceEvent,
     SourceSession,
     UnreadableSession,
 )
+from adk_secure_sessions.storage.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

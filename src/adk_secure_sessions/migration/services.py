@@ -16,13 +16,13 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     Source,
-    SourceEvent,
     SourceSession,
     SourceSize,
     UnreadableSession,
     UnreadableState,
 )
 from adk_secure_sessions.service import check_ids
+from adk_secure_sessions.storage.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
 _AT_ONCE = 8  # the number of calls of the service at the same time

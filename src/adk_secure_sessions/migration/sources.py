@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.loops import ClosedByWith
+from adk_secure_sessions.storage.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
 
@@ -32,18 +33,6 @@ class SourceSession(NamedTuple):
     user_id: str
     session_id: str
     version: str
-
-
-class SourceEvent(NamedTuple):
-    """An event in a source.
-
-    Attributes:
-        plaintext: The event, in the form that `formats.events.encode` returns.
-        time: The event's timestamp, in microseconds since 1970, UTC.
-    """
-
-    plaintext: bytes
-    time: int
 
 
 class SessionContent(NamedTuple):

@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -13,33 +12,12 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.identities import located_in
-from adk_secure_sessions.migration.sources import SessionContent, SourceEvent, SourceSession
-from adk_secure_sessions.storage.imports import Imported
+from adk_secure_sessions.migration.sources import SessionContent, SourceSession
+from adk_secure_sessions.storage.imports import Imported, ImportStatus, SourceEvent
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
 from adk_secure_sessions.storage.reads import CheckApp, CheckSession
 from adk_secure_sessions.storage.schema import COLLECTION, NEVER, apps, migrated, sessions, users
 from adk_secure_sessions.storage.store import Store
-
-
-class Found(Enum):
-    """The status of a session or state of the source in the target."""
-
-    # The target does not have the session or state.
-    NEW = auto()
-    # The session or state was copied.  Since then, neither the source nor the copy has changed.
-    UNCHANGED = auto()
-    # The session or state was copied.  Since then, only the source has changed.
-    OLDER = auto()
-    # The session or state was copied.  Since then, only the copy has changed, by a service.
-    MOVED_ON = auto()
-    # The session or state was copied.  Since then, the source has changed, and a service has
-    # changed or deleted the copy.
-    CONFLICT = auto()
-    # The target has a session with the same ids, which was not copied.
-    NOT_COPIED = auto()
-    # The session or state was copied.  Since then, a service has deleted the copy, and may have
-    # created the session again.  Or a tombstone (a row of `secure_migrated`) forbids copying.
-    DELETED = auto()
 
 
 class Entry(NamedTuple):
@@ -54,7 +32,7 @@ class Entry(NamedTuple):
 
     session: SourceSession
     tag: bytes
-    found: Found
+    found: ImportStatus
     copied_events: int
 
 
@@ -101,10 +79,10 @@ class Target:
         for one, tag in tags.items():
             copy = copies.get(one[:3])
             if copy is None:
-                found = Found.NOT_COPIED if tag in others else Found.NEW
+                found = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW
                 entries.append(Entry(one, tag, found, 0))
             else:
-                found = _found(copy, is_unchanged=copy.has_source(one.version))
+                found = copy.status(is_unchanged=copy.has_source(one.version))
                 entries.append(Entry(one, tag, found, copy.number))
         return entries
 
@@ -118,7 +96,7 @@ class Target:
 
     async def states(
         self, encoded: Mapping[tuple[str, ...], bytes]
-    ) -> dict[tuple[str, ...], tuple[bytes, Found]]:
+    ) -> dict[tuple[str, ...], tuple[bytes, ImportStatus]]:
         """Return, for each owner in *encoded*, the owner's tag and the status of the owner's state.
 
         A key of *encoded* is the app name and, for the state of a user, the user id.  A value is
@@ -131,10 +109,10 @@ class Target:
         copies = await self.store.imported_states(owners.values())
         found = {}
         for ids, owner in owners.items():
-            copy, kind = copies.get(owner), Found.NEW
+            copy, kind = copies.get(owner), ImportStatus.NEW
             if copy is not None:
                 is_unchanged = bool(encoded[ids]) and copy.has_state(encoded[ids])
-                kind = _found(copy, is_unchanged=is_unchanged)
+                kind = copy.status(is_unchanged=is_unchanged)
             found[ids] = self.tag(*ids), kind
         return found
 
@@ -236,23 +214,6 @@ class Located(NamedTuple):
 
 def _is_past(expires_at: object) -> bool:
     return isinstance(expires_at, int) and expires_at <= time.time_ns() // 1000
-
-
-def _found(copy: Imported, *, is_unchanged: bool) -> Found:
-    """Return the status of a copied session or state.
-
-    *is_unchanged* says whether the session or state has not changed in the source since the copy.
-    """
-    if copy.is_tombstone:
-        return Found.DELETED
-    if copy.stored is None or copy.stored[0] != copy.row:
-        # A service has deleted the copy.  If another row is stored, a service has then created the
-        # session again.  If the source has changed since the copy, this is a conflict: the service
-        # deleted an older version.
-        return Found.DELETED if is_unchanged else Found.CONFLICT
-    if copy.is_untouched:
-        return Found.UNCHANGED if is_unchanged else Found.OLDER
-    return Found.MOVED_ON if is_unchanged else Found.CONFLICT
 
 
 @functools.cache

@@ -61,20 +61,29 @@ _NO_SOURCE = bytes(TAG_LENGTH)
 _LOCK_WAIT = 5
 
 
-class ImportResult(Enum):
-    """The result of an import.  Only `CREATED` and `REPLACED` have stored the session or state."""
+class ImportStatus(Enum):
+    """What this database has of a session or state of the source.
 
-    CREATED = "it was imported for the first time"
-    REPLACED = "it replaced an earlier import, which no service had changed"
-    UNCHANGED = "this version was imported before, and no service has changed it"
-    MOVED_ON = "this version was imported before, and a service has changed it since"
-    CONFLICT = "an earlier version was imported, and a service has changed it since"
+    An import returns the status that it found.  Only if it is `NEW` or `OLDER`, the import has
+    stored the session or state.
+    """
+
+    NEW = "it was never imported"
+    OLDER = "an earlier version was imported, and no service has changed it since"
+    UNCHANGED = "this version was imported, and no service has changed it since"
+    MOVED_ON = "this version was imported, and a service has changed it since"
+    CONFLICT = "an earlier version was imported, and a service has changed or deleted it since"
     SAME_ID = "a service stored it under the same id, and it was never imported"
-    DELETED = "it was deleted, or its user was erased"
+    DELETED = "it was deleted, its user was erased, or a tombstone forbids to import it"
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an import stores the session or state, or has stored it."""
+        return self in (ImportStatus.NEW, ImportStatus.OLDER)
 
 
-class ImportedEvent(NamedTuple):
-    """An event to import.
+class SourceEvent(NamedTuple):
+    """An event of another database.
 
     Attributes:
         plaintext: The event as `events.encode` returns it.
@@ -120,6 +129,23 @@ class Imported:
         `import_state` compares the states instead.
         """
         return self.stored == (self.row, self.number)
+
+    def status(self, *, is_unchanged: bool) -> ImportStatus:
+        """Return the status, of which the revision or version of the stored row is a part.
+
+        *is_unchanged* says whether the session or state has not changed in the source since the
+        import.  A rotation of keys also changes the version of a user or an app, so that their
+        status `MOVED_ON` or `CONFLICT` may mean nothing but that.
+        """
+        if self.is_tombstone:
+            return ImportStatus.DELETED
+        if self.stored is None or self.stored[0] != self.row:
+            # A service has deleted the copy, and may have created the session again.  If the source
+            # has changed since the import, the service deleted an older version.
+            return ImportStatus.DELETED if is_unchanged else ImportStatus.CONFLICT
+        if self.is_untouched:
+            return ImportStatus.UNCHANGED if is_unchanged else ImportStatus.OLDER
+        return ImportStatus.MOVED_ON if is_unchanged else ImportStatus.CONFLICT
 
     def has_source(self, version: str) -> bool:
         """Return whether the session was imported with this *version*.
@@ -188,7 +214,7 @@ class _Outcome(NamedTuple):
     nothing.
     """
 
-    result: ImportResult
+    result: ImportStatus
     session: StoredSession | None = None
     witness: WitnessRow | None = None
 
@@ -196,7 +222,7 @@ class _Outcome(NamedTuple):
 class ImportSession(Write[_Outcome]):
     """Store a session of another database with all its events, and remember it.
 
-    If its app or its user is not stored yet, store them with empty states.  See `ImportResult` for
+    If its app or its user is not stored yet, store them with empty states.  See `ImportStatus` for
     the cases in which nothing is stored.
 
     Args:
@@ -220,7 +246,7 @@ class ImportSession(Write[_Outcome]):
         who: Identity,
         seals: Seals,
         state: bytes,
-        events: Sequence[ImportedEvent],
+        events: Sequence[SourceEvent],
         times: tuple[int, int, int],
         source: bytes,
         *,
@@ -240,7 +266,7 @@ class ImportSession(Write[_Outcome]):
         # The result of each attempt, by the row id that the attempt has chosen for the session.  An
         # attempt that lost its connection may have been committed.  If the next attempt finds one
         # of these row ids in `secure_migrated`, it returns the result of the earlier attempt.
-        self._sent: dict[int, ImportResult] = {}
+        self._sent: dict[int, ImportStatus] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
         # A span is a part of the events that one request inserts.  Several spans need several
@@ -272,15 +298,15 @@ class ImportSession(Write[_Outcome]):
         if row and row.row_id in self._sent:
             return _Outcome(self._sent[row.row_id])
         if of_user and of_user.row_id == _NO_ROW:
-            return _Outcome(ImportResult.DELETED)
+            return _Outcome(ImportStatus.DELETED)
         if session and user and row:
             if reason := self._reason_to_keep(session, row):
                 return _Outcome(reason)
             return (yield from self._replace_session(attempt, owners, found, user, session, row))
         if session:
-            return _Outcome(ImportResult.SAME_ID)
+            return _Outcome(ImportStatus.SAME_ID)
         if row:
-            return _Outcome(ImportResult.DELETED)
+            return _Outcome(ImportStatus.DELETED)
         return (yield from self._create(attempt, owners, found, app, user))
 
     def _import_for_known(self, attempt: Attempt) -> Steps[_Outcome | None]:
@@ -291,7 +317,7 @@ class ImportSession(Write[_Outcome]):
         known = known_owners(attempt)
         if known is None:
             return None
-        new = self._new(attempt, known.user.id, ImportResult.CREATED)
+        new = self._new(attempt, known.user.id, ImportStatus.NEW)
         columns = session_columns(new.session) | known.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_KNOWN, columns),
@@ -312,7 +338,7 @@ class ImportSession(Write[_Outcome]):
     ) -> Steps[_Outcome]:
         app = owners.app(found, app, {})
         changed = owners.user(found, user, app.id, {})
-        new = self._new(attempt, changed.id, ImportResult.CREATED)
+        new = self._new(attempt, changed.id, ImportStatus.NEW)
         columns = session_columns(new.session) | {"user_tag": self.who.user_tag}
         row = Change(sql.IMPORT_SESSION, columns)
         if found.user and changed == user:
@@ -336,7 +362,7 @@ class ImportSession(Write[_Outcome]):
         row: MigratedRow,
     ) -> Steps[_Outcome]:
         owners.user(found, user, user.app_row, {})
-        new = self._new(attempt, user.id, ImportResult.REPLACED)
+        new = self._new(attempt, user.id, ImportStatus.OLDER)
         columns = session_columns(old, "at_") | session_columns(new.session)
         at_row = {"at_id": old.id}
         witness = {"at_tag": old.tag, "at_number": old.id, "number": new.session.id}
@@ -355,13 +381,13 @@ class ImportSession(Write[_Outcome]):
         yield from new.apply_or_conflict(attempt, changes)
         return new.outcome
 
-    def _reason_to_keep(self, session: StoredSession, row: MigratedRow) -> ImportResult | None:
+    def _reason_to_keep(self, session: StoredSession, row: MigratedRow) -> ImportStatus | None:
         """Return why the stored session must not be replaced; None if it must be replaced.
 
         Raises TamperedError if the stored session is older than the imported one.
         """
         if row.row_id == _NO_ROW:
-            return ImportResult.DELETED
+            return ImportStatus.DELETED
         if session.id == row.row_id and session.revision < row.number:
             raise TamperedError(
                 f"its revision is {session.revision}, and revision {row.number} was imported: an "
@@ -372,10 +398,10 @@ class ImportSession(Write[_Outcome]):
             )
         is_untouched = (session.id, session.revision) == (row.row_id, row.number)
         if hmac.compare_digest(row.source, self._source):
-            return ImportResult.UNCHANGED if is_untouched else ImportResult.MOVED_ON
-        return None if is_untouched and self._replace else ImportResult.CONFLICT
+            return ImportStatus.UNCHANGED if is_untouched else ImportStatus.MOVED_ON
+        return None if is_untouched and self._replace else ImportStatus.CONFLICT
 
-    def _new(self, attempt: Attempt, user_row: int, result: ImportResult) -> "_NewSession":
+    def _new(self, attempt: Attempt, user_row: int, result: ImportStatus) -> "_NewSession":
         who = self.who
         links = [new_link() for _ in self._events]
         revision = len(links)
@@ -423,9 +449,9 @@ class _NewSession(NamedTuple):
     snapshot: Changes
     indexed: Changes  # of the search index
     links: list[bytes]
-    events: Sequence[ImportedEvent]
+    events: Sequence[SourceEvent]
     spans: list[slice]
-    result: ImportResult
+    result: ImportStatus
 
     @property
     def outcome(self) -> _Outcome:
@@ -468,7 +494,7 @@ class _NewSession(NamedTuple):
         )
 
 
-def _spans(events: Sequence[ImportedEvent]) -> Iterator[slice]:
+def _spans(events: Sequence[SourceEvent]) -> Iterator[slice]:
     """Divide *events* into spans that one request may insert."""
     start = size = 0
     for index, event in enumerate(events):
@@ -480,7 +506,7 @@ def _spans(events: Sequence[ImportedEvent]) -> Iterator[slice]:
         yield slice(start, len(events))
 
 
-class ImportState(Write[ImportResult]):
+class ImportState(Write[ImportStatus]):
     """Store the state of an app, or of a user, exactly as it is in another database.
 
     Args:
@@ -509,23 +535,23 @@ class ImportState(Write[ImportResult]):
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_APP, sql.LOCK_USER] if self._of_user else [sql.LOCK_APP]
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportResult]:
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
         found = yield from read_found(attempt, sql.IMPORTED_OWNERS)
         app = bindings.open_app(attempt, found)
         user = bindings.open_user(attempt, found) if self._of_user else None
         owner = user if self._of_user else app
         row = self._seals.checked(found, self._tag)
         if row and row.row_id == _NO_ROW:
-            return ImportResult.DELETED
-        result = ImportResult.CREATED
+            return ImportStatus.DELETED
+        result = ImportStatus.NEW
         if row:
             if owner is None:
-                return ImportResult.DELETED
+                return ImportStatus.DELETED
             if reason := self._reason_to_keep(owner, row):
                 return reason
-            result = ImportResult.REPLACED
+            result = ImportStatus.OLDER
         elif owner and owner.state != b"{}" and self._source_of(owner) != self._source:
-            return ImportResult.SAME_ID
+            return ImportStatus.SAME_ID
         if self._of_user:
             changed = self._set_user(found, app, user, owners)
         else:
@@ -554,7 +580,7 @@ class ImportState(Write[ImportResult]):
             return user
         return owners.set_state(found, user, self._state)
 
-    def _reason_to_keep(self, owner: Owner, row: MigratedRow) -> ImportResult | None:
+    def _reason_to_keep(self, owner: Owner, row: MigratedRow) -> ImportStatus | None:
         """Return why the stored state must not be replaced; None if it must be replaced.
 
         A service may have changed other fields of the row, such as the ids of its data keys.
@@ -571,8 +597,8 @@ class ImportState(Write[ImportResult]):
             )
         is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
         if hmac.compare_digest(row.source, self._source):
-            return ImportResult.UNCHANGED if is_untouched else ImportResult.MOVED_ON
-        return None if is_untouched and self._replace else ImportResult.CONFLICT
+            return ImportStatus.UNCHANGED if is_untouched else ImportStatus.MOVED_ON
+        return None if is_untouched and self._replace else ImportStatus.CONFLICT
 
     def _source_of(self, owner: Owner) -> bytes:
         return self._seals.source(owner.tag, canonical(owner.state))

@@ -16,11 +16,11 @@ from adk_secure_sessions.storage.bindings import Identity, StoredSession
 from adk_secure_sessions.storage.imports import (
     AddTombstone,
     Imported,
-    ImportedEvent,
-    ImportResult,
     ImportSession,
     ImportState,
+    ImportStatus,
     Seals,
+    SourceEvent,
     add_tombstone_of_user,
 )
 from adk_secure_sessions.storage.opening import (
@@ -407,13 +407,13 @@ class Store:
         session_id: str,
         *,
         state: bytes,
-        events: Sequence[ImportedEvent],
+        events: Sequence[SourceEvent],
         created_at: int,
         updated_at: int,
         source_version: str,
         expires_at: int | None = None,
         replace: bool = False,
-    ) -> ImportResult:
+    ) -> ImportStatus:
         """Store a session of another database with all its events, in one transaction.
 
         If the rows of its app and its user are missing, they are created with empty states.  Call
@@ -421,7 +421,7 @@ class Store:
         same time, which is several times as fast.
 
         If the session is stored already, or was deleted, the session may be left unchanged:
-        `ImportResult` lists the cases.
+        `ImportStatus` lists the cases.
 
         Args:
             app_name: The app.
@@ -456,7 +456,7 @@ class Store:
 
     async def import_state(
         self, app_name: str, user_id: str | None, state: bytes, *, replace: bool = False
-    ) -> ImportResult:
+    ) -> ImportStatus:
         """Set the state of a user, or of an app if *user_id* is None, exactly to *state*.
 
         *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  If
@@ -464,7 +464,7 @@ class Store:
         creates it, is replaced even if *replace* is False.
 
         If *replace* is True, also replace a state that was imported before, provided that no
-        service has changed the state since.  `ImportResult` lists the cases in which the stored
+        service has changed the state since.  `ImportStatus` lists the cases in which the stored
         state is left unchanged.
 
         Raises:
