@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
-from adk_secure_sessions.db.dialects import locks_per_node, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.dialects import any_text, dialect_of
 from adk_secure_sessions.db.failures import (
     is_read_only,
     meaning,
@@ -43,10 +43,6 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, await_to_end
 
-# In bytes.  By default, every MySQL and MariaDB server accepts a packet with a value of this size.
-# Before a larger value is written, `_check_packet` checks that the server accepts the packet.
-_LARGE = 900_000
-_PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy has no row count of an INSERT
 _KILL_TIMEOUT = 5.0  # seconds
 _CANCEL_REQUESTS = 5  # maximum number for one query; one or two seconds pass between them
@@ -79,20 +75,18 @@ class AsyncEngineExecutor:
         self._engine = engine
         self._owns_engine = owns_engine
         self._read_timeout = read_timeout
-        self._is_sqlite = engine.dialect.name == "sqlite"
+        self._dialect = dialect_of(engine)
         self._is_psycopg = engine.dialect.driver == "psycopg"
         # Whether changes need their claims; None until a server was asked.
         self._with_claims: bool | None = None
-        if engine.dialect.name not in ("mysql", "mariadb"):
-            self._with_claims = False
         # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.  Without
         # this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._binding = LoopBinding(
-            engine, owns_engine=owns_engine, connections_need_loop=not self._is_sqlite
+            engine, owns_engine=owns_engine, connections_need_loop=self._dialect.is_server
         )
-        if owns_engine and not self._is_sqlite:
+        if owns_engine and self._dialect.is_server:
             sa.event.listen(engine.sync_engine, "handle_error", _discard_read_only)
         # Increases when the pool is disposed of.  A connection that was checked out before is
         # closed after its operation.  SQLAlchemy would return it to the former pool, and would
@@ -128,13 +122,13 @@ class AsyncEngineExecutor:
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(connection: sa.Connection) -> T:
-            with taking_any_text(connection):
+            with self._dialect.decoding(connection, any_text):
                 if commit:
                     return work(connection)
                 return self._in_time(connection, lambda: work(connection))
 
         return await self._shielded(
-            self._translating(run, commit=commit, exclusive=self._is_sqlite),
+            self._translating(run, commit=commit, exclusive=not self._dialect.is_server),
             interruptible=not commit,
         )
 
@@ -147,21 +141,21 @@ class AsyncEngineExecutor:
     async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
         def work(connection: sa.Connection) -> T:
             if self._with_claims is None:
-                self._with_claims = locks_per_node(connection)
-                connection.rollback()
-            if holds_locks and not self._is_sqlite:
-                text = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
-                connection.exec_driver_sql(text).close()
+                self._with_claims = self._dialect.locks_per_node(connection)
+                if self._dialect.is_server:
+                    connection.rollback()
+            if holds_locks:
+                self._dialect.see_what_is_committed(connection)
             return run_in_turn(
                 transaction(),
                 lambda query, parameters: self._fetch_in_time(connection, query, parameters),
                 lambda statement, parameters: self._in_time(
-                    connection, lambda: _write(connection, statement, parameters), writes=True
+                    connection, lambda: self._change(connection, statement, parameters), writes=True
                 ),
                 with_claims=self._with_claims,
             )
 
-        return await self._translating(work, commit=True, exclusive=self._is_sqlite)
+        return await self._translating(work, commit=True, exclusive=not self._dialect.is_server)
 
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
@@ -207,8 +201,8 @@ class AsyncEngineExecutor:
             try:
                 if self._is_psycopg and not connection.sync_connection.info.get(_CHECKED):
                     await connection.run_sync(_prepare_nothing_behind_pooler)
-                if commit and self._is_sqlite:
-                    await connection.run_sync(_begin_immediate)
+                if commit:
+                    await connection.run_sync(self._dialect.begin_immediate)
                 result = await connection.run_sync(work)
                 if commit:
                     await connection.commit()
@@ -216,7 +210,7 @@ class AsyncEngineExecutor:
             except Exception as error:
                 # The server may answer, but be no use any more: it has become read-only, or it is a
                 # node that has lost its cluster.  A new connection may lead to another server.
-                if not self._is_sqlite and isinstance(meaning(error), Disconnected):
+                if self._dialect.is_server and isinstance(meaning(error), Disconnected):
                     await connection.invalidate()
                 raise
             finally:
@@ -267,10 +261,18 @@ class AsyncEngineExecutor:
 
         return await await_to_end(task, on_commit_after_cancel, on_cancel)
 
+    def _change(
+        self, connection: sa.Connection, statement: sa.Executable, parameters: Parameters | Rows
+    ) -> int:
+        """Run one INSERT, UPDATE or DELETE and return how many rows it matched."""
+        rows = [parameters] if isinstance(parameters, Mapping) else parameters
+        self._dialect.check_sizes(connection, rows)
+        return connection.execute(statement, parameters, execution_options=_COUNT_ROWS).rowcount
+
     def _fetch_in_time(
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
-        return self._in_time(connection, lambda: _fetch(connection, query, parameters))
+        return self._in_time(connection, lambda: self._dialect.fetch(connection, query, parameters))
 
     def _in_time(
         self, connection: sa.Connection, work: Callable[[], T], *, writes: bool = False
@@ -315,7 +317,7 @@ class AsyncEngineExecutor:
         driver = self._begun[task]
         if driver is None:
             return
-        if self._is_sqlite:
+        if not self._dialect.is_server:
             try:
                 # Run the coroutine at once: a task would run it later, and might interrupt the next
                 # statement of the connection.
@@ -328,22 +330,18 @@ class AsyncEngineExecutor:
             self._in_background(_cancel_query(task, driver))
             return
         task.cancel()  # this makes asyncpg send a cancel request to the server
-        if self._engine.dialect.name in ("mysql", "mariadb"):
-            self._in_background(self._kill_query(driver.thread_id()))
+        if (statement := self._dialect.kill_statement(driver)) is not None:
+            self._in_background(self._kill(statement))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._interrupting.add(task)
         task.add_done_callback(self._interrupting.discard)
 
-    async def _kill_query(self, number: int) -> None:
-        """Make a MySQL or MariaDB server end the query of connection *number*.
-
-        Otherwise, the server would continue the query after the client has closed the connection.
-        """
+    async def _kill(self, statement: str) -> None:
         try:
             async with asyncio.timeout(_KILL_TIMEOUT), self._engine.connect() as connection:
-                await connection.exec_driver_sql(f"KILL QUERY {int(number)}")
+                await connection.exec_driver_sql(statement)
         except Exception:
             pass  # the connection has ended, or the server does not answer
 
@@ -445,54 +443,6 @@ def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
     if number != driver.info.backend_pid:
         driver.prepare_threshold = None
     connection.info[_CHECKED] = True
-
-
-def _fetch(
-    connection: sa.Connection, query: sa.Executable, parameters: Parameters
-) -> Sequence[Row]:
-    if connection.dialect.name != "sqlite":
-        return connection.execute(query, parameters).all()
-    with taking_any_text(connection):
-        return connection.exec_driver_sql(sqlite_sql(query), parameters).all()
-
-
-def _write(
-    connection: sa.Connection, statement: sa.Executable, parameters: Parameters | Rows
-) -> int:
-    """Run one INSERT, UPDATE or DELETE and return how many rows it matched."""
-    rows = [parameters] if isinstance(parameters, Mapping) else parameters
-    values = (value for row in rows for value in row.values())
-    largest = max((len(value) for value in values if isinstance(value, bytes)), default=0)
-    if largest > _LARGE and connection.dialect.name in ("mysql", "mariadb"):
-        _check_packet(connection, largest)
-    return connection.execute(statement, parameters, execution_options=_COUNT_ROWS).rowcount
-
-
-def _check_packet(connection: sa.Connection, size: int) -> None:
-    """Check that a value of *size* bytes fits into one packet of a MySQL or MariaDB server.
-
-    If a packet is too large, the server closes the connection and does not say why.
-
-    Raises:
-        ConfigurationError: The value does not fit.
-    """
-    limit = connection.scalar(sa.text("SELECT @@max_allowed_packet"))
-    # A packet also contains the driver's escape characters (up to 4% of the value) and the rest of
-    # the statement.
-    if limit is not None and size + size // 25 + _PACKET_REST > limit:
-        raise ConfigurationError(
-            f"a value of {size} bytes does not fit into one packet of the database server: "
-            f"raise its max_allowed_packet, which is {limit} bytes"
-        )
-
-
-def _begin_immediate(connection: sa.Connection) -> None:
-    # BEGIN IMMEDIATE takes the write lock before we read.  A plain BEGIN takes the write lock at
-    # the first write, after our reads.  If another process holds the lock at that time, SQLite does
-    # not wait and raises an error, because the rows that we have read may be outdated.
-    driver = connection.connection.driver_connection
-    if not getattr(driver, "in_transaction", False):
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 class LoopBinding:

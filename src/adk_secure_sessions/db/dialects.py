@@ -1,12 +1,18 @@
-"""Differences between the databases: SQL text and locks.  `failures` has their error codes."""
+"""The differences between databases: one object for each kind, which `dialect_of` returns.
+
+`failures` has the codes of errors, which do not overlap.
+"""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
+
+from adk_secure_sessions.db.protocol import Parameters, Row, Rows
+from adk_secure_sessions.errors import ConfigurationError
 
 _sqlite = sqlite.dialect(paramstyle="named")
 
@@ -15,6 +21,7 @@ _LOCK_TIMEOUT = 60  # seconds
 # SQLSTATEs of a database that has no advisory locks: the function does not exist, this account may
 # not call it, or it is not implemented.
 _NO_ADVISORY_LOCKS = ("42883", "42501", "0A000")
+_NOT_ALLOWED = "42501"  # SQLSTATE
 # The errors of a CREATE TABLE for a table that exists.  On PostgreSQL, the last two occur if
 # another transaction creates the table at the same time.
 _EXISTS: set[object] = {1050, "42P07", "42710", "23505"}
@@ -23,6 +30,13 @@ _LOCKS_PER_NODE = """
 SHOW GLOBAL VARIABLES WHERE (variable_name = 'wsrep_on' AND value = 'ON')
 OR (variable_name = 'group_replication_single_primary_mode' AND value = 'OFF')
 """
+_PRIMARY_KEY = sa.text(
+    "SELECT quote_ident(c.relname) FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid "
+    "WHERE i.indrelid = to_regclass(:name) AND i.indisprimary"
+)
+# In bytes.  By default, every MySQL and MariaDB server accepts a packet with a value of this size.
+_LARGE = 900_000
+_PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 
 
 @functools.cache
@@ -30,6 +44,16 @@ def sqlite_sql(statement: sa.Executable) -> str:
     """Return *statement* as SQL for SQLite, with named parameters; the result is cached."""
     assert isinstance(statement, sa.ClauseElement)
     return str(statement.compile(dialect=_sqlite))
+
+
+def any_text(data: bytes) -> str:
+    """Decode text from SQLite, even if the text is not UTF-8.
+
+    SQLite stores text in any column, so an attacker may have written text into a binary column.
+    The default decoder would raise an error that quotes this text.  With this function, the text is
+    read, and our own checks reject the row.
+    """
+    return data.decode("utf-8", "backslashreplace")
 
 
 def has_table(connection: sa.Connection, table: sa.Table) -> bool:
@@ -41,113 +65,342 @@ def has_table(connection: sa.Connection, table: sa.Table) -> bool:
     return table.name in sa.inspect(connection).get_table_names()
 
 
-@contextmanager
-def exclusively(connection: sa.Connection) -> Iterator[None]:
-    """Hold a lock during the block, so that only one process creates tables at a time.
-
-    Without a lock, if two processes create the same table at the same time, the server reports an
-    error to one of them.  Not every database has such a lock, and on a cluster each node may have a
-    lock of its own.  So callers must also handle this error: see `already_exists`.
-
-    - On PostgreSQL, the lock lasts until the caller commits.  *connection* must not have run a
-      statement in its transaction yet.  The isolation level becomes READ COMMITTED: at a higher
-      level, the transaction would not see what the previous holder of the lock has created.
-    - On MySQL and MariaDB, the end of the block commits and then releases the lock.  On a cluster
-      (see `locks_per_node`), there is no lock, and the end of the block only commits.
-    - SQLite needs no lock, since it allows only one writer at a time.
-    """
-    kind = connection.dialect.name
-    if kind == "postgresql":
-        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
-        _take_advisory_lock(connection)
-    if kind not in ("mysql", "mariadb"):
-        yield
-        return
-    if locks_per_node(connection):  # there, MariaDB rejects GET_LOCK
-        yield
-        connection.commit()
-        return
-    name = sa.func.concat("secure_sessions.", sa.func.md5(sa.func.database()))
-    connection.execute(sa.select(sa.func.get_lock(name, _LOCK_TIMEOUT)))
-    try:
-        yield
-        connection.commit()
-    finally:
-        connection.execute(sa.select(sa.func.release_lock(name)))
-
-
-def _take_advisory_lock(connection: sa.Connection) -> None:
-    """Take the lock, which PostgreSQL releases at the end of the transaction.
-
-    A database without advisory locks, such as a derivative of PostgreSQL, is no error.
-    """
-    lock = sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK))
-    try:
-        with connection.begin_nested():  # an error must not abort the whole transaction
-            connection.execute(lock)
-    except sa.exc.DBAPIError as error:
-        if getattr(error.orig, "sqlstate", None) not in _NO_ADVISORY_LOCKS:
-            raise
-
-
 def already_exists(error: sa.exc.DBAPIError) -> bool:
-    """Return whether *error* says that the table to create exists.
-
-    Another process has created the table since the caller looked for it.
-    """
+    """Return whether *error* says that another process has just created the table to create."""
     driver: Any = error.orig
     return bool(_EXISTS & {getattr(driver, "sqlstate", None), *getattr(driver, "args", ())[:1]})
 
 
-def locks_per_node(connection: sa.Connection) -> bool:
-    """Return whether the server is a node of a cluster on whose other nodes a lock has no effect.
+class Dialect:
+    """A kind of database; the class itself is for the kinds that have no class of their own."""
 
-    Several nodes of such a cluster accept writes.  A transaction locks rows on its own node only.
-    At the commit, the cluster rejects a transaction if another node has written one of the same
-    rows.  A row that was only locked, or updated to the same value, is not compared.
-    """
-    if connection.dialect.name not in ("mysql", "mariadb"):
+    def __init__(self, name: str) -> None:
+        self.name: str = name  # as in the files docs/sql/NAME.sql
+
+    is_server: bool = True
+    commits_each_table: bool = False  # whether each CREATE TABLE is committed
+    has_one_file: bool = False  # whether all tables are in one file, which is rewritten as a whole
+    # Whether a deadlock is detected at once.  PostgreSQL takes a second.
+    detects_deadlocks_at_once: bool = True
+    current_database: str = "current_database()"  # SQL for the database's name; SQLite: its path
+
+    # --- transactions and locks ---
+
+    def begin_immediate(self, connection: sa.Connection) -> None:
+        """Begin a transaction that writes, if the database has a statement of its own for it."""
+
+    def begin_snapshot(self, connection: sa.Connection) -> None:
+        """Begin a read-only transaction whose queries all read the same state of the database."""
+        text = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+        connection.exec_driver_sql(text).close()
+
+    def see_what_is_committed(self, connection: sa.Connection) -> None:
+        """Let each statement see what had been committed when the statement began.
+
+        Call this at the start of a transaction.
+        """
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
+
+    def exclusively(self, connection: sa.Connection) -> AbstractContextManager[None]:
+        """Hold a lock during the block, so that only one process creates tables at a time.
+
+        Without a lock, if two processes create the same table at the same time, the server reports
+        an error to one of them.  Not every database has such a lock, and on a cluster each node may
+        have a lock of its own.  So callers must also handle this error: see `already_exists`.
+
+        *connection* must not have run a statement in its transaction yet.  On MySQL and MariaDB,
+        the end of the block commits.
+        """
+        return nullcontext()
+
+    def lock_tables(
+        self, connection: sa.Connection, *tables: sa.Table, timeout: int | None = None
+    ) -> None:
+        """On PostgreSQL, wait for the transactions that write to *tables*, and let no other begin.
+
+        There, a query does not see what an open transaction will commit.  The lock ends with the
+        transaction.  *timeout* is in seconds.  Other databases lock the rows that a query could
+        find.
+        """
+
+    def locks_per_node(self, connection: sa.Connection) -> bool:
+        """Return whether the server is a node of a cluster whose other nodes do not see its locks.
+
+        Several nodes of such a cluster accept writes.  At the commit, the cluster rejects a
+        transaction if another node has written one of the same rows.  A row that was only locked,
+        or updated to the same value, is not compared.
+        """
         return False
-    return connection.exec_driver_sql(_LOCKS_PER_NODE).first() is not None
+
+    def run_triggers_at_once(self, connection: sa.Connection) -> None:
+        """Let no trigger of PostgreSQL wait for the end of this transaction.
+
+        Otherwise a deferred trigger could undo a change at the commit, after the last check.
+        """
+
+    # --- statements and values ---
+
+    def fetch(
+        self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
+    ) -> Sequence[Row]:
+        """Run *query* and return its rows."""
+        return connection.execute(query, parameters).all()
+
+    def decoding(
+        self, connection: sa.Connection, decode: Callable[[bytes], object]
+    ) -> AbstractContextManager[None]:
+        """On SQLite, let *decode* convert the texts that queries of the block return.
+
+        The connection may be the application's, so its own function is restored after the block.
+        """
+        return nullcontext()
+
+    def check_sizes(self, connection: sa.Connection, rows: Rows) -> None:
+        """Raise ConfigurationError if the server would not accept the largest value of *rows*."""
+
+    def reject_long_values(self, connection: sa.Connection) -> None:
+        """Make the server reject values that are too long for a column, instead of cutting them."""
+
+    def use_transactions(self, table: sa.Table) -> None:
+        """Choose a storage engine with transactions for *table*, which is about to be created."""
+
+    def kill_statement(self, driver: Any) -> str | None:
+        """Return the SQL that ends the statement of another connection, or None.
+
+        None means that the driver sends the server a request of its own when it is cancelled.
+        """
+        return None
+
+    # --- bytes of deleted rows ---
+
+    def overwrite_deleted(self, connection: sa.Connection) -> None:
+        """On SQLite, make *connection* overwrite the bytes of the rows that it deletes."""
+
+    def empty_log(self, connection: sa.Connection, lock_wait: int) -> str:
+        """Empty the write-ahead log of a SQLite file; return the reason if that is not possible."""
+        return "the table of the data keys was not rewritten"
+
+    def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
+        """Rewrite *table*, so that its file has no bytes of deleted rows; return an obstacle or "".
+
+        *lock_wait* is in seconds.
+        """
+        return f"there is no known way to rewrite a table of {self.name}"
 
 
-def run_triggers_at_once(connection: sa.Connection) -> None:
-    """Let no trigger of PostgreSQL wait for the end of this transaction.
+class _Sqlite(Dialect):
+    is_server = False
+    has_one_file = True
+    current_database = "(SELECT file FROM pragma_database_list WHERE name = 'main')"
 
-    Otherwise a deferred trigger could undo a change at the commit, after the last check.
-    CockroachDB has no deferred triggers, and rejects the statement.
-    """
-    if connection.dialect.name == "postgresql":
+    def begin_immediate(self, connection: sa.Connection) -> None:
+        # BEGIN IMMEDIATE takes the write lock before we read.  A plain BEGIN takes the write lock
+        # at the first write, after our reads.  If another process holds the lock at that time,
+        # SQLite does not wait and raises an error, because the rows that we have read may be
+        # outdated.
+        _begin(connection, "BEGIN IMMEDIATE")
+
+    def begin_snapshot(self, connection: sa.Connection) -> None:
+        _begin(connection, "BEGIN")
+
+    def see_what_is_committed(self, connection: sa.Connection) -> None:
+        pass  # one transaction writes at a time
+
+    def fetch(
+        self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
+    ) -> Sequence[Row]:
+        with self.decoding(connection, any_text):
+            return connection.exec_driver_sql(sqlite_sql(query), parameters).all()
+
+    @contextmanager
+    def decoding(
+        self, connection: sa.Connection, decode: Callable[[bytes], object]
+    ) -> Iterator[None]:
+        driver: Any = connection.connection.driver_connection
+        text_factory = driver.text_factory
+        driver.text_factory = decode
+        try:
+            yield
+        finally:
+            driver.text_factory = text_factory
+
+    def overwrite_deleted(self, connection: sa.Connection) -> None:
+        connection.exec_driver_sql("PRAGMA secure_delete = ON").close()
+
+    def empty_log(self, connection: sa.Connection, lock_wait: int) -> str:
+        return self._clear(connection, lock_wait)
+
+    def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
+        return self._clear(connection, lock_wait, "VACUUM")
+
+    def _clear(self, connection: sa.Connection, lock_wait: int, *statements: str) -> str:
+        show, change = "PRAGMA busy_timeout", "PRAGMA busy_timeout = {}"
+        with _setting(connection, show, change, lock_wait * 1000):
+            for statement in statements:
+                connection.exec_driver_sql(statement)
+            busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
+        return IN_USE if busy else ""
+
+
+IN_USE = "other connections used the database all the time"
+
+
+def _begin(connection: sa.Connection, statement: str) -> None:
+    driver = connection.connection.driver_connection
+    if not getattr(driver, "in_transaction", False):
+        connection.exec_driver_sql(statement)
+
+
+class _PostgreSql(Dialect):
+    detects_deadlocks_at_once = False
+
+    @contextmanager
+    def exclusively(self, connection: sa.Connection) -> Iterator[None]:
+        # The lock lasts until the caller commits.  At a higher isolation level, the transaction
+        # would not see what the previous holder of the lock has created.
+        self.see_what_is_committed(connection)
+        try:
+            with connection.begin_nested():  # an error must not abort the whole transaction
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
+        except sa.exc.DBAPIError as error:
+            # A derivative of PostgreSQL may have no such locks.
+            if getattr(error.orig, "sqlstate", None) not in _NO_ADVISORY_LOCKS:
+                raise
+        yield
+
+    def lock_tables(
+        self, connection: sa.Connection, *tables: sa.Table, timeout: int | None = None
+    ) -> None:
+        if timeout is not None:
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{timeout}s'").close()
+        names = ", ".join(table.name for table in tables)
+        connection.exec_driver_sql(f"LOCK TABLE {names} IN SHARE ROW EXCLUSIVE MODE").close()
+
+    def run_triggers_at_once(self, connection: sa.Connection) -> None:
+        # Derivatives without deferred triggers reject the second statement.
         found = "SELECT 1 FROM pg_catalog.pg_trigger WHERE tgdeferrable LIMIT 1"
         if connection.exec_driver_sql(found).first() is not None:
             connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE").close()
 
+    def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
+        # A plain VACUUM does not overwrite a deleted row unless it moves another row of the same
+        # page.  VACUUM (FULL) cannot run in a transaction, so its lock_timeout would have to be a
+        # setting of the connection.  A pooler may give that connection, with this setting, to other
+        # clients.  CLUSTER also rewrites the table, and can run in a transaction.
+        name = table.name
+        key = connection.scalar(_PRIMARY_KEY, {"name": name})
+        if key is None:
+            return f"{name} has no primary key"
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_wait}s'").close()
+        try:
+            connection.exec_driver_sql(f"CLUSTER {name} USING {key}").close()
+            connection.exec_driver_sql(f"ALTER TABLE {name} SET WITHOUT CLUSTER").close()
+            connection.commit()
+            return ""
+        except sa.exc.DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) != _NOT_ALLOWED:
+                raise
+        connection.rollback()
+        return f"this account is not allowed to rewrite {name}; the owner of the table is allowed"
 
-def any_text(data: bytes) -> str:
-    """Decode text from SQLite, even if the text is not UTF-8.
 
-    This function is the `text_factory` of our SQLite connections.  SQLite stores text in any
-    column, so an attacker may have written text into a binary column.  The default decoder would
-    raise an error that quotes this text.  With this function, the text is read, and our own checks
-    reject the row.
-    """
-    return data.decode("utf-8", "backslashreplace")
+class _MySql(Dialect):
+    commits_each_table = True
+    current_database = "DATABASE()"
+
+    def begin_snapshot(self, connection: sa.Connection) -> None:
+        text = "START TRANSACTION WITH CONSISTENT SNAPSHOT, READ ONLY"
+        connection.exec_driver_sql(text).close()
+
+    @contextmanager
+    def exclusively(self, connection: sa.Connection) -> Iterator[None]:
+        if self.locks_per_node(connection):  # there, MariaDB rejects GET_LOCK
+            yield
+            connection.commit()
+            return
+        name = sa.func.concat("secure_sessions.", sa.func.md5(sa.func.database()))
+        connection.execute(sa.select(sa.func.get_lock(name, _LOCK_TIMEOUT)))
+        try:
+            yield
+            connection.commit()
+        finally:
+            connection.execute(sa.select(sa.func.release_lock(name)))
+
+    def locks_per_node(self, connection: sa.Connection) -> bool:
+        return connection.exec_driver_sql(_LOCKS_PER_NODE).first() is not None
+
+    def check_sizes(self, connection: sa.Connection, rows: Rows) -> None:
+        # If a packet is too large, the server closes the connection and does not say why.
+        values = (value for row in rows for value in row.values())
+        size = max((len(value) for value in values if isinstance(value, bytes)), default=0)
+        if size <= _LARGE:
+            return
+        limit = connection.scalar(sa.text("SELECT @@max_allowed_packet"))
+        # A packet also contains the driver's escape characters (up to 4% of the value) and the rest
+        # of the statement.
+        if limit is not None and size + size // 25 + _PACKET_REST > limit:
+            raise ConfigurationError(
+                f"a value of {size} bytes does not fit into one packet of the database server: "
+                f"raise its max_allowed_packet, which is {limit} bytes"
+            )
+
+    def reject_long_values(self, connection: sa.Connection) -> None:
+        text = "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')"
+        connection.exec_driver_sql(text).close()
+
+    def use_transactions(self, table: sa.Table) -> None:
+        # If this option were in the definition of the table, SQLAlchemy would import its dialects
+        # of MySQL each time the tables are imported.
+        table.kwargs["mysql_engine"] = table.kwargs["mariadb_engine"] = "InnoDB"
+
+    def kill_statement(self, driver: Any) -> str | None:
+        # The server would continue a query after the client has closed the connection.
+        return f"KILL QUERY {int(driver.thread_id())}"
+
+    def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
+        if not connection.scalar(sa.text("SELECT @@innodb_file_per_table")):
+            return "the table shares its file with other tables: innodb_file_per_table is off"
+        statement = f"OPTIMIZE TABLE {table.name}"
+        if getattr(connection.dialect, "is_mariadb", False):
+            rows = connection.exec_driver_sql(f"{statement} WAIT {lock_wait}").all()
+        else:
+            # MySQL cannot limit the wait of this one statement: OPTIMIZE accepts neither WAIT nor
+            # the hint SET_VAR.  If this process is killed, a pooler may give the connection to
+            # another client with the changed setting.  This is harmless: that client waits at most
+            # *lock_wait* seconds for the lock of a whole table.
+            show, change = "SELECT @@lock_wait_timeout", "SET lock_wait_timeout = {}"
+            with _setting(connection, show, change, lock_wait):
+                rows = connection.exec_driver_sql(statement).all()
+        said = {kind.lower(): text for _table, _operation, kind, text in rows}
+        return "" if said.get("status") == "OK" else f"the database: {said.get('error', said)}"
 
 
 @contextmanager
-def taking_any_text(connection: sa.Connection) -> Iterator[None]:
-    """Use `any_text` on a SQLite connection during the block.
+def _setting(connection: sa.Connection, show: str, change: str, value: object) -> Iterator[None]:
+    """Change a setting of *connection* during the block, and restore the old value afterwards.
 
-    The connection may belong to the application, so its previous `text_factory` is restored after
-    the block.
+    *show* is the statement that reads the setting.  *change* is the statement that sets it, with
+    `{}` for the value.
     """
-    if connection.dialect.name != "sqlite":
-        yield
-        return
-    driver: Any = connection.connection.driver_connection
-    text_factory = driver.text_factory
-    driver.text_factory = any_text
+    before = connection.exec_driver_sql(show).scalar()
+    connection.exec_driver_sql(change.format(value)).close()
     try:
         yield
     finally:
-        driver.text_factory = text_factory
+        if not connection.invalidated:
+            connection.exec_driver_sql(change.format(before)).close()
+
+
+SQLITE = _Sqlite("sqlite")
+_DIALECTS = {
+    "sqlite": SQLITE,
+    "postgresql": _PostgreSql("postgresql"),
+    "mysql": _MySql("mysql"),
+    "mariadb": _MySql("mysql"),
+}
+
+
+def dialect_of(connection: Any) -> Dialect:
+    """Return the dialect of a SQLAlchemy connection or engine."""
+    name = connection.dialect.name
+    return _DIALECTS.get(name) or Dialect(name)

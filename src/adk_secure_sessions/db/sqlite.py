@@ -32,7 +32,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
-from adk_secure_sessions.db.dialects import any_text, sqlite_sql, taking_any_text
+from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
 from adk_secure_sessions.db.failures import meaning, overdue, write_timeout
 from adk_secure_sessions.db.protocol import (
     Conflict,
@@ -673,7 +673,7 @@ def _run_on_engine(engine: sa.Engine, file: OpenFile, job: Job) -> _Outcome:
             file.check()  # the pool may have opened the connection long ago
             if job.commit:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
-            with taking_any_text(connection):
+            with SQLITE.decoding(connection, any_text):
                 result = _read(job, job.work, connection) if job.reads else job.work(connection)
             if job.commit:
                 file.check()

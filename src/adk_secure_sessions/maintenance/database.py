@@ -11,7 +11,7 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
-from adk_secure_sessions.db.dialects import has_table, locks_per_node
+from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import packing
@@ -283,16 +283,6 @@ class Database(KeyMaterial, ClosedByWith):
         return await open_existing(self.executors, self.backends, known)
 
 
-def see_what_is_committed(connection: sa.Connection) -> None:
-    """Set the isolation level READ COMMITTED; call this at the start of a transaction.
-
-    Each statement of the transaction then sees the changes that other transactions had committed
-    when the statement began.  On SQLite, this function does nothing.
-    """
-    if connection.dialect.name in ("postgresql", "mysql", "mariadb"):
-        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
-
-
 _ANY_RECORD = (
     sa.select(audit_records.c.number)
     .limit(sa.literal_column("1", sa.Integer))
@@ -308,7 +298,7 @@ def claim(connection: sa.Connection, *names: str) -> None:
     or this transaction does.  On other databases, which need no claims, this function does nothing.
     See `db.protocol.Claim`.
     """
-    if locks_per_node(connection):
+    if dialect_of(connection).locks_per_node(connection):
         rows = [{"name": name, "value": ""} for name in names]
         remove = sa.delete(meta).where(meta.c.name.in_(names))
         connection.execute(remove)  # an attacker may have stored such rows

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.dialects import dialect_of
+
 
 class Description(NamedTuple):
     """What identifies a database to a person.
@@ -30,16 +32,12 @@ def describe(
     *updated_at* is the name of the column with the times, and *where* are conditions on the rows.
     The attribute `updated_at` of the result is as the database returns it.
     """
-    kind = connection.dialect.name
+    dialect = dialect_of(connection)
     # Ask the server for the name: a pooler may have another name for the database.
-    names = {
-        "sqlite": "file FROM pragma_database_list WHERE name = 'main'",
-        "postgresql": "current_database()",
-    }
-    name = connection.exec_driver_sql(f"SELECT {names.get(kind, 'DATABASE()')}").scalar()
+    name = connection.exec_driver_sql(f"SELECT {dialect.current_database}").scalar()
     if isinstance(name, bytes):  # while google-adk's tables are read, SQLite returns bytes
         name = name.decode(errors="backslashreplace")
-    server = None if kind == "sqlite" else _server(connection.engine.url)
+    server = _server(connection.engine.url) if dialect.is_server else None
     number, last = 0, None
     if table is not None:
         query = sa.select(sa.func.count(), sa.func.max(table.c[updated_at])).select_from(table)

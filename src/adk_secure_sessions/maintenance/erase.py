@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
-from adk_secure_sessions.db.dialects import has_table, locks_per_node, run_triggers_at_once
+from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
-from adk_secure_sessions.maintenance.clearing import clear, overwrite_deleted
-from adk_secure_sessions.maintenance.database import Database, Limits, see_what_is_committed
+from adk_secure_sessions.maintenance.clearing import clear
+from adk_secure_sessions.maintenance.database import Database, Limits
 from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.storage.bindings import identify
 from adk_secure_sessions.storage.schema import (
@@ -204,6 +204,7 @@ class _Deletion:
         self._users: set[int] = set()  # row ids
         self._sessions: set[_SessionKey] = set()
         self._connection = connection
+        self._dialect = dialect_of(connection)
         self._tag = erasing.tag
         self._dry_run = erasing.dry_run
         self._has_index = has_table(connection, indexed)
@@ -220,12 +221,12 @@ class _Deletion:
             DatabaseError: Rows are still there after `_MOST_PASSES` passes.  A trigger or a rule
                 can undo a deletion without an error.
         """
-        see_what_is_committed(self._connection)
+        self._dialect.see_what_is_committed(self._connection)
         if self._dry_run:
             self._pass(steps)
             return
-        run_triggers_at_once(self._connection)
-        overwrite_deleted(self._connection)
+        self._dialect.run_triggers_at_once(self._connection)
+        self._dialect.overwrite_deleted(self._connection)
         for _ in range(_MOST_PASSES):
             before = self.counts.total()
             self._pass(steps)
@@ -291,7 +292,7 @@ class _Deletion:
             found = list(self._sessions)  # `_count` also counts what was left of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
         self._delete(witnesses, witnesses.c.tag == self._tag)
-        if not self._dry_run and locks_per_node(self._connection):
+        if not self._dry_run and self._dialect.locks_per_node(self._connection):
             # If another node imports the user for the first time, this user has no rows here yet.
             # Write a row that the import writes, too, so that only one of the two can commit.
             row = {"tag": self._tag, "number": 0, "seal": b""}
@@ -343,8 +344,9 @@ class _Deletion:
             # A service may have locked a session, and now wait for the user's row.  To wait for
             # this session would be a deadlock.  NOWAIT fails at once, while PostgreSQL takes a
             # second to detect the deadlock.
-            kind, again = self._connection.dialect.name, self.counts[users.name]
-            query = query.with_for_update(nowait=kind == "postgresql" and again > 0)
+            again = self.counts[users.name] > 0
+            nowait = again and not self._dialect.detects_deadlocks_at_once
+            query = query.with_for_update(nowait=nowait)
         found = []
         for row_id, tag, base_revision in self._connection.execute(query):
             found.append(_SessionKey(row_id, tag))

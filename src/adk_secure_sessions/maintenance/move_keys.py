@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.db.dialects import exclusively
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import (
     Executor,
     Parameters,
@@ -47,8 +47,8 @@ from adk_secure_sessions.keys.keyring import (
     check_row_count,
     open_keyring,
 )
-from adk_secure_sessions.maintenance.clearing import overwrite_deleted, rewrite
-from adk_secure_sessions.maintenance.database import Database, claim, see_what_is_committed
+from adk_secure_sessions.maintenance.clearing import rewrite
+from adk_secure_sessions.maintenance.database import Database, claim
 from adk_secure_sessions.maintenance.engine import (
     Meter,
     Progress,
@@ -557,7 +557,7 @@ def _fingerprint_now(connection: sa.Connection) -> _Fingerprint:
 
 def _reject_memory(connection: sa.Connection) -> None:
     """Raise ConfigurationError if the key database is a SQLite database in memory."""
-    if connection.dialect.name != "sqlite":
+    if dialect_of(connection).is_server:
         return
     for _, name, file in connection.exec_driver_sql("PRAGMA database_list"):
         if name == "main" and not file:
@@ -600,13 +600,10 @@ def _claim(run: str, holds: str | None, connection: sa.Connection) -> None:
 
 def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
     """Prepare a transaction that changes keys, and lock the keys against other processes."""
-    see_what_is_committed(connection)
-    overwrite_deleted(connection)
-    if connection.dialect.name == "postgresql":
-        # Wait for open transactions that store a data key, so that this transaction sees the key.
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_wait}s'").close()
-        tables = f"{data_keys.name}, {keyring.name}"
-        connection.exec_driver_sql(f"LOCK TABLE {tables} IN EXCLUSIVE MODE").close()
+    dialect_of(connection).see_what_is_committed(connection)
+    dialect_of(connection).overwrite_deleted(connection)
+    # Wait for open transactions that store a data key, so that this transaction sees the key.
+    dialect_of(connection).lock_tables(connection, data_keys, keyring, timeout=lock_wait)
     claim(connection, *KEYRING_CLAIMS)
     connection.execute(sa.select(keyring.c.id).with_for_update()).all()
 
@@ -630,8 +627,8 @@ def _prepare_key_database(
     Raises:
         SecureSessionError: The key database has changed since *expected* was read.
     """
-    overwrite_deleted(connection)
-    with exclusively(connection):
+    dialect_of(connection).overwrite_deleted(connection)
+    with dialect_of(connection).exclusively(connection):
         found = look(connection)
         if found.meta.get(_RUN) == marks[_RUN]:
             return
@@ -691,7 +688,7 @@ def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
         SecureSessionError: The row `holds` of `secure_meta` does not say that the valid keys are in
             the key database: another run has moved the keys.
     """
-    overwrite_deleted(connection)
+    dialect_of(connection).overwrite_deleted(connection)
     if _marks(connection).get(HOLDS) != Part.DATA.value:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
     # Store the id of this run, so that a concurrent run in the other direction ends with an error.
@@ -743,8 +740,8 @@ def _prepare_data_database(
     run: str, masters: list[MasterKeyRow], connection: sa.Connection
 ) -> None:
     """Create the tables of the keys in the data database, with *masters* as the only keys."""
-    overwrite_deleted(connection)
-    with exclusively(connection):
+    dialect_of(connection).overwrite_deleted(connection)
+    with dialect_of(connection).exclusively(connection):
         metadata.create_all(connection, tables=KEY_TABLES)
         stored = _marks(connection)
         _require_run(run, stored)
@@ -766,7 +763,7 @@ def _switch_to_data_database(
             `moving`, so services do not start yet.
         connection: The connection to the data database.
     """
-    see_what_is_committed(connection)
+    dialect_of(connection).see_what_is_committed(connection)
     stored = _marks(connection)
     _require_run(run, stored)
     if HOLDS not in stored:
@@ -782,7 +779,7 @@ def _switch_to_data_database(
 
 def _delete_keys_and_marks(run: str, connection: sa.Connection) -> None:
     """Empty the key database, whose keys are in the data database now."""
-    overwrite_deleted(connection)
+    dialect_of(connection).overwrite_deleted(connection)
     stored = _marks(connection)
     if not stored:
         return

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.records import pack, unpack
 from adk_secure_sessions.keys.data_keys import (
@@ -19,7 +20,7 @@ from adk_secure_sessions.keys.data_keys import (
     unwrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.database import Database, claim, see_what_is_committed
+from adk_secure_sessions.maintenance.database import Database, claim
 from adk_secure_sessions.maintenance.engine import (
     Meter,
     Progress,
@@ -331,7 +332,7 @@ def _retire_beside_data(
 ) -> _OlderKeys:
     """Delete the unused data keys of *owner*, if they are in the same database as the records."""
     query = DATA_KEYS.where(data_keys.c.owner == owner)
-    see_what_is_committed(connection)
+    dialect_of(connection).see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
     # FOR UPDATE waits for services that have locked a key because they write with it (`HOLD_KEY`).
     found = connection.execute(query if dry_run else query.with_for_update())
@@ -429,7 +430,7 @@ def _find_headers(owner: bytes, dry_run: bool, connection: sa.Connection) -> Hea
 
     Except in a dry run, lock the owner's row.
     """
-    see_what_is_committed(connection)
+    dialect_of(connection).see_what_is_committed(connection)
     row = _owner_row(owner, dry_run, connection)
     return None if row is None else _count_headers(owner, row, connection)
 
@@ -531,12 +532,11 @@ def _retire_masters(
         wrapped: The result of `_count_wrapped`.  If it is None, all data masters are kept.
         connection: The connection, in a transaction.
     """
-    see_what_is_committed(connection)
+    dialect_of(connection).see_what_is_committed(connection)
     if not dry_run:
         claim(connection, *KEYRING_CLAIMS)
-    if connection.dialect.name == "postgresql" and not dry_run:
         # Wait for open transactions that store a data key: one of the masters may wrap that key.
-        connection.execute(sa.text(f"LOCK TABLE {data_keys.name} IN SHARE MODE"))
+        dialect_of(connection).lock_tables(connection, data_keys)
     found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
     stored = [MasterKeyRow(*row) for row in found]
     rows = [row for row in known.values() if row.purpose == DATA]

@@ -8,8 +8,8 @@ converts the rows.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import tzinfo
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
@@ -419,7 +420,7 @@ class _Reader:
 
         def run_in_snapshot(connection: sa.Connection) -> T:
             with taking_bytes(connection):
-                _begin(connection)
+                dialect_of(connection).begin_snapshot(connection)
                 return work(connection)
 
         return await repeated(lambda: self._executor.define(run_in_snapshot, commit=False))
@@ -447,36 +448,10 @@ def _read_only(db_url: str | sa.URL) -> str | sa.URL:
     return url.set(database=file_uri(path.absolute()), query=query)
 
 
-@contextmanager
-def taking_bytes(connection: sa.Connection) -> Iterator[None]:
+def taking_bytes(connection: sa.Connection) -> AbstractContextManager[None]:
     """Make the driver of SQLite return texts as bytes during the block.
 
     `adk_rows` decodes ids, and parses JSON from bytes.  If the driver decoded the texts, content
     that is not UTF-8 would make the query of a whole batch fail, not only of one session.
     """
-    if connection.dialect.name != "sqlite":
-        yield
-        return
-    driver: Any = connection.connection.driver_connection
-    text_factory = driver.text_factory
-    driver.text_factory = bytes
-    try:
-        yield
-    finally:
-        driver.text_factory = text_factory
-
-
-def _begin(connection: sa.Connection) -> None:
-    """Begin a transaction whose queries all read the same state of the database.
-
-    The executor rolls the transaction back.
-    """
-    dialect = connection.dialect.name
-    if dialect == "sqlite":
-        driver: Any = connection.connection.driver_connection
-        if not driver.in_transaction:
-            connection.exec_driver_sql("BEGIN")
-    elif dialect == "postgresql":
-        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-    else:
-        connection.exec_driver_sql("START TRANSACTION WITH CONSISTENT SNAPSHOT, READ ONLY")
+    return dialect_of(connection).decoding(connection, bytes)

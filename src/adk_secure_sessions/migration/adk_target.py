@@ -27,6 +27,7 @@ from google.adk.sessions.schemas import v1
 from sqlalchemy.dialects.postgresql import JSONB
 
 from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import UniqueViolation
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
@@ -506,11 +507,7 @@ class AdkTarget(ClosedByWith):
         taken = False
 
         def strictly(connection: sa.Connection) -> T:
-            if connection.dialect.name == "mysql":
-                # Without a strict mode, MySQL cuts off values that are too long.
-                connection.exec_driver_sql(
-                    "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')"
-                ).close()
+            dialect_of(connection).reject_long_values(connection)
             return work(connection)
 
         async def attempt() -> T | None:

@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.clearing import rewrite
-from adk_secure_sessions.maintenance.database import see_what_is_committed
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
     TABLE_NAMES,
@@ -199,7 +199,7 @@ class _Eraser:
 
         def in_transaction(connection: sa.Connection) -> T:
             with taking_bytes(connection):
-                see_what_is_committed(connection)
+                dialect_of(connection).see_what_is_committed(connection)
                 return work(connection)
 
         return await repeated(lambda: self._writer.define(in_transaction, commit=True), writes=True)

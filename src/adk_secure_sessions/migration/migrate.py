@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.maintenance import Database, Progress, init
@@ -292,8 +293,10 @@ class _Run:
     async def _workers(self) -> Workers:
         if self._target is None:
             return Workers(_IMPORTS, _IMPORT_BYTES)
-        kind = await self._db.executor.define(lambda made: made.dialect.name, commit=False)
-        number = _IMPORTS_ON_SQLITE if kind == "sqlite" else _IMPORTS
+        is_server = await self._db.executor.define(
+            lambda made: dialect_of(made).is_server, commit=False
+        )
+        number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
         return Workers(number, _IMPORT_BYTES)
 
     async def _entries(self, listed: Sequence[SourceSession]) -> Sequence[Entry]:

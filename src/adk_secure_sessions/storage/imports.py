@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -650,14 +651,9 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
       waits until that import has ended.  On a cluster, the erasure also writes a version witness
       that does not exist, so that it conflicts with an import on another node.
     """
-    if connection.dialect.name == "postgresql":
-        # While LOCK TABLE waits for running imports, later imports wait for LOCK TABLE.  If it
-        # waits longer than `_LOCK_WAIT`, it fails, and the later imports run.  The caller then
-        # repeats the transaction.
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT}s'").close()
-        connection.exec_driver_sql(
-            f"LOCK TABLE {migrated.name} IN SHARE ROW EXCLUSIVE MODE"
-        ).close()
+    # While this waits for running imports, later imports wait for this.  If it waits longer than
+    # `_LOCK_WAIT`, it fails, and the later imports run.  The caller then repeats the transaction.
+    dialect_of(connection).lock_tables(connection, migrated, timeout=_LOCK_WAIT)
     has_tag = migrated.c.tag == tombstone.tag
     if connection.scalar(sa.select(sa.func.count()).select_from(migrated).where(has_tag)):
         # A tombstone forbids all imports of the user, so it may replace any row, even one that was

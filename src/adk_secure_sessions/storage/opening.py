@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import record_new_key
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.db.dialects import already_exists, exclusively, has_table
+from adk_secure_sessions.db.dialects import already_exists, dialect_of, has_table
 from adk_secure_sessions.db.failures import meaning
 from adk_secure_sessions.db.protocol import Conflict, Executor, Executors
 from adk_secure_sessions.errors import (
@@ -498,9 +498,9 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
             not create it.
     """
     table = _TABLE_OF[feature]
-    kind = {"mariadb": "mysql"}.get(connection.dialect.name, connection.dialect.name)
-    advice = f"run the statement of docs/sql/{kind}-{feature}.sql"
-    with exclusively(connection):
+    dialect = dialect_of(connection)
+    advice = f"run the statement of docs/sql/{dialect.name}-{feature}.sql"
+    with dialect.exclusively(connection):
         if has_table(connection, table):
             return
         if not may_create:
@@ -983,7 +983,7 @@ def _establish(
     fresh: list[MasterKeyRow],
     connection: sa.Connection,
 ) -> None:
-    with exclusively(connection):
+    with dialect_of(connection).exclusively(connection):
         if look(connection) != expected:
             return
         if part.missing(expected) and not create_tables_of(part.tables, connection):
@@ -1008,8 +1008,7 @@ def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> b
     but not on every database.
     """
     # MySQL and MariaDB commit each CREATE TABLE, so there, the tables can be created one by one.
-    commits_each = connection.dialect.name in ("mysql", "mariadb")
-    for _ in tables if commits_each else tables[:1]:
+    for _ in tables if dialect_of(connection).commits_each_table else tables[:1]:
         try:
             metadata.create_all(connection, tables=tables)
             return True

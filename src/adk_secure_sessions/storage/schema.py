@@ -30,6 +30,7 @@ from sqlalchemy import (
     event,
 )
 
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 
 FORMAT_VERSION = 2
@@ -208,14 +209,8 @@ def _store_external(table: Table) -> None:
         event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
-def _use_innodb(table: Table, connection: Connection, **_: object) -> None:
-    """Create *table* in InnoDB: the server's default engine may have no transactions.
-
-    If this option were in the definition of the table, SQLAlchemy would import its dialects of
-    MySQL each time this module is imported.
-    """
-    if connection.dialect.name in ("mysql", "mariadb"):
-        table.kwargs[f"{connection.dialect.name}_engine"] = "InnoDB"
+def _use_transactions(table: Table, connection: Connection, **_: object) -> None:
+    dialect_of(connection).use_transactions(table)
 
 
 # `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.
@@ -227,7 +222,7 @@ FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
 
 for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
     _store_external(_table)
-    event.listen(_table, "before_create", _use_innodb)
+    event.listen(_table, "before_create", _use_transactions)
 
 _RANDOM_BITS = 21
 _lock = Lock()
