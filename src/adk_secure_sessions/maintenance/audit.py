@@ -26,9 +26,10 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, first_rows
 from adk_secure_sessions.maintenance.problems import Problem, Problems
-from adk_secure_sessions.storage.opening import AUDIT, FEATURES
+from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage.opening import AUDIT
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
-from adk_secure_sessions.storage.schema import audit_records, meta
+from adk_secure_sessions.storage.schema import audit_records
 
 UNLISTED = (
     f"{audit_records.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "
@@ -313,7 +314,7 @@ class _Trail:
     async def check_feature(self) -> None:
         """Report rows in the table of a database whose features do not list the trail."""
         if await is_unlisted(self._db):
-            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, UNLISTED)
+            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED)
 
     async def check_types(self) -> None:
         """Report rows that no query for a chain finds, because their key has another type."""

@@ -56,14 +56,9 @@ from adk_secure_sessions.maintenance.engine import (
     ranges,
     select_data_keys,
 )
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.opening import (
-    DATABASE_ID,
-    FEATURES,
-    FORMAT,
-    HOLDS,
-    MIGRATION_MARK,
     MOVING,
-    PLAINTEXT,
     WRAPPER,
     Part,
     Survey,
@@ -83,7 +78,6 @@ from adk_secure_sessions.storage.schema import (
     audit_records,
     data_keys,
     keyring,
-    meta,
     metadata,
 )
 from adk_secure_sessions.storage.unit_of_work import empty_caches, repeated
@@ -95,7 +89,7 @@ KeyPlace: TypeAlias = Literal["key-db", "db"]
 # stops.
 _RUN = "move"
 # The names of the rows of `secure_meta` that are only in the database that has the keys.
-_BESIDE_KEYS = (FEATURES, MIGRATION_MARK)
+_BESIDE_KEYS = (meta.FEATURES, meta.MIGRATION_MARK)
 # The name that each transaction claims, on a cluster, so that a run whose node is behind cannot
 # write after another run has begun.
 _CLAIM = "claim.move"
@@ -221,11 +215,11 @@ class _Move:
         await self._check_target(data, keys, opened)
         await self._db.change(partial(_claim, self._run, None))
         await self._count(self._db.read)
-        names = (FORMAT, DATABASE_ID, PLAINTEXT, MIGRATION_MARK)
+        names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         marks = {name: data.meta[name] for name in names if name in data.meta}
         features = stored_features(data) | {MOVING}
-        marks[FEATURES] = feature_mark(opened.index, opened.database_id, features)
-        marks |= {HOLDS: Part.KEYS.value or "", _RUN: self._run}
+        marks[meta.FEATURES] = feature_mark(opened.index, opened.database_id, features)
+        marks |= {meta.HOLDS: Part.KEYS.value or "", _RUN: self._run}
         await self._db.change_keys(partial(_prepare_key_database, keys, marks, data.keyring))
         await self._copy(self._db.read, self._db.change_keys)
         copy = await _fingerprint_of(self._db.read_keys)
@@ -287,7 +281,7 @@ class _Move:
         await self._db.change_keys(
             partial(
                 _end,
-                keys.meta[FEATURES],
+                keys.meta[meta.FEATURES],
                 feature_mark(opened.index, opened.database_id, features - {MOVING}),
             )
         )
@@ -317,7 +311,7 @@ class _Move:
         mark = feature_mark(opened.index, opened.database_id, features | {MOVING})
         if not is_parked:
             work = partial(
-                _park, self._run, keys.keyring, keys.meta[FEATURES], mark, self._lock_wait
+                _park, self._run, keys.keyring, keys.meta[meta.FEATURES], mark, self._lock_wait
             )
             await self._db.change_keys(work)
             empty_caches()
@@ -325,8 +319,8 @@ class _Move:
         await self._copy(self._db.read_keys, self._db.change)
         original = await _fingerprint_of(self._db.read_keys)
         found = (await self._survey_keys()).meta
-        names = (PLAINTEXT, MIGRATION_MARK)
-        marks = {FEATURES: mark} | {name: found[name] for name in names if name in found}
+        names = (meta.PLAINTEXT, meta.MIGRATION_MARK)
+        marks = {meta.FEATURES: mark} | {name: found[name] for name in names if name in found}
         await self._db.change(partial(_switch_to_data_database, self._run, original, marks))
         data, keys = await self._survey_data(), await self._survey_keys()
         return await self._end_in_data_database(data, keys, resumed=is_parked)
@@ -352,7 +346,7 @@ class _Move:
             await self._db.change_keys(partial(_delete_keys_and_marks, self._run))
         obstacles = await self._clear(self._db.key_executor, keys)
         mark = feature_mark(opened.index, opened.database_id, features - {MOVING})
-        await self._db.change(partial(_end, data.meta[FEATURES], mark))
+        await self._db.change(partial(_end, data.meta[meta.FEATURES], mark))
         return await self._result("db", self._db.read, resumed, obstacles)
 
     async def _check_old_place(
@@ -569,15 +563,7 @@ def _reject_memory(connection: sa.Connection) -> None:
 def _marks(connection: sa.Connection) -> dict[str, str]:
     """Lock the rows of `secure_meta`, and return their values by name."""
     claim(connection, _CLAIM)
-    query = sa.select(meta.c.name, meta.c.value).with_for_update()
-    return {row.name: row.value for row in connection.execute(query)}
-
-
-def _set(connection: sa.Connection, name: str, value: str | None) -> None:
-    """Set the row *name* of `secure_meta`, or delete it if *value* is None."""
-    connection.execute(sa.delete(meta).where(meta.c.name == name))
-    if value is not None:
-        connection.execute(sa.insert(meta).values(name=name, value=value))
+    return meta.read_all(connection, lock=True)
 
 
 def _require_run(run: str, stored: dict[str, str]) -> None:
@@ -593,9 +579,9 @@ def _claim(run: str, holds: str | None, connection: sa.Connection) -> None:
         SecureSessionError: The row `holds` of `secure_meta` has another value than *holds*, so
             another run has moved the keys.
     """
-    if _marks(connection).get(HOLDS) != holds:
+    if _marks(connection).get(meta.HOLDS) != holds:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
-    _set(connection, _RUN, run)
+    meta.put(connection, _RUN, run)
 
 
 def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
@@ -636,9 +622,9 @@ def _prepare_key_database(
             raise SecureSessionError(_CHANGED, retryable=True)
         metadata.create_all(connection, tables=KEY_TABLES)
         _delete_all_keys(connection)
-        connection.execute(sa.delete(meta))
-        new = [{"name": name, "value": value} for name, value in marks.items()]
-        connection.execute(sa.insert(meta), new)
+        meta.remove_all(connection)
+        for name, value in marks.items():
+            meta.put(connection, name, value)
         connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
 
 
@@ -669,13 +655,13 @@ def _switch_to_key_database(
     _lock_keys(lock_wait, connection)
     stored = _marks(connection)
     _require_run(run, stored)
-    if stored.get(HOLDS) == Part.DATA.value:
+    if stored.get(meta.HOLDS) == Part.DATA.value:
         return
     if {name: stored.get(name) for name in marks} != marks or _fingerprint_now(connection) != copy:
         raise SecureSessionError(_CHANGED, retryable=True)
     for name in marks:
-        _set(connection, name, None)
-    _set(connection, HOLDS, Part.DATA.value)
+        meta.put(connection, name, None)
+    meta.put(connection, meta.HOLDS, Part.DATA.value)
     # If the numbers differ, another process has stored a key since the comparison above.
     if _delete_all_keys(connection) != copy[:2]:
         raise SecureSessionError(_CHANGED, retryable=True)
@@ -689,11 +675,11 @@ def _delete_inert_keys(run: str, connection: sa.Connection) -> None:
             the key database: another run has moved the keys.
     """
     dialect_of(connection).overwrite_deleted(connection)
-    if _marks(connection).get(HOLDS) != Part.DATA.value:
+    if _marks(connection).get(meta.HOLDS) != Part.DATA.value:
         raise SecureSessionError(_OVERLAPPED, retryable=True)
     # Store the id of this run, so that a concurrent run in the other direction ends with an error.
     # Otherwise, that run could make the keys valid that are deleted here.
-    _set(connection, _RUN, run)
+    meta.put(connection, _RUN, run)
     present = set(sa.inspect(connection).get_table_names())
     for table in (keyring, data_keys):
         if table.name in present:
@@ -727,12 +713,12 @@ def _park(
     _lock_keys(lock_wait, connection)
     stored = _marks(connection)
     _require_run(run, stored)
-    if stored.get(FEATURES) == moving:
+    if stored.get(meta.FEATURES) == moving:
         return
     found = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
-    if stored.get(FEATURES) != features or found != set(masters):
+    if stored.get(meta.FEATURES) != features or found != set(masters):
         raise SecureSessionError(_CHANGED, retryable=True)
-    _set(connection, FEATURES, moving)
+    meta.put(connection, meta.FEATURES, moving)
     connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
 
 
@@ -745,7 +731,7 @@ def _prepare_data_database(
         metadata.create_all(connection, tables=KEY_TABLES)
         stored = _marks(connection)
         _require_run(run, stored)
-        if stored.get(HOLDS) != Part.DATA.value:
+        if stored.get(meta.HOLDS) != Part.DATA.value:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
         _delete_all_keys(connection)
         connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
@@ -766,15 +752,15 @@ def _switch_to_data_database(
     dialect_of(connection).see_what_is_committed(connection)
     stored = _marks(connection)
     _require_run(run, stored)
-    if HOLDS not in stored:
+    if meta.HOLDS not in stored:
         return
     if _fingerprint_now(connection) != original:
         raise SecureSessionError(_CHANGED, retryable=True)
     for name in _BESIDE_KEYS:
-        _set(connection, name, None)
+        meta.put(connection, name, None)
     for name, value in marks.items():
-        _set(connection, name, value)
-    _set(connection, HOLDS, None)
+        meta.put(connection, name, value)
+    meta.put(connection, meta.HOLDS, None)
 
 
 def _delete_keys_and_marks(run: str, connection: sa.Connection) -> None:
@@ -785,7 +771,7 @@ def _delete_keys_and_marks(run: str, connection: sa.Connection) -> None:
         return
     _require_run(run, stored)
     _delete_all_keys(connection)
-    connection.execute(sa.delete(meta))
+    meta.remove_all(connection)
 
 
 def _end(old: str | None, new: str | None, connection: sa.Connection) -> None:
@@ -795,8 +781,8 @@ def _end(old: str | None, new: str | None, connection: sa.Connection) -> None:
         SecureSessionError: The row `features` is neither *old* nor *new*.
     """
     stored = _marks(connection)
-    if old is not None and stored.get(FEATURES) != new:
-        if stored.get(FEATURES) != old:
+    if old is not None and stored.get(meta.FEATURES) != new:
+        if stored.get(meta.FEATURES) != old:
             raise SecureSessionError(_CHANGED, retryable=True)
-        _set(connection, FEATURES, new)
-    _set(connection, _RUN, None)
+        meta.put(connection, meta.FEATURES, new)
+    meta.put(connection, _RUN, None)

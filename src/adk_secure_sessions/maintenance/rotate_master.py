@@ -39,9 +39,9 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
-from adk_secure_sessions.storage.opening import DATABASE_ID
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.queries import KEYRING_CLAIMS
-from adk_secure_sessions.storage.schema import data_keys, keyring, meta
+from adk_secure_sessions.storage.schema import data_keys, keyring
 
 
 class MasterRotation(NamedTuple):
@@ -226,8 +226,7 @@ def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Conne
     If the database has another id now, `separate` has replaced it, and nothing is added: *row* is
     bound to *database_id*, so nobody could open the database any more.
     """
-    query = sa.select(meta.c.value).where(meta.c.name == DATABASE_ID).with_for_update()
-    is_separated = connection.scalar(query) != database_id.hex()
+    is_separated = meta.read(connection, meta.DATABASE_ID, lock=True) != database_id.hex()
     number = connection.scalar(sa.select(sa.func.count()).select_from(keyring))
     if number == known and not is_separated:
         connection.execute(sa.insert(keyring).values(row._asdict()))

@@ -31,12 +31,11 @@ from adk_secure_sessions.maintenance.engine import (
     within,
 )
 from adk_secure_sessions.maintenance.problems import Problems
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.opening import Survey
 from adk_secure_sessions.storage.queries import DATA_KEYS
-from adk_secure_sessions.storage.schema import data_keys, keyring, meta
+from adk_secure_sessions.storage.schema import data_keys, keyring
 
-# The name of a checkpoint in `secure_meta` is this prefix, followed by the name of the rotation.
-PREFIX = "rotation."
 _PASSES = 3  # the maximum number of passes of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
@@ -141,7 +140,7 @@ class Checkpoints:
 
     def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
         self._db = db
-        self._name = f"{PREFIX}{name}"
+        self._name = f"{meta.ROTATION}{name}"
         self._dry_run = dry_run
         self.resumed: bool = False
 
@@ -173,7 +172,7 @@ class Checkpoints:
         """
         if self._dry_run:
             return
-        rows = await self._db.read(_CHECKPOINT, {"name": self._name})
+        rows = await self._db.read(meta.VALUE, {"name": self._name})
         # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
         if any(not _is_of(since, value) for (value,) in rows):
             raise self._overlapped()
@@ -208,7 +207,7 @@ class Checkpoints:
         if since is None or not _is_genuine(await self._index(), self._name, value):
             raise TamperedError(
                 "the checkpoint was modified; begin a new rotation, with --restart or restart=True",
-                table=meta.name,
+                table=meta.TABLE,
                 row=self._name,
             )
         return since
@@ -217,7 +216,7 @@ class Checkpoints:
         return (await self._db.keys()).keyring.index
 
     def _overlapped(self) -> SecureSessionError:
-        name = self._name.removeprefix(PREFIX)
+        name = self._name.removeprefix(meta.ROTATION)
         return SecureSessionError(f"rotation {name}: {OVERLAPPED}")
 
 
@@ -298,9 +297,9 @@ def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[
     *index* authenticates the checkpoints.  It is None if the keyring cannot be unwrapped.
     """
     for name, value in sorted(stored.items()):
-        if str(name).startswith(PREFIX):
+        if str(name).startswith(meta.ROTATION):
             genuine = None if index is None else _is_genuine(index, name, value)
-            yield UnfinishedRotation(str(name).removeprefix(PREFIX), _since(value), genuine)
+            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), _since(value), genuine)
 
 
 def _since(value: object) -> int | None:
@@ -317,7 +316,6 @@ def _is_of(since: int, value: object) -> bool:
 
 # The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.
 _FORM = re.compile(r"(?P<since>0|[1-9][0-9]{0,17}) (?P<mac>[0-9a-f]{32})")
-_CHECKPOINT = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
 
 
 def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
@@ -333,12 +331,9 @@ def _store(name: str, value: str, replaces: bool, connection: sa.Connection) -> 
     If another checkpoint *name* is stored, and *replaces* is False, change nothing and return
     False.
     """
-    query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
-    stored = connection.scalar(query)
-    if stored is not None and not replaces:
-        return bool(stored == value)  # True: an earlier attempt was committed
-    connection.execute(sa.delete(meta).where(meta.c.name == name))
-    connection.execute(sa.insert(meta).values(name=name, value=value))
+    if not replaces:
+        return meta.swap(connection, name, None, value)
+    meta.put(connection, name, value)
     return True
 
 
@@ -348,10 +343,9 @@ def _remove(name: str, since: int, connection: sa.Connection) -> bool:
     If the stored checkpoint belongs to another rotation than the one that began at *since*, change
     nothing and return False.
     """
-    query = sa.select(meta.c.value).where(meta.c.name == name).with_for_update()
-    stored = connection.scalar(query)
+    stored = meta.read(connection, name, lock=True)
     # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
     if stored is not None and not _is_of(since, stored):
         return False
-    connection.execute(sa.delete(meta).where(meta.c.name == name))
+    meta.put(connection, name, None)
     return True

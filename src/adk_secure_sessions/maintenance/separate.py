@@ -28,14 +28,11 @@ from adk_secure_sessions.maintenance.engine import Meter, Progress, count_record
 from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
-from adk_secure_sessions.maintenance.rotation import PREFIX, later_than_all_keys
+from adk_secure_sessions.maintenance.rotation import later_than_all_keys
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.opening import (
-    DATABASE_ID,
-    FEATURES,
     MIGRATION,
-    MIGRATION_MARK,
     SEPARATING,
-    SEPARATION,
     check_features,
     feature_mark,
     half_separated,
@@ -43,7 +40,7 @@ from adk_secure_sessions.storage.opening import (
     stored_features,
     survey_keys,
 )
-from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, meta, migrated
+from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
 from adk_secure_sessions.storage.unit_of_work import repeated
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
@@ -128,11 +125,11 @@ async def _separate(
     if separation is None:
         raise _overtaken()  # this run has begun the separation, and another one has ended it
     stored = (await db.survey()).meta
-    if f"{PREFIX}master" in stored or not opened.masters.keys() - separation.masters:
+    if f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.masters:
         master = await rotate_master(db, **options)  # type: ignore[arg-type]
         if master.left or master.bad:
             return Separated(opened.database_id.hex(), resumed, False, 0, (), master.left)
-    if f"{PREFIX}data" in stored or await _records_left(db, separation.since):
+    if f"{meta.ROTATION}data" in stored or await _records_left(db, separation.since):
         data = await rotate_data(db, **options)  # type: ignore[arg-type]
         if data.left or data.bad:
             kept = len(separation.masters)
@@ -167,7 +164,7 @@ async def _was_overtaken(db: Database) -> bool:
     """
     known = db.unit.database_id
     stored = await repeated(lambda: survey_keys(db.executors))
-    return known is not None and stored.meta.get(DATABASE_ID) != known.hex()
+    return known is not None and stored.meta.get(meta.DATABASE_ID) != known.hex()
 
 
 def _overtaken() -> SecureSessionError:
@@ -196,7 +193,7 @@ async def _begin(db: Database) -> None:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     marks = separation_marks(separation, opened.index, new_id, stored_features(survey))
-    old = (old_id.hex(), survey.meta[FEATURES])
+    old = (old_id.hex(), survey.meta[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, marks, old)
     if not await db.change_keys(work):
         raise SecureSessionError(
@@ -266,35 +263,30 @@ def _store(
     """
     # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
     # while it holds this lock.
-    of_meta = sa.select(meta.c.name, meta.c.value).with_for_update()
-    current = {row.name: row.value for row in connection.execute(of_meta)}
+    current = [meta.read(connection, name, lock=True) for name in (meta.DATABASE_ID, meta.FEATURES)]
     query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
     stored = {MasterKeyRow(*row) for row in connection.execute(query)}
     # An earlier attempt may have been committed, although its connection was lost.
-    if current.get(DATABASE_ID) == marks[DATABASE_ID]:
+    if current[0] == marks[meta.DATABASE_ID]:
         return True
-    if stored != set(old) or (current.get(DATABASE_ID), current.get(FEATURES)) != expected:
+    if stored != set(old) or tuple(current) != expected:
         return False
     for row in new:
         connection.execute(
             sa.update(keyring).where(keyring.c.id == row.id).values(wrapped=row.wrapped)
         )
     for name, value in marks.items():
-        connection.execute(sa.delete(meta).where(meta.c.name == name))
-        connection.execute(sa.insert(meta).values(name=name, value=value))
-    checkpoints = [name for name in current if name.startswith(PREFIX)]
-    connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
+        meta.put(connection, name, value)
+    meta.remove_checkpoints(connection)
     return True
 
 
 def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     """Store the new id in the data database, and delete the original database's checkpoints."""
-    row = sa.update(meta).where(meta.c.name == DATABASE_ID, meta.c.value == old_id)
-    if not connection.execute(row.values(value=new_id)).rowcount:
+    if meta.read(connection, meta.DATABASE_ID, lock=True) != old_id:
         return  # another run has stored the new id, and may have stored checkpoints of its own
-    names = [name for (name,) in connection.execute(sa.select(meta.c.name))]
-    checkpoints = [name for name in names if name.startswith(PREFIX)]
-    connection.execute(sa.delete(meta).where(meta.c.name.in_(checkpoints)))
+    meta.put(connection, meta.DATABASE_ID, new_id)
+    meta.remove_checkpoints(connection)
 
 
 async def _end(db: Database, opened: Keyring) -> None:
@@ -305,18 +297,14 @@ async def _end(db: Database, opened: Keyring) -> None:
         return  # another run that has continued this separation has ended it
     features = stored_features(survey) - {SEPARATING, MIGRATION}
     mark = feature_mark(opened.index, opened.database_id, features)
-    if not await db.change_keys(partial(_remove_separation, survey.meta[FEATURES], mark)):
+    if not await db.change_keys(partial(_remove_separation, survey.meta[meta.FEATURES], mark)):
         raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
 
 
 def _remove_separation(old: str, new: str, connection: sa.Connection) -> bool:
     """Replace the list of features *old* by *new*; return False if another list is stored."""
-    stored = connection.scalar(sa.select(meta.c.value).where(meta.c.name == FEATURES))
-    if stored not in (old, new):
+    if not meta.swap(connection, meta.FEATURES, old, new):
         return False
-    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == stored)
-    changed = connection.execute(row.values(value=new)).rowcount == 1
-    if changed:
-        marks = meta.c.name.in_([SEPARATION, MIGRATION_MARK])
-        connection.execute(sa.delete(meta).where(marks))
-    return changed
+    meta.put(connection, meta.SEPARATION, None)
+    meta.put(connection, meta.MIGRATION_MARK, None)
+    return True

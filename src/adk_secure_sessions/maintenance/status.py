@@ -22,13 +22,8 @@ from adk_secure_sessions.maintenance.engine import (
 )
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.maintenance.search_index import read_marks
-from adk_secure_sessions.storage.opening import (
-    MIGRATION,
-    MIGRATION_MARK,
-    SEPARATING,
-    Survey,
-    stored_features,
-)
+from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage.opening import MIGRATION, SEPARATING, Survey, stored_features
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     apps,
@@ -262,7 +257,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
         return None
     ((copied,),) = await db.read(_COPIED, {})
     ((tombstones,),) = await db.read(_TOMBSTONES, {})
-    is_complete = MIGRATION_MARK in survey.meta
+    is_complete = meta.MIGRATION_MARK in survey.meta
     genuine = None
     if is_complete and await _index(db) is not None:
         try:

@@ -40,17 +40,11 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.search_index import orphans, read_marks
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.bindings import Identity, StoredSession, naming
 from adk_secure_sessions.storage.imports import Seals
 from adk_secure_sessions.storage.index_rows import CheckIndexed
-from adk_secure_sessions.storage.opening import (
-    COLLECTIONS,
-    FEATURES,
-    MIGRATION,
-    MIGRATION_MARK,
-    STATE_INDEX,
-    stored_features,
-)
+from adk_secure_sessions.storage.opening import COLLECTIONS, MIGRATION, STATE_INDEX, stored_features
 from adk_secure_sessions.storage.queries import MigratedRow, chunks, is_one_of, numbered
 from adk_secure_sessions.storage.reads import CheckApp, CheckLocatedSession
 from adk_secure_sessions.storage.schema import (
@@ -59,7 +53,6 @@ from adk_secure_sessions.storage.schema import (
     data_keys,
     events,
     indexed,
-    meta,
     migrated,
     sessions,
     users,
@@ -299,21 +292,21 @@ class _Verifier:
                 f"the database has collections, and the feature {COLLECTIONS!r} is not listed: an "
                 "older list was replayed; the next service that appends an item adds the feature"
             )
-            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
         if await is_unlisted(self._db):
-            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, UNLISTED)
+            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED)
         if self._has_marks and STATE_INDEX not in listed:
             detail = (
                 f"{indexed.name} has rows, and the feature {STATE_INDEX!r} is not listed: an older "
                 "list was replayed; the next service with indexed_state_keys adds the feature"
             )
-            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
         if self._imports and MIGRATION not in listed:
             detail = (
                 f"{migrated.name} has rows, and the feature {MIGRATION!r} is not listed: an older "
                 "list was replayed; the next run of `migrate` adds the feature"
             )
-            self.problems.add(meta.name, FEATURES, Reason.MISMATCH, detail)
+            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
     async def check_imports(self) -> None:
         """Authenticate the rows of `secure_migrated`, and the mark that ends a migration.
@@ -335,7 +328,7 @@ class _Verifier:
         try:
             await (await self._db.store()).migration_is_complete()
         except WrongKeyError as error:
-            self.problems.add(meta.name, MIGRATION_MARK, Reason.MISMATCH, str(error))
+            self.problems.add(meta.TABLE, meta.MIGRATION_MARK, Reason.MISMATCH, str(error))
 
     def _has_own_name(self, row: OwnerTag) -> bool:
         """Return whether the tag of the app's row is the blind index of the app's name."""

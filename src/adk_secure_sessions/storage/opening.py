@@ -42,6 +42,16 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.loops import at_once
+from adk_secure_sessions.storage import meta, schema
+from adk_secure_sessions.storage.meta import (
+    DATABASE_ID,
+    FEATURES,
+    FORMAT,
+    HOLDS,
+    MIGRATION_MARK,
+    PLAINTEXT,
+    SEPARATION,
+)
 from adk_secure_sessions.storage.queries import INDEX_MARKS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     DATA_TABLES,
@@ -52,7 +62,6 @@ from adk_secure_sessions.storage.schema import (
     audit_records,
     indexed,
     keyring,
-    meta,
     metadata,
     migrated,
 )
@@ -70,10 +79,6 @@ _SAMPLES = 20  # the number of rows of ADK's tables that `_are_of_1x` reads
 # The errors of SQLite for a file that cannot be used have names that begin with one of these.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
-# The names of rows in `secure_meta`.  Another such name, SEPARATION, follows below.
-FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
-FEATURES = "features"  # the row with the list of features
-MIGRATION_MARK = "migration"  # the row with the mark of a migration: see `MigrationEnd`
 # Features, as the list names them, and the text that stands for an empty list.
 NO_FEATURES = "-"  # the stored list of features, if the database has none
 SEPARATING = "separating"  # the feature of a copy that `separate` has not finished
@@ -98,8 +103,6 @@ _TABLE_OF: dict[str, sa.Table] = {
 # How many marks of `secure_state_index` a process reads when it opens the database.  An attacker
 # may have inserted any number.
 _MAX_MARKS = 1000
-# The name of the row in `secure_meta` with the state of an unfinished run of `separate`.
-SEPARATION = "separation"
 _SEPARATION_FORM = re.compile(
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
     r"(?P<mac>[0-9a-f]{32})"
@@ -109,18 +112,6 @@ _FEATURES_FORM = re.compile(
     rf"(?P<names>-|{_FEATURE_NAME}(?:,{_FEATURE_NAME})*) (?P<mac>[0-9a-f]{{32}})"
 )
 _REPLACED = "the database was replaced by another one: restart the service"
-# The maximum length of a value, and the maximum number of rows, to read from `secure_meta`.  An
-# attacker may have stored longer values or more rows, and every start of a service reads the table.
-_MAX_TEXT, _MAX_META = 2000, 100
-_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK)
-# The rows in `_NAMES` come first, so that rows which an attacker added do not displace them.
-_META = (
-    sa.select(
-        *(sa.func.substr(meta.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
-    )
-    .order_by(sa.case((meta.c.name.in_(_NAMES), 0), else_=1))
-    .limit(_MAX_META)
-)
 
 
 class Part(Enum):
@@ -228,8 +219,8 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     masters: list[MasterKeyRow] = []
     number = 0
     used = False
-    if meta in tables and meta.name not in alien:
-        values = {row.name: row.value for row in connection.execute(_META)}
+    if schema.meta in tables and schema.meta.name not in alien:
+        values = meta.read_all(connection)
     if not alien and keyring in tables:
         # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
         # any number of rows.
@@ -241,7 +232,7 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
             if known:
                 rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
                 masters = [MasterKeyRow(*row) for row in rows]
-    if not alien and (others := [table for table in tables if table not in (meta, keyring)]):
+    if not alien and (others := [table for table in tables if table not in (schema.meta, keyring)]):
         one: sa.ColumnElement[int] = sa.literal_column("1")
         any_row = (sa.exists(sa.select(one).select_from(table)) for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
@@ -466,9 +457,8 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     features = stored_features(survey)
     if feature in features:
         return
-    row = sa.update(meta).where(meta.c.name == FEATURES, meta.c.value == survey.meta[FEATURES])
     mark = feature_mark(keyring.index, keyring.database_id, features | {feature})
-    if connection.execute(row.values(value=mark)).rowcount != 1:
+    if not meta.swap(connection, FEATURES, survey.meta[FEATURES], mark):
         raise Conflict  # another process has changed the features since `look` read them
 
 
@@ -536,27 +526,18 @@ def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connectio
 
     Only the mark `SOURCE_ERASED` is not replaced.
     """
-    where = meta.c.name == MIGRATION_MARK
-    stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())
-    if stored == _migration_mark(MigrationEnd.SOURCE_ERASED, keyring):
-        return
-    connection.execute(sa.delete(meta).where(where))
-    mark = _migration_mark(end, keyring)
-    connection.execute(sa.insert(meta).values(name=MIGRATION_MARK, value=mark))
+    stored = meta.read(connection, MIGRATION_MARK, lock=True)
+    if stored != _migration_mark(MigrationEnd.SOURCE_ERASED, keyring):
+        meta.put(connection, MIGRATION_MARK, _migration_mark(end, keyring))
 
 
 def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
-    """Remove the mark `MigrationEnd.COMPLETE`, and return whether it was stored.
+    """Remove the mark `MigrationEnd.COMPLETE`, and return whether no mark is stored afterwards.
 
-    If it was stored, the migration counts as not complete afterwards.  The mark `SOURCE_ERASED` and
-    a mark that was tampered with are not removed.
+    The mark `SOURCE_ERASED` and a mark that was tampered with are not removed.
     """
-    where = meta.c.name == MIGRATION_MARK
-    stored = connection.scalar(sa.select(meta.c.value).where(where).with_for_update())
-    if stored != _migration_mark(MigrationEnd.COMPLETE, keyring):
-        return False
-    connection.execute(sa.delete(meta).where(where))
-    return True
+    complete = _migration_mark(MigrationEnd.COMPLETE, keyring)
+    return meta.swap(connection, MIGRATION_MARK, complete, None)
 
 
 def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
@@ -565,7 +546,7 @@ def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd |
     Raises:
         WrongKeyError: The mark was tampered with.
     """
-    value = connection.scalar(sa.select(meta.c.value).where(meta.c.name == MIGRATION_MARK))
+    value = meta.read(connection, MIGRATION_MARK)
     if value is None:
         return None
     for end in MigrationEnd:
@@ -953,9 +934,7 @@ def mark_plaintext(connection: sa.Connection) -> None:
 
     Call this before the first plaintext record is written.
     """
-    values = {meta.c.name: PLAINTEXT, meta.c.value: "1"}
-    if not connection.scalar(sa.select(meta.c.value).where(meta.c.name == PLAINTEXT)):
-        connection.execute(sa.insert(meta).values(values))
+    meta.swap(connection, PLAINTEXT, None, "1")
 
 
 async def _make(
@@ -994,9 +973,8 @@ def _establish(
                     "the account may see all tables"
                 )
             return  # another process has created tables meanwhile: survey the database again
-        new = [{"name": name, "value": marks[name]} for name in marks if name not in expected.meta]
-        if new:
-            connection.execute(sa.insert(meta), new)
+        for name in marks.keys() - expected.meta.keys():
+            meta.put(connection, name, marks[name])
         if fresh:
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
 
