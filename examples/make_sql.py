@@ -38,7 +38,7 @@ PARTS = {
     ),
     "-audit": (
         (audit_records,),
-        "The table that `audit_table` adds to the data tables of adk-secure-sessions",
+        "The table that `Audit(table=True)` adds to the data tables of adk-secure-sessions",
     ),
     "-state-index": (
         (indexed,),

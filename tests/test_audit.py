@@ -21,6 +21,7 @@ from google.genai import types
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
     ConfigurationError,
     DecryptionError,
     EncryptedArtifactService,
@@ -87,7 +88,7 @@ def service_of(url: str, **options: Any) -> EncryptedSessionService:
 
 @pytest.fixture
 async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
-    async with service_of(url, audit_accesses="readable") as service:
+    async with service_of(url, audit=Audit("readable")) as service:
         yield service
 
 
@@ -166,7 +167,7 @@ async def test_new_session_is_recorded_with_the_id_that_it_got(
 
 
 async def test_blind_ids_are_those_of_lookup(log: Log, url: str) -> None:
-    async with service_of(url, audit_accesses="blind") as service:
+    async with service_of(url, audit=Audit("blind")) as service:
         await service.create_session(**IDS)
     (created,) = log.records("session.create")
     async with Database(url, AesGcmBackend(KEY)) as db:
@@ -187,7 +188,7 @@ async def test_accesses_that_are_not_recorded_are_a_warning(
     caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
     audit._warn_that_it_is_off.cache_clear()
-    async with service_of(url, audit_accesses="blind") as service:
+    async with service_of(url, audit=Audit("blind")) as service:
         await service.create_session(**IDS)
         await service.get_session(**IDS)
     (warning,) = caplog.records
@@ -211,9 +212,9 @@ async def test_handler_that_raises_stops_the_call(
     assert log.records("session.create") == []
 
 
-def test_other_value_for_the_ids_is_rejected(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="audit_accesses"):
-        service_of(url, audit_accesses="plain")
+def test_other_value_for_the_ids_is_rejected() -> None:
+    with pytest.raises(ConfigurationError, match='ids of Audit must be "blind" or "readable"'):
+        Audit("plain")  # type: ignore[arg-type]
 
 
 async def test_artifacts_and_memory_are_recorded_like_sessions(
@@ -370,7 +371,7 @@ async def test_uri_switches_the_records_of_accesses_on(
     log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUDIT_KEY", KEY)
-    uri = f"encrypted+sqlite:///{tmp_path}/s.db?key=env:AUDIT_KEY&audit_accesses=blind"
+    uri = f"encrypted+sqlite:///{tmp_path}/s.db?key=env:AUDIT_KEY&audit_ids=blind"
     service = session_service(uri)
     await service.create_session(**IDS)
     await service.close()
@@ -437,7 +438,7 @@ async def test_reads_of_the_plaintext_source_are_recorded(log: Log, url: str, so
 async def test_accesses_with_fallback_are_recorded_once_and_with_their_outcome(
     log: Log, url: str, source: str
 ) -> None:
-    service = service_of(url, audit_accesses="readable")
+    service = service_of(url, audit=Audit("readable"))
     async with PlaintextFallbackService(service, AdkTables(source)) as fallback:
         session = await fallback.get_session(**IDS)  # of the source
         assert session is not None
@@ -471,7 +472,7 @@ async def test_accesses_with_fallback_are_recorded_once_and_with_their_outcome(
 async def test_cancelled_access_ends_at_once_and_is_recorded(
     log: Log, url: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with service_of(url, audit_accesses="blind") as service:
+    async with service_of(url, audit=Audit("blind")) as service:
         monkeypatch.setattr(service._store.unit, "_open_keyring", lambda _: asyncio.sleep(60))
         read = asyncio.ensure_future(service.get_session(**IDS))
         await asyncio.sleep(0.05)

@@ -27,6 +27,7 @@ from google.genai import types
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
     ConfigurationError,
     DatabaseError,
     DecryptionError,
@@ -86,7 +87,7 @@ on_servers = pytest.mark.parametrize(
 
 
 def service_of(place: str | sa.URL, **options: Any) -> EncryptedSessionService:
-    chosen: dict[str, Any] = {"audit_accesses": "readable", "audit_table": True, **options}
+    chosen: dict[str, Any] = {"audit": Audit("readable", table=True), **options}
     return EncryptedSessionService(place, BACKEND, **chosen)
 
 
@@ -177,7 +178,7 @@ async def test_every_access_has_a_record(service: EncryptedSessionService, url: 
 
 
 async def test_blind_ids_are_blind_in_the_table_too(url: sa.URL) -> None:
-    async with service_of(url, audit_accesses="blind") as service:
+    async with service_of(url, audit=Audit("blind", table=True)) as service:
         await service.create_session(**IDS)
     records = await trail(url)
     assert "lovelace" not in json.dumps(records)
@@ -204,16 +205,10 @@ async def test_log_and_table_have_the_same_record(
         assert fields in logged
 
 
-def test_table_needs_a_choice_of_ids(url: sa.URL) -> None:
-    with pytest.raises(ConfigurationError, match="audit_table needs audit_accesses"):
-        service_of(url, audit_accesses=None)
-
-
 async def test_service_without_the_option_makes_no_more_statements(url: sa.URL) -> None:
     counts = []
-    both: list[dict[str, Any]] = [{"audit_accesses": None, "audit_table": False}]
-    for options in (*both, {"audit_table": False}):
-        service, faults = with_faults(partial(service_of, url, **options))
+    for chosen in (None, Audit("readable")):
+        service, faults = with_faults(partial(service_of, url, audit=chosen))
         async with service:
             session = await service.create_session(app_name="a", user_id="u")
             await service.append_event(session, event())
@@ -364,7 +359,7 @@ async def test_killed_process_leaves_no_change_without_its_record(url: sa.URL) -
             pass
         child.process.kill()
         acknowledged = max(said, default=20)
-    async with service_of(url, audit_table=False) as service:
+    async with service_of(url, audit=Audit("readable")) as service:
         session = await service.get_session(**IDS)
     assert session is not None
     assert len(session.events) > acknowledged
@@ -472,7 +467,7 @@ async def test_wrong_key_stores_nothing(url: sa.URL) -> None:
         await service.prepare_tables()
     before = await trail(url, "session.read", "key.created")
     other = EncryptedSessionService(
-        url, AesGcmBackend(generate_key()), audit_accesses="blind", audit_table=True
+        url, AesGcmBackend(generate_key()), audit=Audit("blind", table=True)
     )
     async with other:
         with pytest.raises(WrongKeyError):
@@ -488,7 +483,7 @@ async def test_opening_is_stored_before_the_first_access(url: sa.URL) -> None:
 
 
 async def test_missing_table_is_an_error_if_the_service_may_not_create_it(url: sa.URL) -> None:
-    async with service_of(url, audit_table=False) as service:
+    async with service_of(url, audit=Audit("readable")) as service:
         await service.prepare_tables()
     async with service_of(url, create_tables=False) as service:
         with pytest.raises(ConfigurationError, match=r"docs/sql/sqlite-audit\.sql"):
@@ -595,7 +590,7 @@ async def test_heads_that_are_not_logged_are_a_warning(
     async with service_of(url) as service:
         await service.create_session(**IDS)
         await service.get_session(**IDS)
-    assert caplog.text.count("the heads of its chains are not logged") == 1
+    assert caplog.text.count("the heads of the audit trail's chains are not logged") == 1
 
 
 # --- Export and purge ---
@@ -726,7 +721,7 @@ async def test_command_does_nothing_if_its_record_cannot_be_stored(url: sa.URL) 
 
 
 async def test_database_without_a_trail_gets_none_by_commands(url: sa.URL) -> None:
-    async with service_of(url, audit_table=False) as service:
+    async with service_of(url, audit=Audit("readable")) as service:
         await service.create_session(**IDS)
     async with Database(url, BACKEND) as db:
         await verify(db)
@@ -833,7 +828,7 @@ def _text(key: bytes) -> str:
 
 async def test_uri_has_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUDIT_KEY", _text(KEY))
-    uri = f"encrypted+sqlite:///{tmp_path}/u.db?key=env:AUDIT_KEY&audit_accesses=blind"
+    uri = f"encrypted+sqlite:///{tmp_path}/u.db?key=env:AUDIT_KEY&audit_ids=blind"
     service = session_service(f"{uri}&audit_table=true")
     await service.create_session(**IDS)
     await service.close()

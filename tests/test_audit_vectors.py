@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService
 from adk_secure_sessions.formats.audit_records import (
     MAX_RECORD,
     NO_LINK,
@@ -68,7 +68,7 @@ async def database(tmp_path: Path) -> Path:
     """A database with an empty trail, and with the keys of the vectors."""
     path = tmp_path / "sessions.db"
     async with EncryptedSessionService(
-        f"sqlite:///{path}", BACKEND, audit_accesses="blind", audit_table=True
+        f"sqlite:///{path}", BACKEND, audit=Audit("blind", table=True)
     ) as service:
         await service.prepare_tables()
     with closing(sqlite3.connect(path)) as connection, connection:

@@ -26,6 +26,7 @@ from google.genai import types
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Caches,
     ConfigurationError,
     EncryptedSessionService,
     StaleSessionError,
@@ -50,7 +51,7 @@ def said(number: int) -> Event:
 
 
 def service_on(path: Path, **options: Any) -> EncryptedSessionService:
-    options = {"history_cache_size": SIZE} | options
+    options = {"cache": Caches(events=SIZE)} | options
     return EncryptedSessionService(f"sqlite:///{path}/s.db", AesGcmBackend(KEY), **options)
 
 
@@ -111,7 +112,7 @@ def ids(*numbers: int) -> list[str]:
 
 async def test_events_of_others_appear_and_known_ones_are_not_read_again(tmp_path: Path) -> None:
     rows = Rows(lambda: service_on(tmp_path))
-    async with rows.service as service, service_on(tmp_path, history_cache_size=0) as other:
+    async with rows.service as service, service_on(tmp_path, cache=Caches(events=0)) as other:
         await other.create_session(**WHO, state={"k": 1})
         await converse(other, 0, 100)
         await get(service)
@@ -138,7 +139,7 @@ async def test_events_of_others_appear_and_known_ones_are_not_read_again(tmp_pat
 
 
 async def test_off_by_default(tmp_path: Path) -> None:
-    rows = Rows(lambda: service_on(tmp_path, history_cache_size=0))
+    rows = Rows(lambda: service_on(tmp_path, cache=Caches(events=0)))
     async with rows.service as service:
         await service.create_session(**WHO)
         await converse(service, 0, 30)
@@ -150,17 +151,11 @@ async def test_off_by_default(tmp_path: Path) -> None:
             assert number > 30
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"history_cache_size": -1}, "history_cache_size must be a number of bytes"),
-        ({"history_cache_size": 1.5}, "history_cache_size must be a number of bytes"),
-        ({"history_cache_size": None}, "history_cache_size must be a number of bytes"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_rejected(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        EncryptedSessionService(":memory:", AesGcmBackend(KEY), **options)
+@pytest.mark.parametrize("size", [-1, 1.5, None])
+@pytest.mark.parametrize("name", ["sessions", "data_keys", "events"])
+def test_sizes_that_cannot_be_used_are_rejected(name: str, size: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} of Caches must be an integer, 0 or more"):
+        Caches(**{name: size})
 
 
 # --- whose objects they are ----------------------------------------------------------------------
@@ -238,7 +233,7 @@ async def test_readers_in_one_loop_see_beginnings_of_the_history(tmp_path: Path)
     """While others append, delete and create the session again."""
     async with (
         service_on(tmp_path) as service,
-        service_on(tmp_path, history_cache_size=100_000) as other,
+        service_on(tmp_path, cache=Caches(events=100_000)) as other,
     ):
         await service.create_session(**WHO)
         ended = False
@@ -270,7 +265,7 @@ async def test_readers_in_one_loop_see_beginnings_of_the_history(tmp_path: Path)
 
 
 def test_one_service_in_several_threads_with_an_event_loop_each(tmp_path: Path) -> None:
-    service = service_on(tmp_path, history_cache_size=200_000)
+    service = service_on(tmp_path, cache=Caches(events=200_000))
 
     async def begin() -> None:
         for name in range(4):
@@ -293,7 +288,7 @@ def test_one_service_in_several_threads_with_an_event_loop_each(tmp_path: Path) 
         for name in range(4):
             ids_of: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": f"{name}"}
             cached = await service.get_session(**ids_of)
-            async with service_on(tmp_path, history_cache_size=0) as plain:
+            async with service_on(tmp_path, cache=Caches(events=0)) as plain:
                 assert await plain.get_session(**ids_of) == cached
         await service.close()
 
@@ -364,7 +359,7 @@ async def test_events_of_a_user_erased_in_this_process_are_not_kept(tmp_path: Pa
 
 async def test_events_are_not_kept_longer_than_the_cache_time(tmp_path: Path) -> None:
     """Even if the service is idle: another process may have erased the user."""
-    async with service_on(tmp_path, cache_seconds=0.3) as service:
+    async with service_on(tmp_path, cache=Caches(events=SIZE, seconds=0.3)) as service:
         await service.create_session(**WHO)
         await converse(service, 0, 5)
         await get(service)
@@ -377,7 +372,7 @@ async def test_events_are_not_kept_longer_than_the_cache_time(tmp_path: Path) ->
 
 async def test_cache_never_exceeds_its_size(tmp_path: Path) -> None:
     size = 60_000
-    async with service_on(tmp_path, history_cache_size=size) as service:
+    async with service_on(tmp_path, cache=Caches(events=size)) as service:
         largest = 0
         for name in range(8):
             session = await service.create_session(app_name=APP, user_id=USER, session_id=f"{name}")

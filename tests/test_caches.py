@@ -15,6 +15,7 @@ from google.adk.sessions import Session
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Caches,
     DecryptionError,
     EncryptedSessionService,
     KeyServiceError,
@@ -41,8 +42,7 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
     async with EncryptedSessionService(
         f"sqlite:///{tmp_path}/s.db",
         AesGcmBackend(os.urandom(32)),
-        session_cache_size=5,
-        data_key_cache_size=3,
+        cache=Caches(sessions=5, data_keys=3),
     ) as service:
         sessions = [
             await service.create_session(app_name="a", user_id=f"u{n}", state={"user:n": n})
@@ -76,7 +76,7 @@ async def test_more_users_at_once_than_cached_keys_do_not_disturb_each_other(
                 hide_password=False
             )
         key = AesGcmBackend(os.urandom(32))
-        async with EncryptedSessionService(url, key, data_key_cache_size=10) as service:
+        async with EncryptedSessionService(url, key, cache=Caches(data_keys=10)) as service:
 
             async def converse(user: str) -> None:
                 session = await service.create_session(app_name="a", user_id=user)
@@ -205,7 +205,9 @@ async def test_erased_user_is_rejected_after_the_cache_time_though_the_rows_retu
     tmp_path: Path, use: str
 ) -> None:
     url, key = f"sqlite:///{tmp_path}/s.db", os.urandom(32)
-    async with EncryptedSessionService(url, AesGcmBackend(key), cache_seconds=0.0) as service:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(key), cache=Caches(seconds=0.0)
+    ) as service:
         session = await service.create_session(app_name="a", user_id="u", session_id="s")
         await service.append_event(session, Event(author="a"))
         # Another process erases the user, and somebody inserts all rows again but the data keys.

@@ -613,7 +613,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
 
 
 def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
-    staged = StagedKeys(data_keys(), packing=Packing("zlib", None))
+    staged = StagedKeys(data_keys(), packing=Packing("zlib"))
     staged.new(ADA)
     content = b"x" * 5000
     stored = staged.seal(ADA, CONTEXT, content)

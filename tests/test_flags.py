@@ -20,8 +20,8 @@ from adk_secure_sessions.formats.flags import (
     PADDED,
     PADDINGS,
     ZLIB,
+    Packing,
     expand,
-    packing,
     packing_of,
     padme,
 )
@@ -31,10 +31,8 @@ MIB = 2**20
 REPETITIVE = b'{"notes":"take one pill, ' * 200
 
 
-def packed(content: bytes, compression: str | None = None, padding: str | None = None) -> bytes:
-    made = packing(compression, padding)
-    assert made is not None
-    return made.pack(content)
+def packed(content: bytes, compression: Any = None, padding: Any = None) -> bytes:
+    return Packing(compression, padding).pack(content)
 
 
 # --- contents come back --------------------------------------------------------------------------
@@ -46,20 +44,13 @@ def packed(content: bytes, compression: str | None = None, padding: str | None =
     st.sampled_from([None, *COMPRESSIONS]),
     st.sampled_from([None, *PADDINGS]),
 )
-def test_content_is_packed_and_comes_back(
-    content: bytes, compression: str | None, padding: str | None
-) -> None:
-    made = packing(compression, padding)
-    if made is None:
-        return
-    plaintext = made.pack(content)
+def test_content_is_packed_and_comes_back(content: bytes, compression: Any, padding: Any) -> None:
+    plaintext = packed(content, compression, padding)
     assert expand(plaintext) == FLAGS + content
     assert (plaintext[0] & PADDED != 0) == (padding is not None)
     if padding:
         assert padme(len(plaintext)) == len(plaintext)
-    again = packing_of(plaintext)
-    assert again is None or again.pack(content) == plaintext
-    assert (again is None) == (plaintext[0] == 0)
+    assert packing_of(plaintext).pack(content) == plaintext
 
 
 @pytest.mark.parametrize("padding", [None, "padme"])
@@ -278,14 +269,14 @@ def test_bomb_beyond_the_limit_of_the_format_is_rejected() -> None:
 @pytest.mark.parametrize("value", ["gzip", "zstd", "ZLIB", True, 6, ["zlib"], b"zlib", ""])
 def test_unknown_compression_is_rejected(value: Any) -> None:
     with pytest.raises(ConfigurationError, match='compression must be "zlib" or None'):
-        packing(value, None)
+        Packing(value)
 
 
 @pytest.mark.parametrize("value", ["pad", True, 16, ["padme"], ""])
 def test_unknown_padding_is_rejected(value: Any) -> None:
     with pytest.raises(ConfigurationError, match='padding must be "padme" or None'):
-        packing(None, value)
+        Packing(None, value)
 
 
 def test_nothing_is_packed_by_default() -> None:
-    assert packing(None, None) is None
+    assert Packing().pack(b"content") == FLAGS + b"content"

@@ -20,6 +20,7 @@ from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Caches,
     EncryptedSessionService,
     Reason,
     TamperedError,
@@ -210,7 +211,7 @@ async def test_row_that_a_failover_has_lost_is_rejected_until_the_service_is_res
 async def test_service_accepts_the_rows_of_a_failover_after_cache_seconds(tmp_path: Path) -> None:
     path = tmp_path / "sessions.db"
     async with EncryptedSessionService(
-        f"sqlite:///{path}", AesGcmBackend(KEY), cache_seconds=0.5
+        f"sqlite:///{path}", AesGcmBackend(KEY), cache=Caches(seconds=0.5)
     ) as service:
         await service.create_session(**IDS)
         standby = vacuumed(path, tmp_path / "standby.db")

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from google.adk.events import Event
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, Audit, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
 from examples import make_sql
 from tests.servers import Server
@@ -44,7 +44,7 @@ async def index_one(url: sa.URL) -> None:
 
 async def record_one(url: sa.URL) -> None:
     async with EncryptedSessionService(
-        url, AesGcmBackend(KEY), create_tables=False, audit_accesses="blind", audit_table=True
+        url, AesGcmBackend(KEY), create_tables=False, audit=Audit("blind", table=True)
     ) as service:
         await service.create_session(app_name="a", user_id="u")
 

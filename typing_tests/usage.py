@@ -14,7 +14,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
     AwsKmsKey,
+    Caches,
     Cipher,
     ConfigurationError,
     DecryptionError,
@@ -27,6 +29,7 @@ from adk_secure_sessions import (
     KeyProvider,
     KeyServiceError,
     NoOpBackend,
+    Packing,
     PassphraseKey,
     Pkcs11Key,
     PlaintextRefusedError,
@@ -126,7 +129,9 @@ async def constructors(key: bytes) -> None:
         AesGcmBackend(key),
         additional_backends=[FernetBackend(key), ChaChaBackend(StaticKey(key))],
         skip_unreadable_sessions=True,
-        session_cache_size=100,
+        cache=Caches(sessions=100, seconds=60),
+        audit=Audit("readable", table=True),
+        packing=Packing(padding="padme"),
     )
     engine = create_async_engine(URL)
     service = EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(key))

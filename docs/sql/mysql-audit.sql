@@ -1,4 +1,4 @@
--- The table that `audit_table` adds to the data tables of adk-secure-sessions, for MySQL and MariaDB.
+-- The table that `Audit(table=True)` adds to the data tables of adk-secure-sessions, for MySQL and MariaDB.
 -- Run this script once, with the account that is to own the tables.
 -- Pass create_tables=False to the service.
 -- The script grants permissions to the role secure_service.  Create this role first, and grant it to

@@ -1,4 +1,4 @@
--- The table that `audit_table` adds to the data tables of adk-secure-sessions, for SQLite.
+-- The table that `Audit(table=True)` adds to the data tables of adk-secure-sessions, for SQLite.
 -- Run this script once.
 -- Pass create_tables=False to the service.
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from adk_secure_sessions.audit import audit_actor
+from adk_secure_sessions.audit import Audit, audit_actor
 from adk_secure_sessions.backends import (
     AesGcmBackend,
     EncryptionBackend,
@@ -23,6 +23,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
+from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
@@ -37,6 +38,7 @@ from adk_secure_sessions.keys.providers import (
 )
 from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.keys.vault import VaultKey
+from adk_secure_sessions.lru import Caches
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
@@ -47,7 +49,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AesGcmBackend",
     "ArtifactStoreError",
+    "Audit",
     "AwsKmsKey",
+    "Caches",
     "Cipher",
     "ConfigurationError",
     "DatabaseError",
@@ -64,6 +68,7 @@ __all__ = [
     "KeyProvider",
     "KeyServiceError",
     "NoOpBackend",
+    "Packing",
     "PassphraseKey",
     "Pkcs11Key",
     "PlaintextRefusedError",

@@ -3,9 +3,9 @@
 The log consists of audit records.  Each is one line of JSON, which the logger
 `adk_secure_sessions.audit` writes with level INFO.  No audit record contains a key, a state or the
 content of an event.  Ids of users and sessions are hashed, unless a service was created with
-`audit_accesses="readable"`.
+`Audit("readable")`.
 
-If a service was created with `audit_table=True`, its records are also stored in the database: see
+If a service was created with `Audit(table=True)`, its records are also stored in the database: see
 `storage.audit_trail`.  The context variable `_call` then says what the running call has to store.
 """
 
@@ -18,11 +18,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
-from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.loops import bound
 from adk_secure_sessions.telemetry import count_rejected, measured
 from adk_secure_sessions.tracebacks import hides_locals
@@ -38,6 +39,32 @@ logger: logging.Logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # the application has not configured the logger before
     # Otherwise, a root logger with the level INFO would switch the audit log on.
     logger.setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """How a service records each access in the audit log (docs/audit.md).
+
+    The services for artifacts and memory that use the service record their accesses alike.
+
+    Args:
+        ids: Whether records contain keyed hashes of the ids (`blind`), or the ids themselves
+            (`readable`).
+        table: Also store the records in the database, in the table `secure_audit`.  The record of a
+            change is stored in the transaction of the change.  If a record cannot be stored, the
+            call raises `DatabaseError`.
+
+    Raises:
+        ConfigurationError: *ids* has another value.
+    """
+
+    ids: Literal["blind", "readable"] = "blind"
+    table: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ids not in ("blind", "readable"):
+            raise ConfigurationError('ids of Audit must be "blind" or "readable"')
+
 
 audit_actor: ContextVar[str | None] = ContextVar("audit_actor", default=None)
 """The person or system on whose behalf the current task runs, for the audit log.
@@ -360,7 +387,7 @@ def _warn_that_it_is_off() -> None:
     # This is not a record of the audit log, whose messages are JSON.
     logger = logging.getLogger("adk_secure_sessions")
     logger.warning(
-        "audit_accesses is set, but no access is recorded: switch the logger "
+        "the service has audit=, but no access is recorded: switch the logger "
         "adk_secure_sessions.audit on with setLevel(logging.INFO)"
     )
 
@@ -645,7 +672,7 @@ def warn_of_heads() -> None:
     """Log a warning, once in this process, that the heads of chains are not logged."""
     logger = logging.getLogger("adk_secure_sessions")
     logger.warning(
-        "audit_table is set, but the heads of its chains are not logged, so removed last records "
+        "the heads of the audit trail's chains are not logged, so removed last records "
         "are not detected: switch the logger adk_secure_sessions.audit on with "
         "setLevel(logging.INFO)"
     )

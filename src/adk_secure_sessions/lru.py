@@ -1,11 +1,45 @@
 """Caches of limited size that remove the least recently used entry."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from threading import Lock
 from typing import Generic, TypeVar
 
+from adk_secure_sessions.errors import ConfigurationError
+
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The sizes of a service's caches.
+
+    Args:
+        sessions: Maximum number of sessions to cache.  Appending to a cached session needs no read.
+        data_keys: Maximum number of users and apps whose data keys are cached.
+        events: Maximum size of the cache of decrypted events, in bytes; 0 for no such cache.  A
+            read of a cached session reads and decrypts only the events that were stored since the
+            last read.  All session objects then contain the same cached `Event` objects, which
+            nobody may change.  The cached events are plaintext in memory.  If an older event is
+            modified in storage, only `verify` detects this.
+        seconds: How long sessions, events and data keys are cached, in seconds.  If another process
+            erases a user, this process may use the user's cached data key for this time.
+
+    Raises:
+        ConfigurationError: A size is not an integer, or is negative.
+    """
+
+    sessions: int = 4096
+    data_keys: int = 10_000
+    events: int = 0
+    seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "data_keys", "events"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 0:
+                raise ConfigurationError(f"{name} of Caches must be an integer, 0 or more")
 
 
 class Lru(Generic[K, V]):

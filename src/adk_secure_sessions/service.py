@@ -17,18 +17,19 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import ReadIds, accessed, record_rejected, storing
+from adk_secure_sessions.audit import Audit, ReadIds, accessed, record_rejected, storing
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.flags import packing
+from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
+from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.storage.audit_trail import AuditTrail
 from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.opening import open_database
@@ -113,36 +114,18 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             `ConfigurationError` when the database is opened.
         skip_unreadable_sessions: If True, `list_sessions` and `list_sessions_page` omit a session
             that cannot be decrypted, and log the error.  If False, they raise `DecryptionError`.
-        session_cache_size: Maximum number of sessions to cache.  Appending to a cached session
-            needs no read.
-        data_key_cache_size: Maximum number of users and apps whose data keys are cached.
-        history_cache_size: Maximum size of the cache of decrypted events, in bytes; 0 for no such
-            cache.  A read of a cached session reads and decrypts only the events that were stored
-            since the last read.  All session objects then contain the same cached `Event` objects,
-            which nobody may change.  The cached events are plaintext in memory.  If an older event
-            is modified in storage, only `verify` detects this.
-        cache_seconds: How long sessions, events and data keys are cached, in seconds.  If another
-            process erases a user, this process may use the user's cached data key for this time.
+        cache: How much is cached, and for how long.
         read_timeout: Seconds after which a query of the database is interrupted, and the operation
             raises `DatabaseError`.  One statement of a write may take ten times as long.  If None,
             there is no limit.
         expires_after: How long after its last update a session expires, for sessions that this
             service creates; None if they do not expire.  The last update is the timestamp of the
             last event.  An expired session acts like a deleted one.  `purge` deletes it.
-        audit_accesses: Write a record of each access to the audit log (docs/audit.md), with keyed
-            hashes of the ids (`blind`) or with the ids themselves (`readable`); None for no such
-            records.  The services for artifacts and memory that use this service do the same.
-        audit_table: Also store these records in the database, in the table `secure_audit`.  The
-            record of a change is stored in the transaction of the change.  If a record cannot be
-            stored, the call raises `DatabaseError`.  Needs `audit_accesses`.
+        audit: How each access is recorded in the audit log; None for no such records.
         indexed_state_keys: Keys of the state by which `find_sessions` finds sessions, such as
             `["ticket", "user:mrn"]`.  The database then contains keyed hashes of their values,
             which show which sessions have the same value (docs/search.md).
-        compression: Compress new values of 1 KB or more before they are encrypted.  The lengths of
-            stored values then tell about their content (docs/limits.md, "Compression").  Every
-            service reads compressed values.
-        padding: Pad new values to a Padmé length, so that stored lengths tell less.  Every service
-            reads padded values.
+        packing: How new values are compressed and padded before they are encrypted.
         engine_kwargs: Options of `sqlalchemy.create_engine` for the engine of `db_url`.
 
     Raises:
@@ -160,17 +143,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         key_db_engine: AsyncEngine | None = None,
         create_tables: bool = True,
         skip_unreadable_sessions: bool = False,
-        session_cache_size: int = 4096,
-        data_key_cache_size: int = 10_000,
-        history_cache_size: int = 0,
-        cache_seconds: float = 300.0,
+        cache: Caches = Caches(),
         read_timeout: float | None = 60.0,
         expires_after: timedelta | None = None,
-        audit_accesses: Literal["blind", "readable"] | None = None,
-        audit_table: bool = False,
+        audit: Audit | None = None,
         indexed_state_keys: Sequence[str] = (),
-        compression: Literal["zlib"] | None = None,
-        padding: Literal["padme"] | None = None,
+        packing: Packing = Packing(),
         **engine_kwargs: Any,
     ) -> None:
         # If services.yaml names this class, google-adk creates it with the argument `uri`.
@@ -181,10 +159,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             )
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
-        if not isinstance(history_cache_size, int) or history_cache_size < 0:
-            raise ConfigurationError("history_cache_size must be a number of bytes, 0 or more")
         backends = register(backend, additional_backends)
-        packed = packing(compression, padding)
         executors = executors_for(
             db_url,
             db_engine,
@@ -197,25 +172,18 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
-            cached_rows=session_cache_size,
-            cached_keys=data_key_cache_size,
-            history_size=history_cache_size,
-            cache_seconds=cache_seconds,
-            packing=packed,
+            cache=cache,
+            packing=packing,
         )
         self._store = Store(unit, create_tables=create_tables, indexed_keys=indexed_state_keys)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._lifetime = _lifetime(expires_after)
-        self._caches_events = history_cache_size > 0
+        self._caches_events = cache.events > 0
         self._locks = LoopLocks()
-        self._access_ids = ids_for_audit(unit, audit_accesses)
+        self._access_ids = ids_for_audit(unit, audit)
         self._audit_trail: AuditTrail | None = None
-        if audit_table:
-            if self._access_ids is None:
-                raise ConfigurationError(
-                    'audit_table needs audit_accesses: also pass "blind" or "readable"'
-                )
+        if audit is not None and audit.table:
             self._audit_trail = AuditTrail(unit, create_table=create_tables)
 
     @property
@@ -716,17 +684,10 @@ def check_ids(app_name: object, user_id: object, session_id: object, **more: obj
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 
-def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
+def ids_for_audit(unit: UnitOfWork, audit: Audit | None) -> ReadIds | None:
     """Return a function that converts the ids of an access to the form that the audit log shows.
 
-    Return None if *ids* is None: accesses are then not recorded.
-
-    Args:
-        unit: Computes the keyed hashes.
-        ids: The argument *audit_accesses* of a service.
-
-    Raises:
-        ConfigurationError: *ids* is not `blind`, `readable` or None.
+    Return None if *audit* is None: accesses are then not recorded.  *unit* computes keyed hashes.
     """
 
     def database() -> str | None:
@@ -745,11 +706,9 @@ def ids_for_audit(unit: UnitOfWork, ids: str | None) -> ReadIds | None:
         ids = {"app": app_name, "user": user, "session": session}
         return {"database": database(), **ids}
 
-    if ids is None:
+    if audit is None:
         return None
-    if ids not in ("blind", "readable"):
-        raise ConfigurationError('audit_accesses must be "blind", "readable" or None')
-    return blind if ids == "blind" else readable
+    return blind if audit.ids == "blind" else readable
 
 
 def _lifetime(expires_after: timedelta | None) -> int | None:

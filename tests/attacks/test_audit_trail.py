@@ -20,6 +20,7 @@ import pytest
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
     EncryptedSessionService,
     SecureSessionError,
 )
@@ -63,9 +64,7 @@ class Victim(NamedTuple):
 
     async def access(self) -> None:
         """Let a process begin a chain."""
-        service = EncryptedSessionService(
-            self.url, BACKEND, audit_accesses="blind", audit_table=True
-        )
+        service = EncryptedSessionService(self.url, BACKEND, audit=Audit("blind", table=True))
         async with service:
             if await service.get_session(**IDS) is None:
                 await service.create_session(**IDS)
@@ -206,7 +205,7 @@ async def test_record_of_another_copy_is_reported(victim: Victim, tmp_path: Path
 
     Their records are authentic in both.
     """
-    service = EncryptedSessionService(victim.url, BACKEND, audit_accesses="blind", audit_table=True)
+    service = EncryptedSessionService(victim.url, BACKEND, audit=Audit("blind", table=True))
     async with service:
         await service.get_session(**IDS)
         before = victim.rows()
@@ -301,7 +300,7 @@ async def test_each_log_must_have_a_head(victim: Victim) -> None:
 
 async def test_chain_that_somebody_inserts_into_is_left(victim: Victim) -> None:
     """Rows with the next numbers would stop a service that insisted on its chain."""
-    service = EncryptedSessionService(victim.url, BACKEND, audit_accesses="blind", audit_table=True)
+    service = EncryptedSessionService(victim.url, BACKEND, audit=Audit("blind", table=True))
     async with service:
         await service.get_session(**IDS)
         chain, number, *rest = victim.rows()[-1]
@@ -374,7 +373,7 @@ async def test_nothing_is_read_if_the_database_discards_the_record(
     victim: Victim, statements: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unit_of_work, "_CONFLICTS", 3)
-    service = EncryptedSessionService(victim.url, BACKEND, audit_accesses="blind", audit_table=True)
+    service = EncryptedSessionService(victim.url, BACKEND, audit=Audit("blind", table=True))
     async with service, Database(victim.url, BACKEND) as db:
         found = await service.get_session(**IDS)
         assert found is not None

@@ -13,6 +13,8 @@ from google.genai import types
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
+    Caches,
     DatabaseError,
     EncryptedSessionService,
     TamperedError,
@@ -38,7 +40,7 @@ from tests.attacks.world import VISIT, new_event
 from tests.faults import Point, with_faults
 from tests.migration.lookups import APP, MemoryLookup
 
-CACHED: dict[str, Any] = {"history_cache_size": 10**7}
+CACHED: dict[str, Any] = {"cache": Caches(events=10**7)}
 
 
 @asynccontextmanager
@@ -75,7 +77,7 @@ async def test_older_event_that_was_tampered_with_is_returned_as_written_and_ver
                 await another.get_session(**VISIT._asdict())
         await service.append_event(session, new_event(10))
         assert await service.get_session(**VISIT._asdict()) == session
-        await service.close()  # the caches are empty, as after `cache_seconds`
+        await service.close()  # the caches are empty, as after `Caches.seconds`
         with pytest.raises(TamperedError):
             await service.get_session(**VISIT._asdict())
 
@@ -243,9 +245,8 @@ async def test_failed_audit_record_shows_no_cached_events(tmp_path: Path) -> Non
         lambda: EncryptedSessionService(
             f"sqlite:///{tmp_path}/s.db",
             AesGcmBackend(os.urandom(32)),
-            history_cache_size=10**7,
-            audit_accesses="blind",
-            audit_table=True,
+            cache=Caches(events=10**7),
+            audit=Audit("blind", table=True),
         )
     )
     async with service:
@@ -265,7 +266,7 @@ async def test_failed_audit_record_shows_no_cached_events(tmp_path: Path) -> Non
 async def test_failed_query_of_a_fallback_shows_no_cached_events(tmp_path: Path) -> None:
     service, faults = with_faults(
         lambda: EncryptedSessionService(
-            f"sqlite:///{tmp_path}/s.db", AesGcmBackend(os.urandom(32)), history_cache_size=10**7
+            f"sqlite:///{tmp_path}/s.db", AesGcmBackend(os.urandom(32)), cache=Caches(events=10**7)
         )
     )
     source = MemoryLookup()

@@ -17,6 +17,7 @@ import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
 
 from adk_secure_sessions import (
+    Caches,
     ConfigurationError,
     EncryptedSessionService,
     SecureSessionError,
@@ -281,7 +282,7 @@ async def test_longer_session_row_with_made_up_events_does_not_stop_a_service_fo
     (ours,) = db.rows("SELECT * FROM secure_sessions WHERE id = :visit")
     longer.replay_row("secure_sessions", "id = :visit")
     db.run("INSERT INTO secure_events VALUES (:visit, 5, 0, x'00')")
-    async with db.service(cache_seconds=0.5) as service:
+    async with db.service(cache=Caches(seconds=0.5)) as service:
         await list_user(service, db, VISIT)
         assert type(await rejection(get, service, db, VISIT)) is TamperedError
         db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq = 5")

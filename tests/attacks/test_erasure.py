@@ -15,6 +15,7 @@ from google.adk.sessions import Session
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Caches,
     DatabaseError,
     EncryptedMemoryService,
     EncryptedSessionService,
@@ -260,7 +261,7 @@ async def test_rows_replayed_are_rejected_by_another_process_after_cache_seconds
     db: Database,
 ) -> None:
     """Before, it serves them from its cache, and cannot know; docs/erasure.md says how long."""
-    async with db.service(cache_seconds=0.8) as service:
+    async with db.service(cache=Caches(seconds=0.8)) as service:
         await use(service, db)
         began = time.monotonic()
         rows = await erase_elsewhere(db)
@@ -292,7 +293,7 @@ async def test_state_of_a_user_whom_another_process_erased_is_not_in_memory_afte
 ) -> None:
     db, who = typed_db, VISIT._replace(user_id="dave", session_id="of dave")
     marks = Marks()
-    async with db.service(cache_seconds=0.5) as service:
+    async with db.service(cache=Caches(seconds=0.5)) as service:
         await fill(service, who, marks)
         db.run("DELETE FROM secure_users WHERE id = (SELECT max(id) FROM secure_users)")
         db.run("DELETE FROM secure_sessions WHERE id = (SELECT max(id) FROM secure_sessions)")
@@ -343,7 +344,7 @@ async def test_service_that_has_noticed_an_erasure_keeps_nothing_of_the_user(
         return VISIT._replace(user_id=user, session_id=sessions[number])
 
     async with EncryptedSessionService(
-        url, AesGcmBackend(key), history_cache_size=2**20
+        url, AesGcmBackend(key), cache=Caches(events=2**20)
     ) as service:
         memory = EncryptedMemoryService(service)
         for number in (0, 1):

@@ -21,6 +21,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
+    Caches,
     DatabaseError,
     EncryptedSessionService,
     EncryptionBackend,
@@ -386,8 +388,8 @@ async def test_errors_contain_nothing_of_what_users_say(
     assert found_in(shown.out + shown.err) == set()
 
 
-WITH_MANY_COPIES: dict[str, Any] = {"history_cache_size": 10**7, "indexed_state_keys": ["nested"]}
-AUDITED: dict[str, Any] = {"audit_accesses": "blind", "audit_table": True}
+WITH_MANY_COPIES: dict[str, Any] = {"cache": Caches(events=10**7), "indexed_state_keys": ["nested"]}
+AUDITED: dict[str, Any] = {"audit": Audit("blind", table=True)}
 
 
 @pytest.mark.parametrize(

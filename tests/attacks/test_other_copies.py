@@ -18,6 +18,7 @@ from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
     ConfigurationError,
     EncryptedSessionService,
     UnknownKeyError,
@@ -61,8 +62,7 @@ class Copy(NamedTuple):
             f"sqlite:///{self.data}",
             BACKEND,
             key_db_url=f"sqlite:///{self.keys}",
-            audit_accesses="blind",
-            audit_table=True,
+            audit=Audit("blind", table=True),
             indexed_state_keys=[KEY],
         )
 

@@ -23,6 +23,7 @@ from adk_secure_sessions import (
     DecryptionError,
     EncryptedSessionService,
     NoOpBackend,
+    Packing,
     Reason,
     TamperedError,
 )
@@ -319,7 +320,7 @@ async def test_record_of_a_copy_that_was_packed_otherwise_is_rejected(
     """
     db = Attacked(path, "packed")
     fork = Attacked(tmp_path / "fork.db", "packed")
-    unpacked: dict[str, Any] = dict.fromkeys(PACKED)
+    unpacked: dict[str, Any] = {"packing": Packing()}
     for one, options in ((db, ours), (fork, {} if ours else PACKED)):
         async with one.service(**unpacked | options) as service:
             session = await service.get_session(**VISIT._asdict())
@@ -368,18 +369,18 @@ RIGHT, WRONG = "tok-48151623-aurora-lighthouse-4242", "tok-62341518-meadow-space
 async def test_with_compression_a_right_guess_makes_a_record_shorter(tmp_path: Path) -> None:
     """So the pages say that this is not prevented."""
     lengths = [
-        await length_of(f"sqlite+aiosqlite:///{tmp_path}/{n}.db", guess, compression="zlib")
+        await length_of(f"sqlite+aiosqlite:///{tmp_path}/{n}.db", guess, packing=Packing("zlib"))
         for n, guess in enumerate([RIGHT, WRONG])
     ]
     assert lengths[0] < lengths[1] - 5  # random ids and times make a difference of a few bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"padding": "padme"}], ids=["plain", "padded"])
+@pytest.mark.parametrize("packing", [Packing(), Packing(padding="padme")], ids=["plain", "padded"])
 async def test_without_compression_a_right_guess_has_the_length_of_a_wrong_one(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, packing: Packing
 ) -> None:
     lengths = {
-        await length_of(f"sqlite+aiosqlite:///{tmp_path}/{n}.db", guess, **options)
+        await length_of(f"sqlite+aiosqlite:///{tmp_path}/{n}.db", guess, packing=packing)
         for n, guess in enumerate([RIGHT, WRONG])
     }
     assert len(lengths) == 1
@@ -391,11 +392,11 @@ async def test_padded_values_of_similar_length_have_the_same_length(tmp_path: Pa
         return {await length_of(url, "x" * (8000 + n), **options) for n in range(0, 200, 20)}
 
     assert len(await lengths()) == 10
-    assert len(await lengths(padding="padme")) <= 2
+    assert len(await lengths(packing=Packing(padding="padme"))) <= 2
 
 
 @pytest.mark.parametrize(
-    "options", [{"compression": "zlib"}, {"compression": "zlib", "padding": "padme"}]
+    "options", [{"packing": Packing("zlib")}, {"packing": Packing("zlib", "padme")}]
 )
 async def test_compressed_values_are_not_found_in_the_file(
     url: str, tmp_path: Path, options: dict[str, Any]

@@ -32,6 +32,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     EncryptionBackend,
     FernetBackend,
+    Packing,
 )
 
 KEY = bytes(range(32))
@@ -42,7 +43,7 @@ BACKENDS: dict[str, Callable[[], EncryptionBackend]] = {
     "fernet": lambda: FernetBackend(KEY),
     "packed": lambda: AesGcmBackend(KEY),
 }
-PACKED: dict[str, Any] = {"compression": "zlib", "padding": "padme"}
+PACKED: dict[str, Any] = {"packing": Packing("zlib", "padme")}
 OPTIONS = {"packed": PACKED}  # of the services, by world
 LONG = " ".join(f"{SECRET}{number}" for number in range(300))  # a content with it is compressed
 

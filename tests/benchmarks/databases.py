@@ -11,7 +11,13 @@ from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, FernetBackend, NoOpBackend
+from adk_secure_sessions import (
+    AesGcmBackend,
+    Caches,
+    EncryptedSessionService,
+    FernetBackend,
+    NoOpBackend,
+)
 from tests import servers
 from tests.benchmarks.floor_postgresql import PostgresFloor
 from tests.benchmarks.floor_sqlite import SqliteFloor
@@ -53,7 +59,7 @@ async def _open(side: str, url: sa.URL) -> BaseSessionService:
     if side == OURS:
         return EncryptedSessionService(url, AesGcmBackend(_KEY))
     if side == CACHED_EVENTS:
-        return EncryptedSessionService(url, AesGcmBackend(_KEY), history_cache_size=2**30)
+        return EncryptedSessionService(url, AesGcmBackend(_KEY), cache=Caches(events=2**30))
     if side == FERNET:
         return EncryptedSessionService(url, FernetBackend(_KEY))
     if side == NO_OP:

@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+from adk_secure_sessions import Audit, Packing
+
 # Round trips: size of the state as JSON, in bytes.
 PAYLOADS = {"{}": 2, "1KB": 1_000, "10KB": 10_000, "100KB": 100_000}
 ITERATIONS, BATCH, WARM_UPS = 30, 10, 5
@@ -91,11 +93,11 @@ SEARCHED_SESSIONS, SEARCH_HITS = 100_000, 10
 SEARCH_GOAL = 0.005  # seconds
 
 # Compression and padding: the arguments of each side.
-PACKING: dict[str, dict[str, str]] = {
+PACKING: dict[str, dict[str, Packing]] = {
     "neither": {},
-    "zlib": {"compression": "zlib"},
-    "padding": {"padding": "padme"},
-    "zlib and padding": {"compression": "zlib", "padding": "padme"},
+    "zlib": {"packing": Packing("zlib")},
+    "padding": {"packing": Packing(padding="padme")},
+    "zlib and padding": {"packing": Packing("zlib", "padme")},
 }
 PACKED_SIZES = ("conversation", "session, 100KB")
 PACKED_TIMES = ("append, 4KB", "get, 40 long events", "create, 100KB")
@@ -112,8 +114,8 @@ TELEMETRY_PAIRS, TELEMETRY_REPEATS = 3000, 10
 NO_AUDIT, AUDIT_LOG, AUDIT_TRAIL = "no audit", "log", "log and trail"
 AUDIT: dict[str, dict[str, Any]] = {
     NO_AUDIT: {},
-    AUDIT_LOG: {"audit_accesses": "blind"},
-    AUDIT_TRAIL: {"audit_accesses": "blind", "audit_table": True},
+    AUDIT_LOG: {"audit": Audit("blind")},
+    AUDIT_TRAIL: {"audit": Audit("blind", table=True)},
 }
 AUDITED = ("append", "get, 5 events")
 

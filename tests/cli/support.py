@@ -10,7 +10,7 @@ import click
 import sqlalchemy as sa
 from click.testing import CliRunner
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService
 from adk_secure_sessions.cli import main
 from tests.maintenance.support import OLD
 
@@ -72,6 +72,6 @@ def commands() -> dict[str, click.Command]:
 
 async def begin_trail(url: str) -> None:
     async with EncryptedSessionService(
-        url, AesGcmBackend(OLD), audit_accesses="blind", audit_table=True
+        url, AesGcmBackend(OLD), audit=Audit("blind", table=True)
     ) as service:
         await service.prepare_tables()

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, maintenance
+from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService, maintenance
 from adk_secure_sessions.cli import main
 from adk_secure_sessions.cli.config import variable
 from tests.cli.support import commands, make_adk_tables, run
@@ -78,8 +78,7 @@ async def begin_trail() -> None:
     async with EncryptedSessionService(
         "sqlite:///sessions.db",
         AesGcmBackend("file:root.key"),
-        audit_accesses="blind",
-        audit_table=True,
+        audit=Audit("blind", table=True),
     ) as service:
         await service.create_session(app_name="clinic", user_id="ada")
 

@@ -23,7 +23,13 @@ from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy import URL, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, EncryptedSessionWrapper
+from adk_secure_sessions import (
+    AesGcmBackend,
+    Caches,
+    EncryptedSessionService,
+    EncryptedSessionWrapper,
+    Packing,
+)
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.migration import PlaintextFallbackService
 from tests.integrations.inner_services import FerretDB
@@ -109,7 +115,7 @@ class ReadsTwice(EncryptedSessionService):
 
 @asynccontextmanager
 async def encrypted_with_cached_events(url: URL) -> AsyncIterator[BaseSessionService]:
-    async with ReadsTwice(url, AesGcmBackend(KEY), history_cache_size=2**24) as service:
+    async with ReadsTwice(url, AesGcmBackend(KEY), cache=Caches(events=2**24)) as service:
         service.returned = []
         yield service
         assert all(same(event, original) for event, original in service.returned)
@@ -131,7 +137,7 @@ async def encrypted_memory(url: URL) -> AsyncIterator[BaseSessionService]:
 @asynccontextmanager
 async def encrypted_packed(url: URL) -> AsyncIterator[BaseSessionService]:
     async with EncryptedSessionService(
-        url, AesGcmBackend(KEY), compression="zlib", padding="padme"
+        url, AesGcmBackend(KEY), packing=Packing("zlib", "padme")
     ) as service:
         yield service
 

@@ -41,6 +41,7 @@ from sqlalchemy import URL
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Caches,
     EncryptedSessionService,
     EncryptionBackend,
     FernetBackend,
@@ -288,7 +289,7 @@ class Conversations(RuleBasedStateMachine):
         if index == 0:
             return EncryptedSessionService(self._url, first, rest)
         return EncryptedSessionService(
-            self._url, first, rest, session_cache_size=1, data_key_cache_size=1
+            self._url, first, rest, cache=Caches(sessions=1, data_keys=1)
         )
 
     @asynccontextmanager

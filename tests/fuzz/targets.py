@@ -188,9 +188,7 @@ def _assert_repeats_no_secret(message: str, text: str) -> None:
         assert word not in message or word in _FIXED_TEXTS or word in _OPTIONS, "quotes the input"
 
 
-_OPTIONS = re.sub(
-    r"[^a-z_ ]", " ", str(adk._DRIVER_OPTIONS) + " allow_http audit_accesses also_backend"
-)
+_OPTIONS = re.sub(r"[^a-z_ ]", " ", str(adk._DRIVER_OPTIONS) + " allow_http audit_ids also_backend")
 
 
 # --- rows ----------------------------------------------------------------------------------------

@@ -19,10 +19,13 @@ from starlette.responses import Response
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
+    Caches,
     ConfigurationError,
     EncryptedSessionService,
     EncryptedSessionWrapper,
     NoOpBackend,
+    Packing,
     WrongKeyError,
     generate_key,
 )
@@ -81,8 +84,8 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
     parsed = adk.parse(
         "encrypted+postgresql://u:p%40w@db:5432/chat?sslmode=require&key=env:A&also_key=file:/x%26y"
         "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
-        "&allow_http=true&audit_accesses=blind&compression=zlib&padding=padme"
-        "&history_cache_size=1000&audit_table=true"
+        "&allow_http=true&audit_ids=blind&compression=zlib&padding=padme"
+        "&cache_events=1000&audit_table=true"
         "&indexed_state_key=ticket&indexed_state_key=user:mrn"
     )
     assert tuple(parsed) == (
@@ -92,12 +95,10 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "sqlite:///keys.db",
         "s3://bucket/prefix",
         True,
-        "blind",
+        Audit("blind", table=True),
+        Caches(events=1000),
         ("ticket", "user:mrn"),
-        "zlib",
-        "padme",
-        1000,
-        True,
+        Packing("zlib", "padme"),
     )
     assert "p%40w" not in repr(parsed)
 
@@ -125,7 +126,7 @@ def test_scheme_may_have_any_case(scheme: str) -> None:
         (f"{SQLITE}?key=env:URI_KEY&key=env:URI_OLD_KEY", "give older ones as also_key"),
         (f"{SQLITE}?{ENVIRONMENT_KEY}&key_bd=x", "unknown (did you mean key_db?)"),
         (f"{SQLITE}?{ENVIRONMENT_KEY}&sslmode=require", "option 2 of the URI is unknown"),
-        (f"{SQLITE}?{ENVIRONMENT_KEY}&backend=aes", "not one of aesgcm, fernet, no-op"),
+        (f"{SQLITE}?{ENVIRONMENT_KEY}&backend=aes", "can only be aesgcm or fernet or no-op"),
         (f"{SQLITE}?key=env:URI_MISSING", "'URI_MISSING' is not set"),
         (f"{SQLITE}?{ENVIRONMENT_KEY}&allow_http=true", "needs blobs= with a bucket"),
         (f"{SQLITE}?{ENVIRONMENT_KEY}&blobs=s3://b&allow_http=1", "can only be true"),

@@ -19,7 +19,7 @@ from google.adk.tools.load_memory_tool import load_memory_tool as load_memory
 from google.adk.tools.preload_memory_tool import preload_memory_tool as preload_memory
 from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, Caches, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.integrations import memory as module
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, RankedEntry
@@ -190,7 +190,7 @@ async def test_cache_is_limited(sessions: EncryptedSessionService) -> None:
 
 
 async def test_cache_expires_with_that_of_the_sessions(file_url: str) -> None:  # noqa: F811
-    async with EncryptedSessionService(file_url, BACKEND, cache_seconds=0) as sessions:
+    async with EncryptedSessionService(file_url, BACKEND, cache=Caches(seconds=0)) as sessions:
         memory = ours(sessions)
         await add(memory, text_event("cat"))
         assert await found(memory, "cat") == ["cat"]

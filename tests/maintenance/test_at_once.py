@@ -16,7 +16,7 @@ import pytest
 from google.adk.sessions import DatabaseSessionService
 from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, SecureSessionError
+from adk_secure_sessions import AesGcmBackend, Audit, EncryptedArtifactService, SecureSessionError
 from adk_secure_sessions.errors import TamperedError, WrongKeyError
 from adk_secure_sessions.integrations import artifact_blobs, blob_rotation
 from adk_secure_sessions.maintenance import (
@@ -156,8 +156,8 @@ def database(case: tuple[str, str], pair: Pair) -> Database:
 
 async def fill(directory: Path) -> None:
     pair = pair_in(directory)
-    options: dict[str, Any] = {"indexed_state_keys": ["n"], "audit_accesses": "blind"}
-    async with pair.service(**options, audit_table=True) as service:
+    options: dict[str, Any] = {"indexed_state_keys": ["n"], "audit": Audit("blind", table=True)}
+    async with pair.service(**options) as service:
         artifacts = EncryptedArtifactService(service, directory / "blobs")
         part = types.Part.from_bytes(data=b"x" * 100_000, mime_type="image/png")
         for user in ("ada", "bob"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import URL
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService
 from tests.conformance.services import KEY
 from tests.conformance.support import APP, USER, each_kind, event
 from tests.faults import Point, with_faults
@@ -27,7 +27,7 @@ def size(answers: list[Sequence[Any]]) -> tuple[int, int, int]:
 async def test_transfer_does_not_depend_on_the_number_of_known_events(url: URL, new: int) -> None:
     text = url.render_as_string(hide_password=False)
     service, faults = with_faults(
-        lambda: EncryptedSessionService(text, AesGcmBackend(KEY), history_cache_size=10**7)
+        lambda: EncryptedSessionService(text, AesGcmBackend(KEY), cache=Caches(events=10**7))
     )
     answers: list[Sequence[Any]] = []
 

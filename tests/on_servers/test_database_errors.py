@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Audit,
     ConfigurationError,
     DatabaseError,
     EncryptedSessionService,
@@ -182,7 +183,7 @@ async def test_missing_permission_on_the_audit_trail_is_not_said_to_be_another(
     name: str, url: URL, behind: Callable[[str], None]
 ) -> None:
     """Of the permissions that the text names for other tables, this table needs only two."""
-    async with open_service(name, url, audit_accesses="blind", audit_table=True) as service:
+    async with open_service(name, url, audit=Audit("blind", table=True)) as service:
         await begin(service)
         behind(f"REVOKE INSERT ON secure_audit FROM {url.username}")
         with pytest.raises(DatabaseError, match="on secure_audit only SELECT and INSERT") as caught:

@@ -15,6 +15,7 @@ from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    Caches,
     DecryptionError,
     EncryptedSessionService,
     maintenance,
@@ -100,7 +101,9 @@ async def test_caches_expire_after_elapsed_time_whatever_the_clock_says(
 ) -> None:
     """If they followed the clock, a jump back would keep an erased user's key for a year."""
     url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
-    async with EncryptedSessionService(url, AesGcmBackend(KEY), cache_seconds=0.5) as service:
+    async with EncryptedSessionService(
+        url, AesGcmBackend(KEY), cache=Caches(seconds=0.5)
+    ) as service:
         session = await create(service)
         with shifted(days):
             # Another process erases the user; the rows return without the data key.

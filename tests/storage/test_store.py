@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions.db.protocol import Executors
+from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
@@ -22,9 +23,7 @@ def store_of(stored: Stored, executor: FakeExecutor) -> Store:
     async def open_keyring(known: object) -> Any:
         return stored.keys.keyring
 
-    unit = UnitOfWork(
-        Executors(executor, executor), backends(), open_keyring, cached_rows=10, cached_keys=10
-    )
+    unit = UnitOfWork(Executors(executor, executor), backends(), open_keyring, cache=Caches(10, 10))
     return Store(unit)
 
 

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from threading import Event, Thread
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -29,6 +29,7 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
+from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
@@ -110,10 +111,11 @@ class KeyringReads:
         return result
 
 
+CACHES = Caches(sessions=10, data_keys=10)
+
+
 def unit_of(executors: Executors, keyrings: OpenKeyring | None = None) -> UnitOfWork:
-    return UnitOfWork(
-        executors, backends(), keyrings or KeyringReads(), cached_rows=10, cached_keys=10
-    )
+    return UnitOfWork(executors, backends(), keyrings or KeyringReads(), cache=CACHES)
 
 
 def load_keys(attempt: Attempt) -> str:
@@ -561,7 +563,7 @@ async def test_single_statements_go_to_the_database_that_has_their_rows() -> Non
 
 async def test_unit_without_a_backend_reads_but_opens_nothing() -> None:
     executors, _ = one_database("rows")
-    unit = UnitOfWork(executors, None, KeyringReads(), cached_rows=10, cached_keys=10)
+    unit = UnitOfWork(executors, None, KeyringReads(), cache=CACHES)
     assert await unit.read(None, {}) == "rows"  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="give a backend"):
         await unit.keys()
@@ -596,9 +598,11 @@ async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> No
     assert len(keyrings.seen) == 2
 
 
-async def filled_unit(executors: Executors, keyrings: OpenKeyring, **options: Any) -> UnitOfWork:
+async def filled_unit(
+    executors: Executors, keyrings: OpenKeyring, seconds: float = 300.0
+) -> UnitOfWork:
     """A unit of work that has read a session: its keys, its rows and its ids are cached."""
-    unit = UnitOfWork(executors, backends(), keyrings, cached_rows=10, cached_keys=10, **options)
+    unit = UnitOfWork(executors, backends(), keyrings, cache=Caches(10, 10, seconds=seconds))
     assert await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
     return unit
 
@@ -610,7 +614,7 @@ READ_WITH_KEYS = "read SESSION_WITH_ALL_EVENTS with keys"
 async def test_keys_and_rows_are_read_again_after_the_cache_time(cache_seconds: float) -> None:
     stored, keyrings = Stored(), KeyringReads(Stored().keys.keyring)
     executors, executor = one_database(stored.rows(keys=True), stored.rows(keys=True))
-    unit = await filled_unit(executors, keyrings, cache_seconds=cache_seconds)
+    unit = await filled_unit(executors, keyrings, cache_seconds)
     await asyncio.sleep(cache_seconds)
     before = await unit.identify(*WHO[:3])
     assert await unit.run(GetSession(before, lambda *_: None))
@@ -622,7 +626,7 @@ async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPa
     stored, clock = Stored(), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     executors, executor = one_database(*[stored.rows(keys=True)] * 5)
-    unit = await filled_unit(executors, KeyringReads(), cache_seconds=10)
+    unit = await filled_unit(executors, KeyringReads(), 10)
     for clock[0] in (1004.0, 1008.0, 1009.9, 1010.0):
         await unit.run(GetSession(WHO, lambda *_: None))
     assert [request == READ_WITH_KEYS for request in executor.requests] == [
@@ -633,7 +637,7 @@ async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPa
 async def test_caches_are_emptied_after_their_time_although_no_operation_follows() -> None:
     stored = Stored()
     executors, _ = one_database(*[stored.rows(keys=True)] * 3)
-    unit = await filled_unit(executors, KeyringReads(), cache_seconds=0.05)
+    unit = await filled_unit(executors, KeyringReads(), 0.05)
     for _ in range(2):  # the timer is started again
         reading = Scripted("done")
         await unit.run(reading)
@@ -652,7 +656,7 @@ async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
     units: list[UnitOfWork] = []
 
     async def first() -> weakref.ref[asyncio.AbstractEventLoop]:
-        units.append(await filled_unit(executors, KeyringReads(), cache_seconds=0.3))
+        units.append(await filled_unit(executors, KeyringReads(), 0.3))
         return weakref.ref(asyncio.get_running_loop())
 
     ended = await asyncio.to_thread(lambda: asyncio.run(first()))
@@ -670,7 +674,7 @@ async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
 async def test_timer_keeps_no_unit_and_close_stops_it() -> None:
     stored, loop = Stored(), asyncio.get_running_loop()
     executors, _ = one_database(*[stored.rows(keys=True)] * 2)
-    unit = await filled_unit(executors, KeyringReads(), cache_seconds=300)
+    unit = await filled_unit(executors, KeyringReads(), 300)
     waiting: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
     assert sum(not timer.cancelled() for timer in waiting) == 1
     for _ in range(100):
@@ -678,7 +682,7 @@ async def test_timer_keeps_no_unit_and_close_stops_it() -> None:
     assert sum(not timer.cancelled() for timer in waiting) == 1
     await unit.close()
     assert sum(not timer.cancelled() for timer in waiting) == 0
-    unit = await filled_unit(executors, KeyringReads(), cache_seconds=300)
+    unit = await filled_unit(executors, KeyringReads(), 300)
     dropped = weakref.ref(unit)
     del unit
     gc.collect()
@@ -690,7 +694,7 @@ async def test_erased_users_rows_are_rejected_after_the_cache_time() -> None:
     stored = Stored()
     replayed = [*key_rows(stored.key_rows[:1]), *stored.rows()]
     executors, executor = one_database(stored.rows(keys=True), replayed)
-    unit = await filled_unit(executors, KeyringReads(), cache_seconds=0)
+    unit = await filled_unit(executors, KeyringReads(), 0)
     with pytest.raises(UnknownKeyError):
         await unit.run(GetSession(WHO, lambda *_: None))
     expected, event = Expected(3, 2), NewEvent(b"", 0, {}, {}, {})
@@ -770,8 +774,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
         one_database()[0],
         backends(),
         keyrings,
-        cached_rows=10,
-        cached_keys=10,
+        cache=CACHES,
         keyring_pause=0.1,
     )
     await unit.run(Scripted(StaleKeyring(), "done"))

@@ -55,7 +55,7 @@ def _opened_logs(names: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
 
 @main.group()
 def audit() -> None:
-    """Check, export and purge the audit trail, which services with audit_table=True store."""
+    """Check, export and purge the audit trail, which services with Audit(table=True) store."""
 
 
 @audit.command()

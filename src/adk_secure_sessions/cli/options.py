@@ -13,12 +13,11 @@ from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_f
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.program import one_line_errors
-from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS
+from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
 
 Command = Callable[..., Any]
 
 _BACKENDS = click.Choice(NAMES)
-_PACKING = ("compression", "padding")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 with_speed: Callable[[Command], Command] = click.option(
@@ -98,9 +97,11 @@ def _with_database(option: str, text: str) -> Callable[[Command], Command]:
             from adk_secure_sessions.maintenance import Database
 
             options.setdefault("backends", ())
-            packing = {name: options.pop(name, None) for name in _PACKING}
+            packing = Packing(options.pop("compression", None), options.pop("padding", None))
             with one_line_errors():
-                database = Database(db, *options.pop("backends"), key_db_url=key_db, **packing)
+                database = Database(
+                    db, *options.pop("backends"), key_db_url=key_db, packing=packing
+                )
                 log = None if audit_log is None else audit.open_file(audit_log)
             with audit.appending_to(log):
                 return command(db=database, **options)

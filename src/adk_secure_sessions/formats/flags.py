@@ -8,6 +8,7 @@ whose text is in the same record as a secret, can guess the secret (docs/limits.
 """
 
 import zlib
+from dataclasses import dataclass
 from struct import Struct
 from typing import Literal
 
@@ -30,52 +31,55 @@ _PADDED_START = Struct(">BI")  # the flags, and the length of what follows befor
 _LENGTH = Struct(">I")
 
 
+@dataclass(frozen=True, slots=True)
 class Packing:
-    """How a writer packs contents into plaintexts: compressed, padded or both."""
+    """How new values are compressed and padded before they are encrypted.
 
-    __slots__ = ("_compresses", "_pads")
+    Every service reads compressed and padded values.
 
-    def __init__(self, compression: Compression | None, padding: Padding | None) -> None:
-        self._compresses = compression is not None
-        self._pads = padding is not None
+    Args:
+        compression: `zlib` to compress values of 1 KB or more; None for no compression.  The
+            lengths of stored values then tell about their content (docs/limits.md, "Compression").
+        padding: `padme` to pad values to a Padmé length, so that stored lengths tell less; None
+            for no padding.
+
+    Raises:
+        ConfigurationError: An argument has another value.
+    """
+
+    compression: Compression | None = None
+    padding: Padding | None = None
+
+    def __post_init__(self) -> None:
+        if self.compression not in (None, *COMPRESSIONS):
+            raise ConfigurationError('compression must be "zlib" or None')
+        if self.padding not in (None, *PADDINGS):
+            raise ConfigurationError('padding must be "padme" or None')
 
     def pack(self, content: bytes) -> bytes:
         """Return the plaintext of a record with *content*: the flags, then the packed content."""
+        if self.compression is None and self.padding is None:
+            return FLAGS + content
         flags, body = 0, content
-        if self._compresses and COMPRESSED_FROM <= len(content) <= MAX_CONTENT:
+        if self.compression and COMPRESSED_FROM <= len(content) <= MAX_CONTENT:
             compressed = zlib.compress(content, _ZLIB_LEVEL)
             if len(compressed) < len(content):
                 flags, body = ZLIB, compressed
-        if not self._pads:
+        if not self.padding:
             return bytes([flags]) + body
         length = _PADDED_START.size + len(body)
         start = _PADDED_START.pack(flags | PADDED, len(body))
         return b"".join((start, body, bytes(padme(length) - length)))
 
 
-def packing(compression: object, padding: object) -> Packing | None:
-    """Return the packing for these two arguments of a service; None if both are None.
-
-    Raises:
-        ConfigurationError: An argument has another value than the service allows.
-    """
-    if compression is not None and compression not in COMPRESSIONS:
-        raise ConfigurationError('compression must be "zlib" or None')
-    if padding is not None and padding not in PADDINGS:
-        raise ConfigurationError('padding must be "padme" or None')
-    if compression is None and padding is None:
-        return None
-    return Packing(compression, padding)
-
-
-def packing_of(plaintext: bytes) -> Packing | None:
-    """Return the packing of *plaintext*, whose flags `expand` accepts; None if it has none.
+def packing_of(plaintext: bytes) -> Packing:
+    """Return the packing of *plaintext*, whose flags `expand` accepts.
 
     A program that writes a row again without the options of the service uses this packing.
     """
     flags = plaintext[0]
     compression = COMPRESSIONS[0] if flags & ZLIB else None
-    return packing(compression, PADDINGS[0] if flags & PADDED else None)
+    return Packing(compression, PADDINGS[0] if flags & PADDED else None)
 
 
 def padme(length: int) -> int:

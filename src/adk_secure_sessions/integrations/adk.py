@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import parse_qsl, unquote
 
+from adk_secure_sessions.audit import Audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Compression, Padding
+from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
+from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.service import EncryptedSessionService
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -61,12 +63,51 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
     "mariadb+aiomysql": _MYSQL,
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
-# The options of this package: a URI may contain each option in `_ONCE` at most once.
-_ONCE = (
-    "key", "backend", "key_db", "blobs", "allow_http", "audit_accesses", "audit_table",
-    "compression", "padding", "history_cache_size",
-)  # fmt: skip
-_REPEATED = ("also_key", "also_backend", "indexed_state_key")
+
+
+def _one_of(*choices: str) -> Callable[[str, str], str]:
+    """Return a converter that accepts *choices*."""
+
+    def convert(name: str, value: str) -> str:
+        if value not in choices:
+            one = " or ".join(choices)
+            raise ConfigurationError(f"the option {name!r} of the URI can only be {one}")
+        return value
+
+    return convert
+
+
+def _bytes(name: str, value: str) -> int:
+    if not re.fullmatch("[0-9]{1,18}", value):
+        raise ConfigurationError(f"the option {name!r} of the URI must be a number of bytes")
+    return int(value)
+
+
+def _text(name: str, value: str) -> str:
+    if not value:
+        raise ConfigurationError(f"the option {name!r} of the URI has no value")
+    return value
+
+
+_name = _one_of(*NAMES)
+# The options of this package, and what converts their texts.  A text, which may be a key, is in no
+# error.
+_OPTIONS: dict[str, Callable[[str, str], Any]] = {
+    "key": _text,
+    "also_key": _text,
+    "backend": _name,
+    "also_backend": _name,
+    "key_db": _text,
+    "blobs": _text,
+    "allow_http": _one_of("true"),
+    "audit_ids": _one_of("blind", "readable"),
+    "audit_table": _one_of("true"),
+    "cache_events": _bytes,
+    "compression": _one_of(*COMPRESSIONS),
+    "indexed_state_key": _text,
+    "padding": _one_of(*PADDINGS),
+}
+_REPEATED = ("also_key", "also_backend", "indexed_state_key")  # the others: at most once
 _EXAMPLE = "encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY"
 _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the process ends anyway
 
@@ -82,13 +123,8 @@ class ServiceUri(NamedTuple):
         blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
             URI has no option `blobs`.
         allow_http: Whether the store in *blobs* may be on another machine without TLS.
-        audit_accesses: The argument `audit_accesses` of `EncryptedSessionService`; None if the URI
-            has no such option.
-        indexed_state_keys: The argument `indexed_state_keys` of `EncryptedSessionService`.
-        compression: The argument `compression` of `EncryptedSessionService`; None as above.
-        padding: The argument `padding` of `EncryptedSessionService`; None as above.
-        history_cache_size: The argument `history_cache_size` of `EncryptedSessionService`.
-        audit_table: The argument `audit_table` of `EncryptedSessionService`.
+
+    The other attributes are arguments of `EncryptedSessionService`.
     """
 
     db_url: str
@@ -97,12 +133,10 @@ class ServiceUri(NamedTuple):
     key_db: str | None
     blobs: str | None
     allow_http: bool = False
-    audit_accesses: Literal["blind", "readable"] | None = None
+    audit: Audit | None = None
+    cache: Caches = Caches()
     indexed_state_keys: tuple[str, ...] = ()
-    compression: Compression | None = None
-    padding: Padding | None = None
-    history_cache_size: int = 0
-    audit_table: bool = False
+    packing: Packing = Packing()
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -128,66 +162,41 @@ def parse(uri: str) -> ServiceUri:
             f"such as {_EXAMPLE}"
         )
     url = scheme.lower().removeprefix(PREFIX)
-    ours: dict[str, list[str]] = {name: [] for name in (*_ONCE, *_REPEATED)}
+    ours: dict[str, list[Any]] = {name: [] for name in _OPTIONS}
     of_driver = []
     for number, option in enumerate(filter(None, query.split("&")), 1):
         name = unquote(option.partition("=")[0])
         if name in ours:
-            ours[name] += [value for _, value in parse_qsl(option, keep_blank_values=True)]
+            ours[name] += [_OPTIONS[name](name, text) for _, text in parse_qsl(option, True)]
         elif name in _DRIVER_OPTIONS[url]:
             of_driver.append(option)
         else:
             raise ConfigurationError(_unknown_option(number, name, url))
-    for name, values in ours.items():
-        if "" in values:
-            raise ConfigurationError(f"the option {name!r} of the URI has no value")
-        if len(values) > 1 and name in _ONCE:
+        if len(ours.get(name, ())) > 1 and name not in _REPEATED:
             more = f": give older ones as also_{name}" if f"also_{name}" in _REPEATED else ""
             raise ConfigurationError(f"the URI has the option {name!r} more than once{more}")
-    names = (*(ours["backend"] or [DEFAULT]), *ours["also_backend"])
-    if not set(names) <= set(NAMES):
-        raise ConfigurationError(f"a backend in the URI is not one of {', '.join(NAMES)}")
+    once = {name: values[0] if values else None for name, values in ours.items()}
+    names = (once["backend"] or DEFAULT, *ours["also_backend"])
     if not ours["key"] and (names[0] != NO_OP or ours["also_key"]):
         raise ConfigurationError(
             f"the URI has no key: add a key spec that names the root key, as in {_EXAMPLE}"
         )
-    if ours["allow_http"] not in ([], ["true"]):
-        raise ConfigurationError("the option 'allow_http' of the URI can only be true")
-    if ours["allow_http"] and not ours["blobs"]:
+    if once["allow_http"] and not once["blobs"]:
         raise ConfigurationError("the option 'allow_http' of the URI needs blobs= with a bucket")
-    if ours["audit_table"] not in ([], ["true"]):
-        raise ConfigurationError("the option 'audit_table' of the URI can only be true")
-    audit: Literal["blind", "readable"] | None = None
-    if ours["audit_accesses"]:
-        if ours["audit_accesses"] not in (["blind"], ["readable"]):
-            raise ConfigurationError(
-                "the option 'audit_accesses' of the URI can only be blind or readable"
-            )
-        audit = "blind" if ours["audit_accesses"] == ["blind"] else "readable"
-    compression = next((name for name in COMPRESSIONS if ours["compression"] == [name]), None)
-    if ours["compression"] and compression is None:
-        raise ConfigurationError("the option 'compression' of the URI can only be zlib")
-    padding = next((name for name in PADDINGS if ours["padding"] == [name]), None)
-    if ours["padding"] and padding is None:
-        raise ConfigurationError("the option 'padding' of the URI can only be padme")
-    size = next(iter(ours["history_cache_size"]), "0")
-    if not re.fullmatch("[0-9]{1,18}", size):
-        raise ConfigurationError(
-            "the option 'history_cache_size' of the URI must be a number of bytes"
-        )
+    audit = None
+    if once["audit_ids"] or once["audit_table"]:
+        audit = Audit(once["audit_ids"] or "blind", table=bool(once["audit_table"]))
     return ServiceUri(
         f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
         names,
         (*ours["key"], *ours["also_key"]),
-        next(iter(ours["key_db"]), None),
-        next(iter(ours["blobs"]), None),
-        bool(ours["allow_http"]),
+        once["key_db"],
+        once["blobs"],
+        bool(once["allow_http"]),
         audit,
+        Caches(events=once["cache_events"] or 0),
         tuple(ours["indexed_state_key"]),
-        compression,
-        padding,
-        int(size),
-        bool(ours["audit_table"]),
+        Packing(once["compression"], once["padding"]),
     )
 
 
@@ -196,7 +205,7 @@ def _unknown_option(number: int, name: str, url: str) -> str:
 
     The text does not quote *name*, because the user may have written a key there by mistake.
     """
-    known = (*_ONCE, *_REPEATED, *sorted(_DRIVER_OPTIONS[url]))
+    known = (*_OPTIONS, *sorted(_DRIVER_OPTIONS[url]))
     close = get_close_matches(name, known, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     return f"option {number} of the URI is unknown{meant}: there are {', '.join(known)}"
@@ -326,12 +335,10 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 backend,
                 additional,
                 key_db_url=uri.key_db,
-                audit_accesses=uri.audit_accesses,
-                audit_table=uri.audit_table,
+                audit=uri.audit,
+                cache=uri.cache,
                 indexed_state_keys=uri.indexed_state_keys,
-                compression=uri.compression,
-                padding=uri.padding,
-                history_cache_size=uri.history_cache_size,
+                packing=uri.packing,
             )
             _close_on_sigterm()
             _services[which] = service

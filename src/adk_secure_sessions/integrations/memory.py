@@ -154,7 +154,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         session_service: The service whose database and keys are used.  To close the connections,
             close the session service.
         cache_users: Maximum number of users whose decrypted memory is cached.  This cache is
-            emptied together with the caches of the session service (see `cache_seconds`).
+            emptied together with the caches of the session service (see `Caches.seconds`).
         cache_entries: Maximum number of cached entries of all users together.
         ranker: An object that chooses the memories that `search_memory` returns, instead of the
             search by words.

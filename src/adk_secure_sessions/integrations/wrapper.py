@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from google.adk.errors.session_not_found_error import SessionNotFoundError
@@ -31,7 +31,7 @@ from google.genai import types
 from pydantic import PrivateAttr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import accessed
+from adk_secure_sessions.audit import Audit, accessed
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
@@ -45,7 +45,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import events, records, states
-from adk_secure_sessions.formats.flags import packing
+from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.states import (
     APP_PREFIX,
     USER_PREFIX,
@@ -58,6 +58,7 @@ from adk_secure_sessions.formats.states import (
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
+from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.service import (
     StaleSessionError,
     check_ids,
@@ -115,12 +116,10 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         create_tables: Create missing tables in the key database.
         skip_unreadable_sessions: If True, `list_sessions` omits a session that cannot be
             decrypted, and logs the error.  If False, `list_sessions` raises `DecryptionError`.
-        data_key_cache_size: Maximum number of users and apps whose data keys are cached.
-        cache_seconds: How long data keys are cached for reading, in seconds.  If another process
-            erases a user, this process can still read the user's records for this time.
-        audit_accesses: See `EncryptedSessionService`.
-        compression: See `EncryptedSessionService`.
-        padding: See `EncryptedSessionService`.
+        cache: How many data keys are cached, and for how long.
+        audit: How each access is recorded in the audit log; None for no such records.  The records
+            cannot be stored in a table.
+        packing: How new values are compressed and padded before they are encrypted.
 
     Raises:
         ConfigurationError: An argument cannot be used as given.
@@ -136,11 +135,9 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         key_db_engine: AsyncEngine | None = None,
         create_tables: bool = True,
         skip_unreadable_sessions: bool = False,
-        data_key_cache_size: int = 10_000,
-        cache_seconds: float = 300.0,
-        audit_accesses: Literal["blind", "readable"] | None = None,
-        compression: Literal["zlib"] | None = None,
-        padding: Literal["padme"] | None = None,
+        cache: Caches = Caches(),
+        audit: Audit | None = None,
+        packing: Packing = Packing(),
     ) -> None:
         if not isinstance(inner, BaseSessionService):
             raise ConfigurationError(
@@ -154,20 +151,19 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 "the other service stores need a database"
             )
         backends = register(backend, additional_backends)
-        packed = packing(compression, padding)
+        if audit is not None and audit.table:
+            raise ConfigurationError("the wrapper cannot store audit records in a table")
         executors = executors_for(key_db_url, key_db_engine, None, None, {}, 60.0)
         self._inner = inner
         self._unit = UnitOfWork(
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
-            cached_rows=data_key_cache_size,
-            cached_keys=data_key_cache_size,
-            cache_seconds=cache_seconds,
-            packing=packed,
+            cache=cache,
+            packing=packing,
         )
         self._skip = skip_unreadable_sessions
-        self._access_ids = ids_for_audit(self._unit, audit_accesses)
+        self._access_ids = ids_for_audit(self._unit, audit)
         # A change is stored by the other service, so no transaction could also store its record.
         self._audit_trail = None
         self._feature = Feature(self._unit, WRAPPER)

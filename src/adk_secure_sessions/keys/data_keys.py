@@ -188,7 +188,7 @@ class StagedKeys:
             have been deleted since it was cached.
         created: The ids of data keys that earlier attempts of this operation have stored in a key
             database.  The owners' rows do not name these data keys yet.
-        packing: How `seal` compresses and pads; None if it does neither.
+        packing: How `seal` compresses and pads.
 
     Attributes:
         created: The argument *created*.
@@ -206,10 +206,10 @@ class StagedKeys:
         keyring_is_complete: bool = True,
         uses_cache: bool = True,
         created: Collection[int] = (),
-        packing: Packing | None = None,
+        packing: Packing = Packing(),
     ) -> None:
         self.created: Collection[int] = created
-        self.packing: Packing | None = packing
+        self.packing: Packing = packing
         self._keys = keys
         self._uses_cache = uses_cache
         self._keyring_is_complete = keyring_is_complete
@@ -419,9 +419,8 @@ class StagedKeys:
         `adopt` must have found the current data key.  The content is first compressed and padded as
         `packing` says.
         """
-        packing = self.packing
         began = perf_counter()
-        plaintext = records.FLAGS + content if packing is None else packing.pack(content)
+        plaintext = self.packing.pack(content)
         return self._seal(owner, context, plaintext, len(content), began)
 
     def seal_witness(self, owner: bytes, context: bytes, link: bytes) -> bytes:

@@ -33,7 +33,7 @@ from adk_secure_sessions.storage.schema import audit_records
 
 UNLISTED = (
     f"{audit_records.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "
-    "replayed; services with audit_table=True and maintenance commands add the feature again"
+    "replayed; services with Audit(table=True) and maintenance commands add the feature again"
 )
 _HEAD = "audit.head"  # the event of a log line with the last record of a chain
 _PURGED = "audit.purged"  # the event of a record that names chains which were deleted
@@ -423,7 +423,7 @@ async def _opened(db: Database, progress: Progress | None, rows_per_second: floa
     keyring = (await db.keys()).keyring
     if not keyring.has_audit_table:
         raise ConfigurationError(
-            "the database has no audit trail: no service with audit_table=True has used it"
+            "the database has no audit trail: no service with Audit(table=True) has used it"
         )
     total = await count_rows(db, audit_records)
     return _Trail(db, keyring, Meter(progress, total, rows_per_second))

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -14,10 +14,11 @@ from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.flags import packing
+from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
+from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.maintenance.description import Description, describe
 from adk_secure_sessions.storage.audit_trail import AuditTrail
 from adk_secure_sessions.storage.opening import AUDIT, Survey, look, open_existing, survey_existing
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The maximum number of entries in each cache.  A command reads each row once, one owner after
-# another, so larger caches would only take memory.
-_CACHED = 64
+# A command reads each row once, one owner after another, so larger caches would only take memory.
+_CACHE = Caches(sessions=64, data_keys=64)
 
 
 class Limits(NamedTuple):
@@ -75,9 +75,8 @@ class Database(KeyMaterial, ClosedByWith):
         db_engine: Your own engine, instead of `db_url`.  `close` does not close it.
         key_db_url: The URL of the key database, if there is one.
         key_db_engine: Your own engine for the key database, instead of `key_db_url`.
-        compression: How `migrate` compresses what it writes; see `EncryptedSessionService`.  A
-            rotation does not need this argument: it keeps values as they are.
-        padding: How `migrate` pads what it writes; see `EncryptedSessionService`.
+        packing: How `migrate` compresses and pads what it writes.  A rotation does not need this
+            argument: it keeps values as they are.
         engine_kwargs: Options of the engine that is created for `db_url`.
 
     Raises:
@@ -93,14 +92,12 @@ class Database(KeyMaterial, ClosedByWith):
         db_engine: "AsyncEngine | None" = None,
         key_db_url: str | sa.URL | None = None,
         key_db_engine: "AsyncEngine | None" = None,
-        compression: Literal["zlib"] | None = None,
-        padding: Literal["padme"] | None = None,
+        packing: Packing = Packing(),
         **engine_kwargs: Any,
     ) -> None:
         if backend is None and additional_backends:
             raise ConfigurationError("additional_backends require a backend")
         backends = None if backend is None else register(backend, additional_backends)
-        packed = packing(compression, padding)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._given = executors
         self._files = [None if url is None else _sqlite_file(url) for url in (db_url, key_db_url)]
@@ -108,11 +105,10 @@ class Database(KeyMaterial, ClosedByWith):
             executors,
             backends,
             self._open_keyring,
-            cached_rows=_CACHED,
-            cached_keys=_CACHED,
+            cache=_CACHE,
             keyring_pause=0,
             before_use=self._record_command,
-            packing=packed,
+            packing=packing,
         )
         self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
         # Whether the trail had records although the features did not list it: see `has_trail_rows`.

@@ -721,7 +721,7 @@ def seal_user(attempt: Attempt, user: Owner) -> bytes:
     return attempt.keys.seal(user.tag, context, with_id(user.user_id, _owner_fields(user)))
 
 
-def packing_of_owner(attempt: Attempt, owner: Owner, stored: bytes) -> Packing | None:
+def packing_of_owner(attempt: Attempt, owner: Owner, stored: bytes) -> Packing:
     """Return how *stored*, the record in the row of *owner*, is compressed and padded."""
     app_name = attempt.who.app_name
     if owner.user_id or owner.app_row:

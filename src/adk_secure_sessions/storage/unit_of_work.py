@@ -43,7 +43,7 @@ from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.lru import Caches, Lru
 from adk_secure_sessions.storage.bindings import (
     Attempt,
     Identity,
@@ -215,15 +215,12 @@ class UnitOfWork:
             methods `read`, `read_keys`, `change` and `change_keys` can be used.
         open_keyring: A function that reads the keyring and unwraps its keys.  Its argument is None,
             or a keyring that was opened earlier and whose keys need not be unwrapped again.
-        cached_rows: Maximum number of cached rows of each kind: sessions, users and apps.
-        cached_keys: Maximum number of owners whose data keys are cached.
-        history_size: Maximum number of bytes of cached events; 0 for none.
-        cache_seconds: Seconds for which unwrapped data keys and decrypted rows are cached.  After
-            that time they are read again, because another process may have erased a user.
+        cache: The sizes of the caches, and for how long they are kept.  After that time they are
+            read again, because another process may have erased a user.
         keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
             until its pending rows (rows whose key service failed) are unwrapped again.
         before_use: Called with the keyring each time before the keys or the caches are used.
-        packing: How new records are compressed and padded; None if they are not.
+        packing: How new records are compressed and padded.
     """
 
     def __init__(
@@ -232,22 +229,16 @@ class UnitOfWork:
         backends: Backends | None,
         open_keyring: OpenKeyring,
         *,
-        cached_rows: int,
-        cached_keys: int,
-        history_size: int = 0,
-        cache_seconds: float = 300.0,
+        cache: Caches = Caches(),
         keyring_pause: float = _KEYRING_PAUSE,
         before_use: Callable[[Keyring], Awaitable[None]] | None = None,
-        packing: Packing | None = None,
+        packing: Packing = Packing(),
     ) -> None:
-        self._cache_seconds = cache_seconds
+        self._cache = cache
         self._packing = packing
         self.executors = executors
         self._backends = backends
         self._open_keyring = open_keyring
-        self._cached_rows = cached_rows
-        self._cached_keys = cached_keys
-        self._history_size = history_size
         self._opened: _Opened | None = None
         self._keyring_pause = keyring_pause
         self._before_use = before_use
@@ -570,11 +561,11 @@ class UnitOfWork:
     def _with_empty_caches(self, keyring: Keyring) -> _Opened:
         writer_id = self.backends.writer.backend_id
         return _Opened(
-            DataKeys(keyring, self.backends.by_id, writer_id, self._cached_keys),
-            RowCache(self._cached_rows, self._history_size),
-            Lru(self._cached_rows),
+            DataKeys(keyring, self.backends.by_id, writer_id, self._cache.data_keys),
+            RowCache(self._cache.sessions, self._cache.events),
+            Lru(self._cache.sessions),
             {},
-            time.monotonic() + self._cache_seconds,
+            time.monotonic() + self._cache.seconds,
         )
 
     async def _store_data_key(
