@@ -69,10 +69,3 @@ def test_no_nonce_is_used_twice() -> None:
     count = 20_000
     nonces = {CIPHER.encrypt(b"", b"")[:NONCE_LENGTH] for _ in range(count)}
     assert len(nonces) == count
-
-
-def test_rejection_hides_its_cause() -> None:
-    with pytest.raises(TamperedError) as info:
-        CIPHER.decrypt(bytes(40), b"")
-    assert info.value.__context__ is None
-    assert info.value.__cause__ is None

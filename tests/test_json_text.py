@@ -230,7 +230,6 @@ def test_error_of_reading_names_the_data_and_does_not_repeat_it() -> None:
             with pytest.raises(DecryptionError, match=f"^{name} is not a JSON object") as info:
                 loads(data, *arguments)
             assert info.value.reason is Reason.MALFORMED
-            assert info.value.__context__ is None
             assert "7Qx" not in str(info.value)
 
 

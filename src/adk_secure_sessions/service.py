@@ -273,9 +273,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             )
             return _session(app_name, view)
         except DuplicateSession:
-            pass
-        # Raise after the except block, so that the `__context__` is not DuplicateSession.
-        raise AlreadyExistsError("A session with this id already exists.")
+            raise AlreadyExistsError("A session with this id already exists.") from None
 
     @accessed("session.read")
     async def get_session(
@@ -591,7 +589,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             session.state.update(event.actions.state_delta or {})
             session.events.append(event)
 
-        error: Exception
         try:
             await self._store.append(
                 session.app_name,
@@ -601,12 +598,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 NewEvent(events.encode(event), time_us, scopes.app, scopes.user, scopes.session),
                 stored,
             )
-            return
         except MissingSession:
-            error = SessionNotFoundError("Session not found.")
+            raise SessionNotFoundError("Session not found.") from None
         except StaleRevision:
-            error = StaleSessionError(STALE)
-        raise error
+            raise StaleSessionError(STALE) from None
 
     async def _expected_of_unmarked(self, session: Session) -> Expected:
         """Return the row id and the revision of the stored session.

@@ -94,7 +94,6 @@ def test_error_of_a_driver_means(name: str) -> None:
         meant = meaning(error)
         assert type(meant) is (expected or DatabaseError)
         assert meant.__cause__ is None
-        assert meant.__context__ is None
 
 
 def test_operational_error_without_a_code_means_that_no_server_answered() -> None:

@@ -64,8 +64,7 @@ class FernetCipher(KeyMaterial):
             return self._token_key(associated_data).decrypt(sealed)
         # ValueError: the padding is wrong.  Only a program that has the key can make such a token.
         except (InvalidSignature, ValueError):
-            pass
-        raise TamperedError()
+            raise TamperedError() from None
 
     def _token_key(self, associated_data: bytes) -> "TokenKey":
         return TokenKey(HKDFExpand(SHA256(), _KEY_LENGTH, associated_data).derive(self._key))

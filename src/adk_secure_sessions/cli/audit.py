@@ -38,8 +38,8 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
         found = datetime.fromisoformat(value)
         return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
     except ValueError:
-        pass
-    raise click.BadParameter("write a time as 2026-01-31 or 2026-01-31T12:00:00+00:00")
+        hint = "write a time as 2026-01-31 or 2026-01-31T12:00:00+00:00"
+        raise click.BadParameter(hint) from None
 
 
 @contextmanager

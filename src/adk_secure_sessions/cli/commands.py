@@ -131,12 +131,12 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
         except TimeoutError:
             if not limit.expired():
                 raise
-        raise Failure(
-            f"no answer from the database or the key service within {timeout:g} s: check that "
-            "they can be reached, or raise --timeout",
-            "Timeout",
-            retryable=True,
-        )
+            raise Failure(
+                f"no answer from the database or the key service within {timeout:g} s: check that "
+                "they can be reached, or raise --timeout",
+                "Timeout",
+                retryable=True,
+            ) from None
 
     found = run(db, in_time, again=None)
     show(found, as_json, check_lines(found))

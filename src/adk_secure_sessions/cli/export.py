@@ -121,11 +121,10 @@ def _to_adk(
         ):
             return call(work(report))
     except Failure as error:
-        failure = error
-    if isinstance(failure, Interrupted) or not target.is_open:
-        raise failure
-    message, retryable = failure.message, failure.retryable
-    raise Failure(f"{message}; {partial}: to continue, {AGAIN}", failure.error, retryable=retryable)
+        if isinstance(error, Interrupted) or not target.is_open:
+            raise
+        message = f"{error.message}; {partial}: to continue, {AGAIN}"
+        raise Failure(message, error.error, retryable=error.retryable) from None
 
 
 def _to_lines(

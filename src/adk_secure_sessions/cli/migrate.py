@@ -41,10 +41,9 @@ def _time(context: click.Context, parameter: click.Parameter, value: str | None)
             moment = moment.replace(tzinfo=UTC)
         return round(moment.timestamp() * 1_000_000)
     except (ValueError, OverflowError):
-        pass
-    raise click.BadParameter(
-        "write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00"
-    )
+        raise click.BadParameter(
+            "write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00"
+        ) from None
 
 
 def _zone(context: click.Context, parameter: click.Parameter, value: str | None) -> ZoneInfo | None:
@@ -56,8 +55,8 @@ def _zone(context: click.Context, parameter: click.Parameter, value: str | None)
     try:
         return None if value is None else ZoneInfo(value)
     except (ValueError, OSError, KeyError):
-        pass
-    raise click.BadParameter("write the name of a time zone, such as Europe/Berlin or UTC")
+        hint = "write the name of a time zone, such as Europe/Berlin or UTC"
+        raise click.BadParameter(hint) from None
 
 
 @main.command()

@@ -170,10 +170,8 @@ def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
                     yield call
                 finally:
                     runner.run(db.close())
-            return
         except KeyboardInterrupt:
-            pass
-        raise Interrupted(again)
+            raise Interrupted(again) from None
 
 
 def run(
@@ -227,15 +225,14 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-        return
     except BrokenPipeError:  # the reader of the output has ended: click exits with 1
         raise
     except SecureSessionError as error:
         name, message = type(error).__name__, for_command_line(str(error))
-        failure = Failure(message, name, retryable=getattr(error, "retryable", False))
+        retryable = getattr(error, "retryable", False)
+        raise Failure(message, name, retryable=retryable) from None
     except OSError as error:
-        failure = _of_system(error)
-    raise failure
+        raise _of_system(error) from None
 
 
 def _of_system(error: OSError) -> Failure:

@@ -47,5 +47,4 @@ class Aes256Gcm(KeyMaterial):
         try:
             return self._aead.decrypt(sealed[:NONCE_LENGTH], sealed[NONCE_LENGTH:], associated_data)
         except (InvalidTag, ValueError):  # ValueError: *sealed* is shorter than a nonce
-            pass
-        raise TamperedError()
+            raise TamperedError() from None

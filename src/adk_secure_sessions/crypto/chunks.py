@@ -48,8 +48,8 @@ class ChunkCipher(KeyMaterial):
         try:
             return self._aead.decrypt(_nonce(number, is_last), sealed, self._associated_data)
         except InvalidTag:
-            pass
-        raise TamperedError(f"chunk {number}: wrong key, or the chunk was modified or moved")
+            detail = f"chunk {number}: wrong key, or the chunk was modified or moved"
+            raise TamperedError(detail) from None
 
 
 def _nonce(number: int, is_last: bool) -> bytes:

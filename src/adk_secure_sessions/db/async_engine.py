@@ -174,7 +174,7 @@ class AsyncEngineExecutor:
                 raise
             if needs_unprepared(error):
                 meant = self._needs_option()
-        raise meant
+            raise meant from None
 
     def _needs_option(self) -> Exception:
         """Return the error that names the engine option with which a pooler can be used.

@@ -128,7 +128,7 @@ def _parse(name: str, url: object) -> sa.URL:
         try:
             return _with_driver(sa.make_url(url))
         except (sa.exc.ArgumentError, ValueError):
-            pass  # raise after this block: otherwise `__context__` would show the URL's password
+            pass
     raise ConfigurationError(
         f"{name} is not a database URL: write, for example, sqlite+aiosqlite:///sessions.db"
     )
@@ -268,7 +268,7 @@ async def _connect_in_time(
     except TimeoutError:
         if not limit.expired():
             raise  # of the driver, which has a shorter time-out
-    raise overdue(seconds, "connecting to the database")
+        raise overdue(seconds, "connecting to the database") from None
 
 
 def _for_engine(

@@ -189,9 +189,9 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 usable = not isinstance(meant, Disconnected) and not session.is_overdue
                 if is_read_only(error):
                     self._close_idle()  # new connections may lead to another server
+                raise meant from None
             finally:
                 await self._release(pooled, usable=usable)
-        raise meant
 
     async def _acquire(self) -> PoolProxiedConnection:
         """Wait for a slot (see `_new_slots`); return a connection that the driver has not closed.
@@ -209,12 +209,11 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 pooled.invalidate()
             return pooled
         except Exception as error:
-            meant = rejected_option(_translated(error, connection_lost=False))
             self._slots.release()
+            raise rejected_option(_translated(error, connection_lost=False)) from None
         except BaseException:
             self._slots.release()
             raise
-        raise meant
 
     def _checkout(self) -> PoolProxiedConnection:
         disposals = self._disposals  # may increase while SQLAlchemy opens a connection
@@ -260,10 +259,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         try:
             async with asyncio.timeout(self._timeout):
                 await self._slots.acquire()
-                return
         except TimeoutError:
-            pass
-        raise no_free_connection(self._timeout)
+            raise no_free_connection(self._timeout) from None
 
 
 def _close_idle(idle: list[PoolProxiedConnection], pid: int) -> None:
@@ -389,7 +386,7 @@ class _Session:
             if error.errno is not None or seconds is None:
                 raise
             self.is_overdue = True
-        raise overdue(seconds, "a write" if writes else "a read")
+            raise overdue(seconds, "a write" if writes else "a read") from None
 
     async def follow(self, steps: Steps[T], holds_locks: bool) -> T:
         """Run *steps* and return their result.

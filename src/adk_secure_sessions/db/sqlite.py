@@ -579,9 +579,9 @@ def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = F
     except (sqlite3.OperationalError, sa.exc.OperationalError):
         if timeout is None or not _current.is_overdue():
             raise
+        raise overdue(timeout, "a write" if writes else "a read") from None
     finally:
         _current.job = None
-    raise overdue(timeout, "a write" if writes else "a read")
 
 
 def _serve(
@@ -716,7 +716,7 @@ class SqliteConnection:
             meant = meaning(error)
             if not isinstance(meant, UniqueViolation):
                 raise
-        raise meant
+            raise meant from None
 
 
 def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:

@@ -112,8 +112,7 @@ def validated(model: type[M], values: Any) -> M:
             return model.model_validate_json(values)
         return model.model_validate(values)
     except AttributeError:  # google-genai's enumerations raise it for a number
-        pass
-    raise ValueError
+        raise ValueError from None
 
 
 def silence_enumerations() -> None:

@@ -140,13 +140,12 @@ def _encode_slowly(event: Event, replaces: bool) -> bytes:
     plaintext = _PREFIX + json_text.dumps(values)
     try:
         decode(plaintext, 0, 0)
-        return plaintext
     except ConfigurationError:
-        pass
-    raise ValueError(
-        "the event is not stored, because google-adk could not read it back: it rejects "
-        + _rejected(values)
-    )
+        raise ValueError(
+            "the event is not stored, because google-adk could not read it back: it rejects "
+            + _rejected(values)
+        ) from None
+    return plaintext
 
 
 def _rejected(values: JsonObject) -> str:
@@ -239,24 +238,19 @@ def _parsed(plaintext: bytes) -> Event | None:
         try:
             return _parse(plaintext[start:])
         except ValueError:
-            pass  # raise after this block: otherwise `__context__` would hold the event
+            pass
     return None
 
 
 def _decode_slowly(plaintext: bytes, table: str, row: str) -> Event:
-    writer, malformed = "", None
-    fields: JsonObject = {}
     try:
         writer, fields = json_text.read_event(plaintext)
     except DecryptionError as error:
-        malformed = error.located(table, row)
-    if malformed:
-        raise malformed
+        raise error.located(table, row) from None
     try:
         return validated(Event, fields)  # accepts lone surrogates, which `_parse` rejects
     except ValueError:
-        pass
-    raise ConfigurationError(
-        f"{table} row {row} was written by google-adk {writer}, and the "
-        f"installed google-adk {adk_version} cannot read it: install that version or a later one"
-    )
+        raise ConfigurationError(
+            f"{table} row {row} was written by google-adk {writer}, and the installed google-adk "
+            f"{adk_version} cannot read it: install that version or a later one"
+        ) from None

@@ -77,8 +77,7 @@ def decode_text(data: object) -> str:
     try:
         return binary(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        pass  # raise after this block: otherwise `__context__` would hold the bytes
-    raise TamperedError("its text is not UTF-8", reason=Reason.MALFORMED)
+        raise TamperedError("its text is not UTF-8", reason=Reason.MALFORMED) from None
 
 
 def binary(value: object) -> bytes:
@@ -120,8 +119,8 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
     try:
         return parts + _NUMBERS[count].pack(8 * count, *numbers)
     except error:  # SQLite stores any type in any column, so a modified row may hold any type
-        pass
-    raise TamperedError("an integer column holds a value of another type", reason=Reason.MALFORMED)
+        detail = "an integer column holds a value of another type"
+        raise TamperedError(detail, reason=Reason.MALFORMED) from None
 
 
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
@@ -237,7 +236,7 @@ def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     except DecryptionError:
         raise
     except Exception:  # a third party's cipher may put secrets into its exceptions
-        pass  # raise after this block: otherwise `__context__` would hold the cipher's exception
+        pass
     if packed is not None:
         return expand(packed)
     raise TamperedError("the backend could not decrypt it")
@@ -362,10 +361,8 @@ def split_owner(data: bytes) -> OwnerFields:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
     except (IndexError, error):
-        pass
-    else:
-        return OwnerFields(data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :])
-    raise _malformed()
+        raise _malformed() from None
+    return OwnerFields(data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :])
 
 
 def join_session(fields: SessionFields) -> bytes:

@@ -315,7 +315,7 @@ def _class_of(module: str, name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != full:
             raise
-    raise ConfigurationError(f"this release of adk-secure-sessions has no {name}")
+        raise ConfigurationError(f"this release of adk-secure-sessions has no {name}") from None
 
 
 # --- One service for each database ----------------------------------------------------------------

@@ -249,7 +249,7 @@ def _parsed(collection: Collection, item: int) -> _Described:
         if type(number) is type(versions) is int and (is_new or is_again):
             return _Described(version, versions)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
-        pass  # raise below: an error raised here would hold the item in its __context__
+        pass
     raise _malformed(collection, item)
 
 

@@ -305,7 +305,6 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
         TamperedError: The object is missing, is not a file, or does not have *size* bytes.
     """
     data: bytes | None = None
-    code: int | None = None
     try:
         with _prefix(directory, _PASS) as prefix, prefix.child(name, _PASS) as blob:
             flags = os.O_RDONLY | _NO_LINK | _BINARY | _NO_WAIT
@@ -317,13 +316,12 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
     except OSError as error:
         if error.errno != errno.ENOENT and error.errno not in _REPLACED:
             raise
-        code = error.errno
-    if code == errno.ENOENT:
-        raise TamperedError(
-            "a blob is missing: it was deleted outside the service, or this is not the directory "
-            "that it was written to",
-            reason=Reason.MISSING,
-        )
+        if error.errno == errno.ENOENT:
+            raise TamperedError(
+                "a blob is missing: it was deleted outside the service, or this is not the "
+                "directory that it was written to",
+                reason=Reason.MISSING,
+            ) from None
     if data is None:
         raise TamperedError(
             "a blob was replaced by a link, or by something else that is not a file: find out who "

@@ -672,10 +672,10 @@ def _content(content: types.Content, name: str, number: int) -> bytes:
     data = _json(fields, name)
     try:
         validated(types.Content, json_text.loads(data))
-        return data
     except ValueError:
-        pass
-    raise ValueError(f"{name} holds a value of a wrong type: google-adk could not read it back")
+        problem = f"{name} holds a value of a wrong type: google-adk could not read it back"
+        raise ValueError(problem) from None
+    return data
 
 
 def _metadata(values: Mapping[str, object] | None, name: str) -> bytes | None:

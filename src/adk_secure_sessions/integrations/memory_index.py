@@ -109,22 +109,20 @@ class Entry:
         try:
             content = validated(types.Content, json_text.loads(self.content))
         except ValueError:
-            pass
-        else:
-            timestamp = self.timestamp
-            if not isinstance(timestamp, str | None):
-                timestamp = formatted(timestamp)
-            return MemoryEntry(
-                id=self.id,
-                content=content,
-                author=self.author,
-                timestamp=timestamp,
-                custom_metadata=json_text.loads(self.metadata) if self.metadata else {},
-            )
-        raise ConfigurationError(
-            f"secure_events row {session_row}, {self.item} was written by google-adk "
-            f"{self.writer}, and the installed google-adk {adk_version} cannot read it: install "
-            "that version or a later one"
+            raise ConfigurationError(
+                f"secure_events row {session_row}, {self.item} was written by google-adk "
+                f"{self.writer}, and the installed google-adk {adk_version} cannot read it: "
+                "install that version or a later one"
+            ) from None
+        timestamp = self.timestamp
+        if not isinstance(timestamp, str | None):
+            timestamp = formatted(timestamp)
+        return MemoryEntry(
+            id=self.id,
+            content=content,
+            author=self.author,
+            timestamp=timestamp,
+            custom_metadata=json_text.loads(self.metadata) if self.metadata else {},
         )
 
 

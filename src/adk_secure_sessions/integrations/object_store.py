@@ -429,12 +429,10 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
         client["allow_http"] = bool(plain)
         made = classes[scheme](parts.netloc, **arguments)
     except (BaseError, TypeError, ValueError):
-        made = None
-    if made is None:
         raise ConfigurationError(
             "the artifact store cannot be opened: check its options, and the environment variables "
             f"that begin with {_VARIABLES[scheme]}"
-        )
+        ) from None
     for address in plain:
         try:
             check_transport(address, "an artifact store")
@@ -515,10 +513,8 @@ class _Remote:
             await self._call(
                 lambda: obstore.put_async(self._store, path, data, use_multipart=False)
             )
-            return
         except _Missing:
-            pass
-        raise _no_bucket()
+            raise _no_bucket() from None
 
     async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         import obstore
@@ -631,15 +627,13 @@ class _Remote:
                 "this process was forked after the artifact store was used, where obstore cannot "
                 "work: start processes with spawn, or use the store only after the fork"
             )
-        error: Exception
         try:
             async with asyncio.timeout(self._timeout):
                 return await call()
         except TamperedError:
             raise
-        except Exception as raised:
-            error = _translated(raised)
-        raise error
+        except Exception as error:
+            raise _translated(error) from None
 
 
 class _Missing(Exception):

@@ -620,8 +620,7 @@ class _Records:
             self._check_fields(stored, event)
             return event
         except DecryptionError as error:
-            located = error.located(EVENTS, _shown(stored.id))
-        raise located
+            raise error.located(EVENTS, _shown(stored.id)) from None
 
     def _check_fields(self, stored: Event, event: Event) -> None:
         """Check that the plaintext fields of *stored* equal the decrypted fields.
@@ -681,7 +680,7 @@ def _record(text: object) -> bytes:
             if _text(record) == text:
                 return record
         except (ValueError, binascii.Error):
-            pass  # raise below: an error raised here would hold the text in its __context__
+            pass
     raise PlaintextRefusedError("not an encrypted record")
 
 

@@ -129,7 +129,6 @@ class AwsKmsKey(RemoteKey):
         self._endpoint_url = endpoint_url
         self._region = region or named["region"]
         self._current: _ProcessSession | None = None
-        failure = None
         try:
             self._region = self._region or self._default_region()
             # A client that does not sign needs no credentials, which may come from a slow service.
@@ -139,9 +138,8 @@ class AwsKmsKey(RemoteKey):
         except ConfigurationError:
             raise
         except Exception as error:  # botocore has no common error for configurations
-            failure = type(error).__name__
-        if failure is not None:
-            raise ConfigurationError(f"the AWS configuration cannot be used ({failure})")
+            name = type(error).__name__
+            raise ConfigurationError(f"the AWS configuration cannot be used ({name})") from None
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         return await in_thread(
@@ -165,21 +163,20 @@ class AwsKmsKey(RemoteKey):
                 said = ask(KeyId=self._key, EncryptionContext={_CONTEXT: digest}, **data)
                 return bytes(said[answer])
         except ClientError as error:
-            failure = self._service_error(error)
+            raise self._service_error(error) from None
         except ConfigurationError:
             raise
         except (BotoCoreError, OSError, UnicodeEncodeError) as error:
             # OSError is about a file of credentials, UnicodeEncodeError about their text.
-            failure = self._call_error(error)
+            raise self._call_error(error) from None
         except Exception as error:
             # botocore has no common error for malformed answers or for the output of a program that
             # gives credentials.  Such an answer may come from a proxy, for a moment.
-            failure = self._failure(
+            raise self._failure(
                 f"the call failed ({type(error).__name__})",
                 "check the AWS credentials, endpoint_url, and the proxy settings",
                 retryable=True,
-            )
-        raise failure
+            ) from None
 
     def _service_error(self, error: "ClientError") -> Exception:
         status: int = error.response["ResponseMetadata"]["HTTPStatusCode"]

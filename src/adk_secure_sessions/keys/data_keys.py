@@ -571,8 +571,7 @@ def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:
     try:
         return backend.cipher(key)
     except Exception:  # a third party's backend may put the key into the text of its exception
-        pass
-    raise TamperedError("its backend rejects the data key", reason=Reason.MALFORMED)
+        raise TamperedError("its backend rejects the data key", reason=Reason.MALFORMED) from None
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:

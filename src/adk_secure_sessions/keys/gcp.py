@@ -136,14 +136,13 @@ class GcpKmsKey(RemoteKey):
                 ask = getattr(client, operation)
                 return await ask(request=request, retry=None, timeout=self._timeout)
         except GoogleAuthError as error:
-            failure: Exception = self._failure(
+            raise self._failure(
                 f"no credentials were found ({type(error).__name__})",
                 "check the application default credentials",
                 retryable=error.retryable,
-            )
+            ) from None
         except GoogleAPICallError as error:
-            failure = self._explained(error, operation)
-        raise failure
+            raise self._explained(error, operation) from None
 
     def _client(self, credentials: "Credentials") -> "KeyManagementServiceAsyncClient":
         from google.api_core.client_options import ClientOptions

@@ -210,10 +210,8 @@ class Keyring(KeyMaterial):
         Raises:
             UnknownKeyError: The keyring has no data master with this id.
         """
-        try:
-            return self.masters[key_id]
-        except KeyError:
-            pass
+        if (master := self.masters.get(key_id)) is not None:
+            return master
         if any((int, key_id) == row[0] for row in self._pending):
             raise UnknownKeyError(
                 f"data master {key_id} is not unwrapped yet, because its key service failed: "
@@ -700,7 +698,6 @@ async def unwrap_master_key(
             f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
             f"given {given}: list a backend with that key"
         )
-    failure: KeyServiceError | None = None
     try:
         key = await _answer_of(root, root.unwrap(row.wrapped, row.context(database_id)))
         if key.length == KEY_LENGTH:
@@ -708,11 +705,9 @@ async def unwrap_master_key(
     except DecryptionError:
         pass
     except KeyServiceError as error:
-        failure = KeyServiceError(
+        raise KeyServiceError(
             f"secure_keyring row {row.id} cannot be unwrapped: {error}", retryable=error.retryable
-        )
-    if failure is not None:
-        raise failure
+        ) from None
     raise WrongKeyError(
         f"root key {root.key_id!r} does not unwrap master key {row.id}: "
         "wrong key, or the keyring was tampered with"
@@ -730,20 +725,17 @@ async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
         KeyServiceError: The provider did not return bytes, or raised another exception.  The text
             of that exception may contain secrets, so the message names only its class.
     """
-    failure: Exception | None = None
     try:
         result = MasterKey(await answer)
         if result.length is not None:
             return result
         name = "something that is not bytes"
-    except SecureSessionError as error:
-        failure, name = without_frames(error), ""
     except Exception as error:
+        if isinstance(error, SecureSessionError):
+            raise without_frames(error) from None
         name = type(error).__name__
     # CancelledError must have no frames, either: `asyncio.timeout` makes it the cause of a
     # TimeoutError.
     except BaseException as error:
         raise without_frames(error) from None
-    if failure is None:
-        failure = KeyServiceError(f"the provider of root key {root.key_id!r} failed: {name}")
-    raise failure
+    raise KeyServiceError(f"the provider of root key {root.key_id!r} failed: {name}")

@@ -192,10 +192,9 @@ class Pkcs11Key(RemoteKey):
                         return use(self._key(session))
                 except pkcs11.PKCS11Error as error:
                     # Inside of `held`: the thread that waits for it must not try the PIN again.
-                    failure = self._explained(error, at_login=not is_open)
+                    raise self._explained(error, at_login=not is_open) from None
         except pkcs11.PKCS11Error as error:
-            failure = self._explained(error, at_login=False)
-        raise failure
+            raise self._explained(error, at_login=False) from None
 
     def _key(self, session: Any) -> Any:
         from pkcs11 import Attribute, KeyType, ObjectClass
@@ -285,8 +284,7 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
     try:
         return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
     except PKCS11Error:
-        pass
-    raise TamperedError()
+        raise TamperedError() from None
 
 
 def _gcm(nonce: bytes, associated_data: bytes) -> dict[str, Any]:

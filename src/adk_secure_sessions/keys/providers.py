@@ -109,11 +109,9 @@ def parse_key(key: bytes | str) -> bytes:
     try:
         decoded = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (ValueError, binascii.Error):
-        decoded = None
-    if decoded is None:
         raise ConfigurationError(
             "the key is neither 32 bytes nor base64 text; make one with generate_key()"
-        )
+        ) from None
     if len(decoded) != KEY_LENGTH:
         raise ConfigurationError(
             f"the key must be {KEY_LENGTH} bytes, got {len(decoded)}; make one with generate_key()"
@@ -226,10 +224,7 @@ def check_text(secret: str, name: str) -> None:
     try:
         secret.encode()
     except UnicodeEncodeError:
-        pass
-    else:
-        return
-    raise ConfigurationError(f"{name} is not text in UTF-8")
+        raise ConfigurationError(f"{name} is not text in UTF-8") from None
 
 
 def read_private_file(path: Path) -> bytes:

@@ -168,15 +168,14 @@ class RemoteKey(KeyMaterial):
         except SecureSessionError:
             raise
         except TimeoutError:
-            failure = self._unreachable(f"gave no answer within {self._timeout:g} s")
+            raise self._unreachable(f"gave no answer within {self._timeout:g} s") from None
         except Exception as error:
             # The subclasses handle the errors that the libraries document.  Settings, proxies and
             # answers that nobody expected lead to others, which may contain the key.
-            failure = self._failure(
+            raise self._failure(
                 f"the call failed ({type(error).__name__})",
                 "check the address, the credentials, and the proxy settings",
-            )
-        raise failure
+            ) from None
 
     def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
         """Return an error without the text of the service's answer, which may contain a key."""

@@ -142,16 +142,14 @@ class VaultKey(RemoteKey):
         if self._token and not _HEADER_VALUE.fullmatch(self._token):
             raise _not_printable("token")
         self._logging_in = LoopLocks()
-        failure = None
         try:
             self._client()
         except Exception as error:  # httpx has no common error for proxies that it cannot use
-            failure = type(error).__name__
-        if failure is not None:
+            name = type(error).__name__
             raise ConfigurationError(
-                f"the proxy for Vault cannot be used ({failure}): check the variables HTTPS_PROXY, "
+                f"the proxy for Vault cannot be used ({name}): check the variables HTTPS_PROXY, "
                 "HTTP_PROXY, ALL_PROXY and NO_PROXY"
-            )
+            ) from None
 
     def _client(self) -> "httpx.AsyncClient":
         import httpx
@@ -257,13 +255,11 @@ class VaultKey(RemoteKey):
                 content = await self._content(response)
                 return _Answer(response.status_code, content)
         except httpx.TransportError as error:
-            failure, untrusted = type(error).__name__, _is_certificate_error(error)
-        # Errors are raised here: httpx's error contains the request, and with it the key.
-        if untrusted:
-            raise self._failure(
-                "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
-            )
-        raise self._unreachable(f"cannot be reached ({failure})")
+            if _is_certificate_error(error):
+                raise self._failure(
+                    "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
+                ) from None
+            raise self._unreachable(f"cannot be reached ({type(error).__name__})") from None
 
     async def _content(self, response: "httpx.Response") -> bytes:
         """Return the body of *response*, if it is not compressed and not too long.
@@ -353,8 +349,8 @@ def _tls_context(address: str, ca_file: str | os.PathLike[str] | None) -> ssl.SS
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ValueError):  # SSLError is a subclass of OSError
-        pass
-    raise ConfigurationError(f"cannot read certificates from {os.fspath(ca_file or '')!r}")
+        problem = f"cannot read certificates from {os.fspath(ca_file or '')!r}"
+        raise ConfigurationError(problem) from None
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:

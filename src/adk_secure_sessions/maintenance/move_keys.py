@@ -161,9 +161,8 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     except SecureSessionError:
         if not await move.was_overtaken():
             raise
-        found = None
-    if found is None:
-        raise SecureSessionError("another run of `move-keys` was first, and has moved the keys")
+        overtaken = "another run of `move-keys` was first, and has moved the keys"
+        raise SecureSessionError(overtaken) from None
     await db.close()  # the next call opens the database with its keys in the new place
     db.find_keys(in_key_database=to == "key-db")
     if move.has_audit_table:

@@ -103,7 +103,7 @@ async def separate(
     except SecureSessionError:
         if not await _was_overtaken(db):
             raise
-    raise _overtaken()
+        raise _overtaken() from None
 
 
 async def _separate(

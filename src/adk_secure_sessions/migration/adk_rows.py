@@ -75,8 +75,7 @@ def time_of(value: object, zone: tzinfo | None) -> int:
     try:
         return microseconds(seconds_of(value, zone))
     except (OverflowError, ValueError):
-        pass  # raise after this block: otherwise `__context__` would hold the value
-    raise Unreadable("its create_time or update_time is not a time")
+        raise Unreadable("its create_time or update_time is not a time") from None
 
 
 def seconds_of(value: object, zone: tzinfo | None) -> float:
@@ -112,16 +111,13 @@ def state_of(value: object, whose: str) -> JsonObject:
     try:
         state = json_text.loads(data(value))
     except (DecryptionError, ValueError):
-        state = None
-    if state is None:
-        raise Unreadable(f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}")
+        problem = f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}"
+        raise Unreadable(problem) from None
     try:
         states.encode(state)
     except ValueError:
-        pass
-    else:
-        return state
-    raise Unreadable(f"{whose} state exceeds a limit: {_LIMITS}")
+        raise Unreadable(f"{whose} state exceeds a limit: {_LIMITS}") from None
+    return state
 
 
 def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
@@ -129,10 +125,7 @@ def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
     try:
         check_ids(app_name, user_id, session_id)
     except ValueError as error:  # the text of the error contains no name
-        reason = str(error)
-    else:
-        return
-    raise Unreadable(f"{reason}: {_LIMITS}")
+        raise Unreadable(f"{error}: {_LIMITS}") from None
 
 
 # --- Events --------------------------------------------------------------------------------------
@@ -289,8 +282,7 @@ def _loads(value: object) -> Any:
         try:
             return json_text.loads(json_bytes)
         except DecryptionError:
-            pass
-        raise ValueError("a column is not JSON within the limits")
+            raise ValueError("a column is not JSON within the limits") from None
     return json.loads(json_bytes)
 
 

@@ -511,7 +511,7 @@ class Tables:
                 reason = f"has actions that are not loaded: {error}"
                 break
             except Exception:
-                break  # raise after this block: otherwise `__context__` would hold the event
+                break
         if len(events) < len(history):
             raise Unreadable(
                 f"event {len(events) + 1} of {len(history)} {reason}: see docs/limits.md, Sizes"
@@ -596,12 +596,11 @@ class Tables:
         for name in names:
             try:
                 key.append(adk_rows.text(name))
-                continue
             except (TypeError, ValueError):
-                pass  # raise after this block: otherwise `__context__` would hold the name
-            if self._dialect != "sqlite":
-                raise ConfigurationError(f"the table {table} contains a row: {_NOT_TEXT}")
-            key.append(bytes(name))
+                if self._dialect != "sqlite":
+                    problem = f"the table {table} contains a row: {_NOT_TEXT}"
+                    raise ConfigurationError(problem) from None
+                key.append(bytes(name))
         return tuple(key)
 
     def _session(self, key: After, rowid: int, version: str) -> SourceSession:

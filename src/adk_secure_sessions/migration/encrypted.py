@@ -260,8 +260,8 @@ def _event(plaintext: bytes, session_row: int, seq: int) -> SourceEvent:
         try:
             return SourceEvent(plaintext, microseconds(fields["timestamp"]))
         except (KeyError, TypeError, ValueError, OverflowError):
-            pass  # raise after this block: otherwise `__context__` would hold the event
-        raise DecryptionError("the event has no valid timestamp", reason=Reason.MALFORMED)
+            detail = "the event has no valid timestamp"
+            raise DecryptionError(detail, reason=Reason.MALFORMED) from None
 
 
 def _state(stored: StoredSession) -> JsonObject:

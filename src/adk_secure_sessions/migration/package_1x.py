@@ -155,10 +155,8 @@ class Package1x(AdkTables):
         try:
             plaintext, is_base64 = self._opened(stored)
         except DecryptionError as error:
-            reason = str(error)
-        else:
-            return state_of(plaintext, "its"), is_base64
-        raise Unreadable(f"its state: {reason}")
+            raise Unreadable(f"its state: {error}") from None
+        return state_of(plaintext, "its"), is_base64
 
     def _state_of_owner(self, stored: object) -> JsonObject:
         return self._decrypted_state(stored)[0]

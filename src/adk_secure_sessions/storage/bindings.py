@@ -680,10 +680,7 @@ def open_events(
             previous = plaintext[EVENT_LINK]
             opened.append(plaintext[EVENT_REST])
         except DecryptionError as error:
-            failure = error.located(events.name, f"{session_row}, {seq}")
-        else:
-            continue
-        raise failure
+            raise error.located(events.name, f"{session_row}, {seq}") from None
     if key is not None and attempt.keys.operation is not None:
         attempt.keys.count_decrypted(key, sum(map(len, opened)), began)
     return opened, previous

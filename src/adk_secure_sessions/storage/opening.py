@@ -499,19 +499,18 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
             )
         try:
             table.create(connection)
-            return
         except sa.exc.DBAPIError as error:
-            failure = meaning(error)
             if already_exists(error):
                 connection.rollback()
                 if has_table(connection, table):
                     return  # another process has created the table meanwhile
-        if not isinstance(failure, DatabaseError):
-            raise failure
-    raise ConfigurationError(
-        f"the table {table.name} could not be created: {failure}; if the account may not create "
-        f"tables, {advice}"
-    )
+            failure = meaning(error)
+            if not isinstance(failure, DatabaseError):
+                raise failure from None
+            raise ConfigurationError(
+                f"the table {table.name} could not be created: {failure}; if the account may not "
+                f"create tables, {advice}"
+            ) from None
 
 
 class MigrationEnd(Enum):
@@ -925,8 +924,8 @@ async def _usable(work: Awaitable[T], whose: str = "") -> T:
     except DatabaseError as error:
         if not (error.code or "").startswith(_UNUSABLE):
             raise
-        reason = str(error)
-    raise ConfigurationError(f"the {whose}SQLite file cannot be used: {reason}")
+        problem = f"the {whose}SQLite file cannot be used: {error}"
+        raise ConfigurationError(problem) from None
 
 
 def mark_plaintext(connection: sa.Connection) -> None:

@@ -233,16 +233,13 @@ class GetSession(ReadOperation, Generic[E]):
                 return await self.history(attempt, found, session)
         elif known.row != session.id or known.revision > session.revision:
             raise _DoesNotFit
-        new = None
         try:
-            new = await self._decode_all(attempt, found, session, known)
+            events, size = await self._decode_all(attempt, found, session, known)
         except DecryptionError as error:
             if known is None or isinstance(error, UnknownKeyError):
                 raise
-        if new is None:  # raise after the except block, so that the error has no `__context__`
-            raise _DoesNotFit
+            raise _DoesNotFit from None
         known = known or History(session.id, NO_LINK, [], [])
-        events, size = new
         times = [row[EVENT_TIME] for row in found.events]
         history = known.extended(session.head, times, events, size)
         cache.put(session.tag, history)
