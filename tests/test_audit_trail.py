@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -635,7 +636,7 @@ async def test_purge_deletes_old_chains_whole_and_names_them(
         trial = await purge_audit(db, timedelta(days=90), dry_run=True)
         assert (trial.chains, trial.records, trial.bad) == (1, 6, 0)
         done = await purge_audit(db, timedelta(days=90))
-        assert done._replace(before=0) == trial._replace(before=0)
+        assert replace(done, before=0) == replace(trial, before=0)
         again = await purge_audit(db, timedelta(days=90))
         assert (again.chains, again.kept) == (0, 0)
     (named,) = await trail(url, "audit.purged")

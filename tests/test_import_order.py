@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 
 # Lowest first.  A module imports from its own layer or from those below it.
 LAYERS = (
-    {"errors", "loops", "lru", "tracebacks"},
+    {"errors", "loops", "lru", "results", "tracebacks"},
     {"telemetry"},
     {"audit"},
     {"crypto"},

@@ -25,6 +25,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, T
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.loops import bound
+from adk_secure_sessions.results import Result
 from adk_secure_sessions.telemetry import count_rejected, measured
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -222,7 +223,7 @@ def add_facts(**facts: object) -> None:
 def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command: measure each call, and write an audit record at its end.
 
-    The audit record contains the numbers and booleans in the function's result (a named tuple), and
+    The audit record contains the numbers and booleans in the function's result, and
     the facts that were passed to `add_facts`.
 
     If a database that the function opens has an audit trail, a record is stored there before the
@@ -274,9 +275,10 @@ def _command(
 def _numbers(result: object) -> dict[str, object] | None:
     """Return the fields of *result* that are integers or booleans; None if there are none.
 
-    An object that is not a named tuple has no fields.
+    Only a `Result` or a named tuple has fields.
     """
-    fields: dict[str, object] = getattr(result, "_asdict", dict)()
+    read = result.fields if isinstance(result, Result) else getattr(result, "_asdict", dict)
+    fields: dict[str, object] = read()
     return {name: value for name, value in fields.items() if isinstance(value, int)} or None
 
 

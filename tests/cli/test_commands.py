@@ -60,7 +60,8 @@ def test_every_command_works_on_a_database_from_init_to_purge(url: str, place: s
     would = run("purge", *on(url, "env:NEW_KEY"), "--older-than", "90d", "--dry-run")
     assert (would.code, would.stderr) == (0, "")
     assert re.fullmatch(
-        "would be deleted: 4 sessions last used before .* UTC, or expired\n", would.stdout
+        "would be deleted: 4 sessions\nsuch sessions .* were last used before .* UTC\n",
+        would.stdout,
     )
     run("purge", *on(url, "env:NEW_KEY"), "--older-than", "90d")
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]
@@ -89,8 +90,7 @@ def test_purge_exits_with_1_where_a_row_cannot_be_decrypted(file: str, tmp_path:
     said = run("purge", *on(file), "--older-than", "2w")
     assert said.code == 1
     assert re.search(
-        "deleted: 3 sessions last used before .* UTC, or expired\n"
-        "cannot be decrypted, and kept: 1 session",
+        "deleted: 3 sessions\ncannot be decrypted, and kept: 1 session",
         said.stdout,
     )
 

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import program, rotate
-from adk_secure_sessions.cli.text import index_fill_lines, status_lines
+from adk_secure_sessions.cli.text import status_lines
 from adk_secure_sessions.cli.wording import WORDING, for_command_line
 from adk_secure_sessions.db.connect import wrapping_executors
 from adk_secure_sessions.db.protocol import Executor
@@ -30,11 +30,12 @@ from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
     DataKeyCount,
-    IndexFill,
+    IndexChange,
     IndexStatus,
     MasterKey,
     MigrationStatus,
     Problem,
+    Purge,
     RecordCount,
     Status,
     TrailStatus,
@@ -472,13 +473,18 @@ def test_status_says_how_far_a_search_index_is(index: IndexStatus, text: str) ->
     assert text in line
 
 
-def test_unfinished_index_says_what_to_do() -> None:
+def test_lines_of_a_result_come_from_its_declaration() -> None:
     problem = Problem("secure_sessions", "7", Reason.MISMATCH, "its tag was modified")
-    lines = list(index_fill_lines(IndexFill(2, 1, 3, 0, 1, (problem,), False)))
-    assert lines[0] == "secure_sessions row 7: its tag was modified"
-    assert "compared with the search index: 2 sessions and 1 user" in lines
-    assert "cannot be decrypted, and not in the search index: 1 row" in lines
-    assert lines[-1].endswith("or run this with --skip-unreadable")
+    assert list(IndexChange(2, 1, 3, 0, 1, (problem,)).listed()) == [problem.line]
+    assert list(IndexChange(2, 1, 3, 0, 1).counts()) == [
+        "compared with the search index: 2 sessions, 1 user",
+        "written to the search index: 3 rows",
+        "deleted from the search index: 0 rows",
+        "cannot be decrypted, and not in the search index: 1 row",
+    ]
+    done = Purge(3, 1, 2, (problem,))
+    assert not done.succeeded
+    assert next(done.counts(dry_run=True)) == "would be deleted: 3 sessions"
 
 
 # --- words ---------------------------------------------------------------------------------------

@@ -465,11 +465,11 @@ async def test_keys_are_rotated_moved_and_separated_and_sessions_are_still_found
 async def test_index_that_was_dropped_cannot_be_searched_and_can_be_filled_again(
     opened: Opened, arguments: dict[str, Any], db: Database
 ) -> None:
-    assert (await drop_index(db, APP, ["ticket"])).rows == 0
+    assert (await drop_index(db, APP, ["ticket"])).removed == 0
     service = await opened()
     await create(service, "one", ticket=1, user_mrn="A")
     await fill(db)
-    assert (await drop_index(db, APP, ["ticket"])).rows == 1
+    assert (await drop_index(db, APP, ["ticket"])).removed == 1
     with pytest.raises(ConfigurationError):
         await found(service, "ticket", 1)
     assert await found(service, "user:mrn", "A") == ["one"]

@@ -1,6 +1,5 @@
 """The commands for the audit trail."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -10,7 +9,7 @@ import click
 
 from adk_secure_sessions.cli.export import output_to
 from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_speed
-from adk_secure_sessions.cli.output import counted, progress, show
+from adk_secure_sessions.cli.output import counted, finish, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
     main,
@@ -18,7 +17,7 @@ from adk_secure_sessions.cli.program import (
     opened,
     run_with_progress,
 )
-from adk_secure_sessions.cli.text import moment, problem_lines
+from adk_secure_sessions.cli.text import moment
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import AuditExport, Database
@@ -95,18 +94,10 @@ def verify(
             heads=logs,
             rows_per_second=rows_per_second,
         )
-    said = [
-        *problem_lines(found.problems, found.bad),
-        f"decrypted {counted(found.records, 'record')} in {counted(found.chains, 'chain')}; "
-        f"purged: {counted(found.purged, 'chain')}",
-        "not compared with logged heads: removed last records are not detected"
-        if found.heads is None
-        else f"compared with {counted(found.heads, 'logged head')}",
-        f"bad: {found.bad:,}" if found.bad else "no record is missing or bad",
-    ]
-    show(found, as_json, said)
-    if found.bad:
-        sys.exit(1)
+    compared = "not compared with logged heads: removed last records are not detected"
+    if found.heads is not None:
+        compared = f"compared with {counted(found.heads, 'logged head')}"
+    finish(found, as_json, [compared, *([] if found.bad else ["no record is missing or bad"])])
 
 
 @audit.command()
@@ -145,14 +136,7 @@ def export(
         call(db.keys())  # report a wrong key before the file is created
         with output_to(output) as write:
             done = call(work(write))
-    lines = [
-        *problem_lines(done.problems, done.bad),
-        f"exported: {counted(done.records, 'record')}",
-        *([f"not authentic: {done.bad:,}"] if done.bad else []),
-    ]
-    show(done, as_json, lines, err=output == _STDOUT)
-    if done.bad:
-        sys.exit(1)
+    finish(done, as_json, err=output == _STDOUT)
 
 
 @audit.command()
@@ -187,16 +171,5 @@ def purge(db: "Database", as_json: bool, older_than: timedelta, dry_run: bool) -
         older_than=older_than,
         dry_run=dry_run,
     )
-    verb = "would be deleted" if dry_run else "deleted"
-    records = f"{counted(done.records, 'record')} in {counted(done.chains, 'chain')}"
-    lines = [
-        *problem_lines(done.problems, done.bad),
-        f"{verb}: {records}, last used before {moment(done.before)}",
-    ]
-    if done.kept:
-        lines.append(f"kept: {counted(done.kept, 'old chain')}")
-    if done.bad:
-        lines.append(f"bad, so that their chains were kept: {counted(done.bad, 'row')}")
-    show(done, as_json, lines, dry_run=dry_run)
-    if done.bad:
-        sys.exit(1)
+    old = f"such chains were last used before {moment(done.before)}"
+    finish(done, as_json, [old], dry_run=dry_run)

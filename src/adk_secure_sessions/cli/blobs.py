@@ -1,24 +1,16 @@
 """The commands for the contents of artifacts, which are blobs in a directory or a bucket."""
 
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import click
 
 from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_store
-from adk_secure_sessions.cli.output import counted, show
+from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import AGAIN, main, run
-from adk_secure_sessions.cli.text import problem_lines
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
-
-
-_COPY = (
-    "another copy of this database has marked them: run `separate` on the copy, which may be this "
-    "database"
-)
 
 
 @main.group()
@@ -48,22 +40,7 @@ def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
         lambda opened: artifact_blobs.check_blobs(opened, store, allow_http=allow_http),
         again=None,
     )
-    blobs, artifacts = counted(found.blobs, "blob"), counted(found.artifacts, "artifact")
-    lines = [*problem_lines(found.problems, found.bad), f"{artifacts} with {blobs}"]
-    if found.unused:
-        unused = counted(found.unused, "blob")
-        lines.append(f"named by no artifact: {unused}, which `blobs purge` marks and later deletes")
-    if found.missing:
-        lines.append(f"missing, or of another length: {counted(found.missing, 'blob')}")
-    if found.marked:
-        lines.append(f"marked as deleted: {counted(found.marked, 'blob')}; {_COPY}")
-    unreadable = found.bad - found.missing - found.marked
-    if unreadable:
-        undecryptable = counted(unreadable, "row")
-        lines.append(f"cannot be decrypted: {undecryptable}; run `verify`")
-    show(found, as_json, lines if found.bad else [*lines, "no blob is missing"])
-    if found.bad:
-        sys.exit(1)
+    finish(found, as_json, [] if found.bad else ["no blob is missing"])
 
 
 @blobs.command()
@@ -110,18 +87,4 @@ def purge(
         ),
         again=None if dry_run else AGAIN,
     )
-    would = "would be " if dry_run else ""
-    lines = [
-        *problem_lines(done.problems, done.bad),
-        f"{would}deleted: {counted(done.deleted, 'blob')}; marked, and deleted later: "
-        f"{done.marked:,}; named by artifacts: {done.kept:,}",
-    ]
-    if done.withdrawn:
-        marked = counted(done.withdrawn, "blob")
-        lines.append(f"marks of {marked} that artifacts name, {would}withdrawn: {_COPY}")
-    if done.bad:
-        undecryptable = counted(done.bad, "row")
-        lines.append(f"cannot be decrypted: {undecryptable}, so nothing is deleted; run `verify`")
-    show(done, as_json, lines, dry_run=dry_run)
-    if done.bad or done.withdrawn:
-        sys.exit(1)
+    finish(done, as_json, dry_run=dry_run)

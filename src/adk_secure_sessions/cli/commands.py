@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_speed
-from adk_secure_sessions.cli.output import backend_name, counted, show, table
+from adk_secure_sessions.cli.output import backend_name, counted, finish, show, table
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Failure,
@@ -331,20 +331,8 @@ def purge(
     )
     again = None if dry_run else AGAIN
     done = run_with_progress(db, "purge", purging, rows_per_second=rows_per_second, again=again)
-    verb = "would be deleted" if dry_run else "deleted"
-    lines = [*problem_lines(done.problems, len(done.problems))]
-    sessions = counted(done.deleted, "session")
-    if done.before is None:
-        lines.append(f"{verb}: {counted(done.deleted, 'expired session')}")
-    else:
-        lines.append(f"{verb}: {sessions} last used before {moment(done.before)}, or expired")
-    if done.kept:
-        lines.append(f"updated or deleted meanwhile: {counted(done.kept, 'session')}")
-    if done.bad:
-        lines.append(f"cannot be decrypted, and kept: {counted(done.bad, 'session')}")
-    show(done, as_json, lines, dry_run=dry_run)
-    if done.bad:
-        sys.exit(1)
+    since = "" if done.before is None else f" or were last used before {moment(done.before)}"
+    finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
 
 
 @main.command()

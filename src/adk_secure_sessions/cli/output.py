@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,8 @@ import click
 from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBackend
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.wording import for_command_line
+from adk_secure_sessions.results import Result
+from adk_secure_sessions.results import counted as counted
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Progress
@@ -41,7 +44,9 @@ def plain(value: Any, name: str = "") -> Any:
     Named tuples become objects, and bytes become hexadecimal text.  Ids become strings, because
     many programs convert JSON numbers to floating point, which cannot represent all 63-bit ids.
     """
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+    if isinstance(value, Result):
+        value = value.fields()
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
         return {name: plain(item, name) for name, item in value.items()}
@@ -57,24 +62,37 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def show(
-    result: Any, as_json: bool, lines: Iterable[str], *, err: bool = False, **more: object
+    result: Any, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: bool
 ) -> None:
     """Print the result of a command, and keep it for --metrics-file.
 
     Args:
-        result: The result, a named tuple or a dict.
-        as_json: If True, print *result* and *more* as a JSON object.  If False, print *lines*.
-        lines: Lines of text that describe *result*.
+        result: The result: a `Result`, a named tuple or a dict.
+        as_json: If True, print *result* and *more* as a JSON object.  If False, print lines: those
+            of a `Result`, and then *notes*.
+        notes: Further lines.
         err: If True, print to stderr, because stdout has the output of the command.
         more: Further fields of the JSON object, such as `dry_run=True`.
     """
     metrics.keep(result)
     if as_json:
-        fields = result if isinstance(result, dict) else result._asdict()
-        click.echo(json.dumps(plain(more | fields), indent=2), err=err)
+        click.echo(json.dumps(more | plain(result), indent=2), err=err)
         return
+    lines = iter(notes)
+    if isinstance(result, Result):
+        counts = result.counts(more.get("dry_run", False))
+        lines = chain(map(for_command_line, result.listed()), counts, lines)
     for line in lines:
         click.echo(without_controls(line), err=err)
+
+
+def finish(
+    result: Result, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: bool
+) -> None:
+    """Print the result of a command as `show` does; then exit 1 unless it has succeeded."""
+    show(result, as_json, notes, err=err, **more)
+    if not result.succeeded:
+        sys.exit(1)
 
 
 def without_controls(text: str) -> str:
@@ -83,11 +101,6 @@ def without_controls(text: str) -> str:
     A tampered database may contain control characters that let an attacker control the terminal.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def counted(number: int, noun: str) -> str:
-    """Return *number* and *noun*, such as `1 row` or `2 rows`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:

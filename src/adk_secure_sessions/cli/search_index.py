@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from adk_secure_sessions.cli.options import on_database, with_keys, with_speed
-from adk_secure_sessions.cli.output import counted, show
+from adk_secure_sessions.cli.output import show
 from adk_secure_sessions.cli.program import main, run, run_with_progress
-from adk_secure_sessions.cli.text import index_fill_lines
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
@@ -58,7 +57,13 @@ def fill(
         maintenance.fill_index, app_name=app, keys=state_keys, skip_unreadable=skip_unreadable
     )
     done = run_with_progress(db, "index fill", filling, rows_per_second=rows_per_second)
-    show(done, as_json, index_fill_lines(done))
+    notes = ["find_sessions can find sessions by these keys"]
+    if not done.complete:
+        notes = [
+            "next: run `verify`, restore or delete the rows that it names, and run this again; or "
+            "run this with --skip-unreadable"
+        ]
+    show(done, as_json, notes)
     if not done.complete:
         sys.exit(1)
 
@@ -81,4 +86,4 @@ def drop(db: "Database", as_json: bool, state_keys: tuple[str, ...], app: str) -
     from adk_secure_sessions import maintenance
 
     done = run(db, lambda opened: maintenance.drop_index(opened, app, state_keys))
-    show(done, as_json, [f"deleted from the search index: {counted(done.rows, 'row')}"])
+    show(done, as_json)

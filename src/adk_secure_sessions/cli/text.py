@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         Check,
         DataRotation,
         Erasure,
-        IndexFill,
         IndexStatus,
         KeptKey,
         KeyMove,
@@ -208,22 +207,6 @@ def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
         yield f"freed space may hold the wrapped data key: {done.obstacle}"
     if done.was_migrated:
         yield "the source of the migration may still contain the user: delete the user there, too"
-
-
-def index_fill_lines(done: IndexFill) -> Iterator[str]:
-    yield from problem_lines(done.problems, len(done.problems))
-    users = f" and {counted(done.users, 'user')}" if done.users else ""
-    yield f"compared with the search index: {counted(done.sessions, 'session')}{users}"
-    yield f"written: {counted(done.written, 'row')}; deleted: {counted(done.removed, 'row')}"
-    if done.bad:
-        yield f"cannot be decrypted, and not in the search index: {counted(done.bad, 'row')}"
-    if done.complete:
-        yield "find_sessions can find sessions by these keys"
-    else:
-        yield (
-            "next: run `verify`, restore or delete the rows that it names, and run this again; or "
-            "run this with --skip-unreadable"
-        )
 
 
 def separation_lines(done: Separated) -> Iterator[str]:

@@ -12,8 +12,9 @@ withdraws the mark there before that.
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -26,6 +27,7 @@ from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.schema import events, sessions
 from adk_secure_sessions.storage.store import Collection, Collections
 
@@ -33,7 +35,14 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class BlobCheck(NamedTuple):
+_COPY = (
+    "another copy of this database has marked them: run `separate` on the copy, which may be this "
+    "database"
+)
+
+
+@dataclass
+class BlobCheck(Result):
     """The result of `check_blobs`.
 
     Attributes:
@@ -47,16 +56,19 @@ class BlobCheck(NamedTuple):
         problems: The first 1000 problems.
     """
 
-    artifacts: int
-    blobs: int
-    missing: int
-    marked: int
-    unused: int
-    bad: int
-    problems: tuple[Problem, ...]
+    artifacts: int = count("artifact", "checked", always=True)
+    blobs: int = count("blob", "checked", always=True)
+    missing: int = count("blob", "missing, or of another length")
+    marked: int = count("blob", "marked as deleted", hint=_COPY)
+    unused: int = count(
+        "blob", "named by no artifact", hint="`blobs purge` marks and later deletes them"
+    )
+    bad: int = count("row", "bad", wrong=True)
+    problems: tuple[Problem, ...] = listing("bad")
 
 
-class BlobPurge(NamedTuple):
+@dataclass
+class BlobPurge(Result):
     """The result of `purge_blobs`.
 
     Attributes:
@@ -72,12 +84,19 @@ class BlobPurge(NamedTuple):
         problems: The first 1000 rows that cannot be decrypted.
     """
 
-    deleted: int
-    marked: int
-    withdrawn: int
-    kept: int
-    bad: int
-    problems: tuple[Problem, ...]
+    deleted: int = count("blob", "deleted", always=True, changes=True)
+    marked: int = count("blob", "marked, and deleted later", always=True, changes=True)
+    withdrawn: int = count(
+        "mark", "withdrawn, because artifacts name the blobs", hint=_COPY, changes=True, wrong=True
+    )
+    kept: int = count("blob", "named by artifacts", always=True)
+    bad: int = count(
+        "row",
+        "cannot be decrypted",
+        hint="nothing is deleted; run `verify`",
+        wrong=True,
+    )
+    problems: tuple[Problem, ...] = listing("bad")
 
 
 @command
@@ -107,10 +126,10 @@ async def check_blobs(
     stored = {blob.name: blob.size async for blob in opened.list()}
     marks = await opened.marks()  # before the rows: a row is deleted before its blob is marked
     problems = Problems()
-    artifacts = missing = marked = 0
+    done = BlobCheck()
     named: set[str] = set()
     async for _, found in artifacts_of(db, problems):
-        artifacts += 1
+        done.artifacts += 1
         for version in versions_of(found):
             blob = version.blob
             if blob is None:
@@ -123,18 +142,17 @@ async def check_blobs(
                 size = await opened.size(blob.name)
             row = f"{found.at.session_row}, {version.item}"
             if size != encrypted_size(blob.size):
-                missing += 1
+                done.missing += 1
                 reason = Reason.MISMATCH if size else Reason.MISSING
                 detail = "its blob has another length" if size else "its blob is missing"
                 problems.add(events.name, row, reason, detail)
             elif blob.name in marks:
-                marked += 1
+                done.marked += 1
                 detail = "its blob is marked as deleted, by another copy of this database"
                 problems.add(events.name, row, Reason.MISMATCH, detail)
-    unused = len(stored.keys() - named)
-    return BlobCheck(
-        artifacts, len(named), missing, marked, unused, problems.count, tuple(problems.kept)
-    )
+    done.blobs, done.unused = len(named), len(stored.keys() - named)
+    done.bad, done.problems = problems.count, tuple(problems.kept)
+    return done
 
 
 # Blobs that were written less than this time ago are not marked: an upload stores a blob before
@@ -206,9 +224,10 @@ async def purge_blobs(
     if not dry_run:
         for name in withdrawn:
             await opened.unmark(name)
+    done = BlobPurge(withdrawn=len(withdrawn), kept=len(named))
+    done.bad, done.problems = problems.count, tuple(problems.kept)
     if withdrawn or problems.count:
-        found_bad = tuple(problems.kept)
-        return BlobPurge(0, 0, len(withdrawn), len(named), problems.count, found_bad)
+        return done
     await reject_orphans(db)
     # Read the marks again: reading the rows may have taken hours, and a run on another copy of the
     # database may have withdrawn marks since.
@@ -224,9 +243,9 @@ async def purge_blobs(
             if name in written:  # otherwise, the blob was deleted by a run that was killed here
                 await opened.delete(name)
             await opened.unmark(name)
-    deleted = len(written.keys() & due)
-    waiting = len(written.keys() & marks.keys()) - deleted + len(new)
-    return BlobPurge(deleted, waiting, 0, len(named), 0, ())
+    done.deleted = len(written.keys() & due)
+    done.marked = len(written.keys() & marks.keys()) - done.deleted + len(new)
+    return done
 
 
 async def open_of_database(

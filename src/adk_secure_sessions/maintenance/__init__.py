@@ -23,8 +23,7 @@ from adk_secure_sessions.maintenance.rotate_master import MasterRotation, rotate
 from adk_secure_sessions.maintenance.rotate_root import RootRotation, rotate_root
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation
 from adk_secure_sessions.maintenance.search_index import (
-    IndexDrop,
-    IndexFill,
+    IndexChange,
     drop_index,
     fill_index,
 )
@@ -52,8 +51,7 @@ __all__ = [
     "DataRotation",
     "Database",
     "Erasure",
-    "IndexDrop",
-    "IndexFill",
+    "IndexChange",
     "IndexStatus",
     "Initialisation",
     "KeptKey",

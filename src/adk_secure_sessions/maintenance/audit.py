@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, first_rows
 from adk_secure_sessions.maintenance.problems import Problem, Problems
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.opening import AUDIT
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
@@ -50,7 +52,8 @@ _number = sa.bindparam("number", type_=sa.BigInteger)
 _limit = sa.bindparam("limit", type_=sa.BigInteger)
 
 
-class AuditVerification(NamedTuple):
+@dataclass
+class AuditVerification(Result):
     """The result of `verify_audit`.
 
     Attributes:
@@ -62,15 +65,16 @@ class AuditVerification(NamedTuple):
         problems: The first 1000 of them.
     """
 
-    records: int
-    chains: int
-    purged: int
-    heads: int | None
-    bad: int
-    problems: tuple[Problem, ...]
+    records: int = count("record", "authentic", always=True)
+    chains: int = count("chain", "authentic", always=True)
+    purged: int = count("chain", "purged")
+    heads: int | None = None
+    bad: int = count("row", "bad", wrong=True)
+    problems: tuple[Problem, ...] = listing("bad")
 
 
-class AuditExport(NamedTuple):
+@dataclass
+class AuditExport(Result):
     """The result of `export_audit`.
 
     Attributes:
@@ -79,12 +83,13 @@ class AuditExport(NamedTuple):
         problems: The first 1000 of them.
     """
 
-    records: int
-    bad: int
-    problems: tuple[Problem, ...]
+    records: int = count("record", "exported", always=True)
+    bad: int = count("row", "not authentic", wrong=True)
+    problems: tuple[Problem, ...] = listing("bad")
 
 
-class AuditPurge(NamedTuple):
+@dataclass
+class AuditPurge(Result):
     """The result of `purge_audit`; after a dry run, the expected result.
 
     Attributes:
@@ -98,12 +103,12 @@ class AuditPurge(NamedTuple):
             1970, UTC.
     """
 
-    records: int
-    chains: int
-    kept: int
-    bad: int
-    problems: tuple[Problem, ...]
-    before: int
+    records: int = count("record", "deleted", always=True, changes=True)
+    chains: int = count("chain", "deleted", always=True, changes=True)
+    kept: int = count("chain", "old, and kept")
+    bad: int = count("row", "bad, so that their chains were kept", wrong=True)
+    problems: tuple[Problem, ...] = listing("bad")
+    before: int = 0
 
 
 @audit.unstored_command
@@ -236,7 +241,8 @@ async def purge_audit(
         )
     before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
     trail = await _opened(db, progress, None)
-    found = _Purging(db, dry_run)
+    done = AuditPurge(before=before)
+    purging = _Purging(db, done, dry_run)
     async for chain in trail.chains():
         if not isinstance(chain.time, int) or chain.time >= before:
             continue
@@ -251,19 +257,13 @@ async def purge_audit(
         if trail.problems.count != bad:
             continue
         if purges:
-            found.kept += 1
+            done.kept += 1
         elif end is not None:
-            await found.add(chain.id, end)
-    await found.delete()
+            await purging.add(chain.id, end)
+    await purging.delete()
     trail.meter.finish()
-    return AuditPurge(
-        found.records,
-        found.chains,
-        found.kept,
-        trail.problems.count,
-        tuple(trail.problems.kept),
-        before,
-    )
+    done.bad, done.problems = trail.problems.count, tuple(trail.problems.kept)
+    return done
 
 
 class _Record(NamedTuple):
@@ -518,15 +518,11 @@ class _Purging:
     """Deletes chains, several in one transaction.
 
     Attributes:
-        records: How many records were deleted.
-        chains: How many chains were deleted.
-        kept: How many chains were kept.
+        done: The numbers of deleted records and chains, and of kept chains.
     """
 
-    def __init__(self, db: Database, dry_run: bool) -> None:
-        self.records = 0
-        self.chains = 0
-        self.kept = 0
+    def __init__(self, db: Database, done: AuditPurge, dry_run: bool) -> None:
+        self.done = done
         self._db = db
         self._dry_run = dry_run
         self._due: dict[bytes, _End] = {}
@@ -543,10 +539,10 @@ class _Purging:
         if not due:
             return
         if not self._dry_run and not await self._delete(due):
-            self.kept += len(due)
+            self.done.kept += len(due)
             return
-        self.chains += len(due)
-        self.records += sum(end.number + 1 for end in due.values())
+        self.done.chains += len(due)
+        self.done.records += sum(end.number + 1 for end in due.values())
 
     async def _delete(self, due: dict[bytes, _End]) -> bool:
         """Delete the chains in one transaction; return False if one of them has changed."""

@@ -33,6 +33,11 @@ class Problem(NamedTuple):
     reason: Reason
     detail: str
 
+    @property
+    def line(self) -> str:
+        where = f"{self.table} row {self.row}" if self.row else self.table
+        return f"{where}: {self.detail}"
+
 
 class Problems:
     """Counts problems, and keeps the first 1000 of them in `kept`."""

@@ -2,8 +2,9 @@
 
 import functools
 import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -13,11 +14,13 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import Meter, Progress
 from adk_secure_sessions.maintenance.identities import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.schema import sessions
 from adk_secure_sessions.storage.store import Store
 
 
-class Purge(NamedTuple):
+@dataclass
+class Purge(Result):
     """The result of `purge`; after a dry run, the expected result.
 
     A session is due if it is old or has expired.
@@ -34,11 +37,11 @@ class Purge(NamedTuple):
             clock of this machine.
     """
 
-    deleted: int
-    kept: int
-    bad: int
-    problems: tuple[Problem, ...]
-    before: int | None
+    deleted: int = count("session", "deleted", always=True, changes=True)
+    kept: int = count("session", "updated or deleted meanwhile")
+    bad: int = count("session", "cannot be decrypted, and kept", wrong=True)
+    problems: tuple[Problem, ...] = listing()
+    before: int | None = None
 
 
 @command
@@ -84,7 +87,7 @@ async def purge(
     ((total,),) = await db.read(_number_of_due(), due.parameters)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
-    deleted = kept = bad = 0
+    done = Purge(before=before)
     async for batch in located_sessions(db, due):
         for located in batch.sessions:
             try:
@@ -95,13 +98,14 @@ async def purge(
                 is_deleted = await _delete(store, ids, due, dry_run)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, located.row)
-                bad += 1
+                done.bad += 1
             else:
-                deleted += is_deleted
-                kept += not is_deleted
+                done.deleted += is_deleted
+                done.kept += not is_deleted
             await meter.advance()
     meter.finish()
-    return Purge(deleted, kept, bad, tuple(problems.kept), before)
+    done.problems = tuple(problems.kept)
+    return done
 
 
 async def _delete(store: Store, ids: SessionIds, due: Due, dry_run: bool) -> bool:

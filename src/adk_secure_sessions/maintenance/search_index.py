@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from adk_secure_sessions.maintenance.identities import (
     user_tags,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.index_rows import CorrectIndexed
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -48,38 +50,30 @@ _AT_ONCE = 8
 _TRIES = 10
 
 
-class IndexFill(NamedTuple):
-    """The result of `fill_index`.
+@dataclass
+class IndexChange(Result):
+    """The result of `fill_index` and of `drop_index`.
 
     Attributes:
         sessions: How many sessions of the app were compared with the index.
         users: How many users of the app were compared with the index; 0 if no key begins with
             `user:`.
         written: How many rows of the index were missing or wrong, and are right now.
-        removed: How many rows of deleted sessions and users were deleted from the index.
+        removed: How many rows of deleted sessions and users, or of all after `drop_index`, were
+            deleted from the index.
         bad: How many sessions and users cannot be decrypted.  They are not in the index.
         problems: The first 1000 of the rows that prevent decrypting them.
         complete: Whether `find_sessions` can find sessions by the keys.  False if there are bad
             rows, unless *skip_unreadable* was True.
     """
 
-    sessions: int
-    users: int
-    written: int
-    removed: int
-    bad: int
-    problems: tuple[Problem, ...]
-    complete: bool
-
-
-class IndexDrop(NamedTuple):
-    """The result of `drop_index`.
-
-    Attributes:
-        rows: How many rows of the index were deleted.
-    """
-
-    rows: int
+    sessions: int = count("session", "compared with the search index")
+    users: int = count("user", "compared with the search index")
+    written: int = count("row", "written to the search index")
+    removed: int = count("row", "deleted from the search index", always=True)
+    bad: int = count("row", "cannot be decrypted, and not in the search index")
+    problems: tuple[Problem, ...] = listing()
+    complete: bool = False
 
 
 @command
@@ -91,7 +85,7 @@ async def fill_index(
     skip_unreadable: bool = False,
     progress: Progress | None = None,
     rows_per_second: float | None = None,
-) -> IndexFill:
+) -> IndexChange:
     """Store the missing rows of the search index, and then allow searches.
 
     All services that write to the database must have been restarted with these keys in
@@ -124,24 +118,18 @@ async def fill_index(
     if of_users:
         await run.fill_users()
     await run.fill_sessions()
-    removed = await _remove_orphans(db, (await db.unit.identify(app_name)).app_tag, tags)
-    complete = skip_unreadable or not run.problems.count
-    if complete:
+    done = run.done
+    done.removed = await _remove_orphans(db, (await db.unit.identify(app_name)).app_tag, tags)
+    done.problems = tuple(run.problems.kept)
+    done.complete = skip_unreadable or not run.problems.count
+    if done.complete:
         await store.complete_indexed(tags)
     run.meter.finish()
-    return IndexFill(
-        run.sessions,
-        run.users,
-        run.written,
-        removed,
-        run.bad,
-        tuple(run.problems.kept),
-        complete,
-    )
+    return done
 
 
 @command
-async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexDrop:
+async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexChange:
     """Delete the rows of the search index of some keys of an app; searches by them then fail.
 
     Restart all services without these keys in `indexed_state_keys` before.  A service that was not
@@ -160,14 +148,14 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexD
     add_facts(app=app_name)
     index = (await db.keys()).keyring.index
     if indexed.name not in (await db.survey()).feature_tables:
-        return IndexDrop(0)
+        return IndexChange()
     tags = sorted({index.state_key(app_name, key) for key in keys})
     # Without its mark, a key cannot be searched, even if this process stops before the end.
     await db.change(partial(withdraw, tags))
-    deleted = 0
+    done = IndexChange()
     async for span in ranges(db, indexed.c.row_id, db.limits.headers):
-        deleted += await db.change(partial(_delete_rows, tags, span))
-    return IndexDrop(deleted)
+        done.removed += await db.change(partial(_delete_rows, tags, span))
+    return done
 
 
 def _check(app_name: object, keys: object) -> None:
@@ -185,7 +173,7 @@ class _Filler:
     def __init__(self, db: Database, app_name: str, tags: Collection[bytes], meter: Meter) -> None:
         self.meter = meter
         self.problems = Problems()
-        self.sessions = self.users = self.written = self.bad = 0
+        self.done = IndexChange()
         self._db = db
         self._app_name = app_name
         self._tags = tags
@@ -210,8 +198,8 @@ class _Filler:
             return
         who = await self._db.unit.identify(self._app_name, found[1].user_id)
         written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=True))
-        self.written += written
-        self.users += 1
+        self.done.written += written
+        self.done.users += 1
 
     async def _fill_session(self, located: Any) -> None:
         ids = located.known_ids()
@@ -219,8 +207,8 @@ class _Filler:
             return
         who = await self._db.unit.identify(*ids)
         written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=False))
-        self.written += written
-        self.sessions += 1
+        self.done.written += written
+        self.done.sessions += 1
 
     async def _each(self, work: list[tuple[str, Any, Callable[[], Awaitable[None]]]]) -> None:
         """Run *work*; each element is the table and the id of a row, and what to do with it."""
@@ -234,7 +222,7 @@ class _Filler:
                     (error,) = await asyncio.gather(one(), return_exceptions=True)
                 if isinstance(error, UNREADABLE):
                     self.problems.add_error(error, table, row)
-                    self.bad += 1
+                    self.done.bad += 1
                 elif error is not None:
                     raise error
             await self.meter.advance(len(some))

@@ -1,0 +1,119 @@
+"""Results of commands: a counter is declared once, with its words.
+
+The run of a command increments the counters of its result.  The command line prints them, dumps
+them as JSON and computes the exit status, all from the declaration.  A result is a dataclass:
+
+    @dataclass
+    class Purge(Result):
+        deleted: int = count("session", "deleted", changes=True)
+        bad: int = count("session", "cannot be decrypted, and kept", wrong=True)
+        problems: tuple[Problem, ...] = listing()
+
+`Purge(deleted=3, bad=1)` has the lines "deleted: 3 sessions" and "cannot be decrypted, and kept: 1
+session".
+"""
+
+from collections.abc import Iterator
+from dataclasses import field, fields
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+
+class _Count(NamedTuple):
+    """The words of a counter; see `count`."""
+
+    noun: str
+    words: str
+    hint: str
+    always: bool
+    changes: bool
+    wrong: bool
+
+    @property
+    def heading(self) -> tuple[str, bool]:
+        return self.words, self.changes
+
+
+class _Listed(Protocol):
+    @property
+    def line(self) -> str: ...
+
+
+def count(
+    noun: str,
+    words: str,
+    *,
+    hint: str = "",
+    always: bool = False,
+    changes: bool = False,
+    wrong: bool = False,
+) -> Any:
+    """Declare a counter of a result, which is printed as `words: NUMBER nouns; hint`.
+
+    Successive counters with the same words are one line.
+
+    Args:
+        noun: What is counted, in the singular.
+        words: What happened to it.
+        hint: What to do about it.
+        always: Also print the counter if it is 0.
+        changes: The run has changed what is counted: the line of a dry run begins with "would be".
+        wrong: The command exits 1 unless the counter is 0.
+    """
+    return field(default=0, metadata={"of": _Count(noun, words, hint, always, changes, wrong)})
+
+
+def listing(*totals: str) -> Any:
+    """Declare the tuple of the first rows of a kind, each of which has a `line`.
+
+    *totals* are the names of the counters whose sum says how many rows there are in all.
+    """
+    return field(default=(), metadata={"totals": totals})
+
+
+class Result:
+    """The base class of results.  Fields that are declared by no function here have no line."""
+
+    def fields(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The values of the counters."""
+        return tuple(getattr(self, name) for name, _ in self._declared("of"))
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all is right and nothing is left to do: the command then exits 0."""
+        return not any(getattr(self, name) for name, words in self._declared("of") if words.wrong)
+
+    def listed(self) -> Iterator[str]:
+        """Yield a line for each listed row, and one for the number of rows that are not listed."""
+        for name, totals in self._declared("totals"):
+            rows: tuple[_Listed, ...] = getattr(self, name)
+            yield from (one.line for one in rows)
+            more = sum(getattr(self, total) or 0 for total in totals) - len(rows)
+            if totals and more > 0:
+                yield f"and {more:,} more"
+
+    def counts(self, dry_run: bool = False) -> Iterator[str]:
+        """Yield the lines of the counters."""
+        declared = self._declared("of")
+        for (words, changes), group in groupby(declared, lambda one: one[1].heading):
+            found = [(getattr(self, name) or 0, one) for name, one in group]
+            found = [(number, one) for number, one in found if number or one.always]
+            if found:
+                would = "would be " if changes and dry_run else ""
+                numbers = ", ".join(counted(number, one.noun) for number, one in found)
+                hints = "".join(f"; {one.hint}" for _, one in found if one.hint)
+                yield f"{would}{words}: {numbers}{hints}"
+
+    def _declared(self, kind: str) -> Iterator[tuple[str, Any]]:
+        for one in fields(self):  # type: ignore[arg-type]
+            if kind in one.metadata:
+                yield one.name, one.metadata[kind]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return *number* and *noun*, such as `1 row` or `2 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
