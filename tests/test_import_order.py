@@ -92,6 +92,7 @@ ABOVE_STORAGE = [module for module in MODULES if rank(module) > RANK["storage"]]
 SURFACE = {
     "audit_trail",
     "bindings",
+    "clusters",
     "imports",
     "index_rows",
     "meta",

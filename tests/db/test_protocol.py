@@ -9,7 +9,6 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
-    Claim,
     Conflict,
     Executors,
     Parameters,
@@ -92,26 +91,26 @@ def test_later_change_that_matches_another_number_of_rows_than_one_is_a_conflict
     assert database.statements == ["first", "second"]
 
 
-WITH_CLAIMS = [
-    Change(FIRST, {}),
-    Change(SECOND, {}, claims=[Claim(THIRD, {"a": 1}), Claim(THIRD, {"a": 2})]),
-]
+ON_CLUSTER = Change(THIRD, {}, only_on_cluster=True)
 
 
-@pytest.mark.parametrize("with_claims", [True, False])
-def test_claims_run_before_their_change_and_only_on_a_cluster(with_claims: bool) -> None:
-    database = Database()
-    steps = apply_all(*WITH_CLAIMS)
-    assert run_in_turn(steps, database.fetch, database.run, with_claims=with_claims) is True
-    claims = [("third", {"a": 1}), ("third", {"a": 2})] if with_claims else []
-    assert database.asked == [("first", {}), *claims, ("second", {})]
+@pytest.mark.parametrize("is_cluster", [True, False])
+@pytest.mark.parametrize(("first", "applied"), [(1, True), (0, False)])
+def test_change_for_clusters_is_made_only_there_and_does_not_count_as_the_first(
+    is_cluster: bool, first: int, applied: bool
+) -> None:
+    database = Database(first=first)
+    steps = apply_all(ON_CLUSTER, Change(FIRST, {}))
+    assert run_in_turn(steps, database.fetch, database.run, is_cluster=is_cluster) is applied
+    assert database.statements == (["third", "first"] if is_cluster else ["first"])
 
 
 @pytest.mark.parametrize("matched", [0, 2])
 def test_claim_that_matches_another_number_of_rows_than_one_is_a_conflict(matched: int) -> None:
     database = Database(third=matched)
+    steps = apply_all(Change(FIRST, {}), ON_CLUSTER)
     with pytest.raises(Conflict):
-        run_in_turn(apply_all(*WITH_CLAIMS), database.fetch, database.run, with_claims=True)
+        run_in_turn(steps, database.fetch, database.run, is_cluster=True)
     assert database.statements == ["first", "third"]
 
 

@@ -33,9 +33,10 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     verify,
 )
+from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS, claim_data_key
 from adk_secure_sessions.storage.imports import ImportStatus
 from adk_secure_sessions.storage.index_rows import CorrectIndexed
-from adk_secure_sessions.storage.queries import HOLD_KEY, KEYRING_CLAIMS, claim_key
+from adk_secure_sessions.storage.queries import HOLD_KEY
 from tests.galera import NODES, Galera
 from tests.processes import children, results
 
@@ -399,7 +400,7 @@ async def test_held_data_key_that_another_node_deletes_is_a_conflict(cluster: Cl
     held = {"at_id": key_id, "generation": 0}
 
     def hold() -> Steps[object]:
-        return (yield Apply([Change(HOLD_KEY, held, claims=claim_key(key_id))]))
+        return (yield Apply([*claim_data_key(key_id), Change(HOLD_KEY, held)]))
 
     assert await executor.write(hold)
     ((after,),) = await executor.read(

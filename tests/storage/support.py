@@ -71,10 +71,11 @@ def name_of(statement: object) -> str:
 
 
 def request(step: Read | Apply) -> str:
-    """What a transaction or a read asks of the database, as text."""
+    """What a transaction or a read asks of a database that is no cluster, as text."""
     if isinstance(step, Read):
         return f"read {name_of(step.query)}"
-    return "apply " + ", ".join(name_of(change.statement) for change in step.changes)
+    changes = [change for change in step.changes if not change.only_on_cluster]
+    return "apply " + ", ".join(name_of(change.statement) for change in changes)
 
 
 def change_in(step: Read | Apply, name: str) -> Change:

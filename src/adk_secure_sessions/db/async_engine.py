@@ -77,8 +77,7 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._dialect = dialect_of(engine)
         self._is_psycopg = engine.dialect.driver == "psycopg"
-        # Whether changes need their claims; None until a server was asked.
-        self._with_claims: bool | None = None
+        self._is_cluster: bool | None = None  # None until a server was asked
         # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.  Without
         # this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
@@ -140,8 +139,8 @@ class AsyncEngineExecutor:
 
     async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
         def work(connection: sa.Connection) -> T:
-            if self._with_claims is None:
-                self._with_claims = self._dialect.locks_per_node(connection)
+            if self._is_cluster is None:
+                self._is_cluster = self._dialect.locks_per_node(connection)
                 if self._dialect.is_server:
                     connection.rollback()
             if holds_locks:
@@ -152,7 +151,7 @@ class AsyncEngineExecutor:
                 lambda statement, parameters: self._in_time(
                     connection, lambda: self._change(connection, statement, parameters), writes=True
                 ),
-                with_claims=self._with_claims,
+                is_cluster=self._is_cluster,
             )
 
         return await self._translating(work, commit=True, exclusive=not self._dialect.is_server)

@@ -409,11 +409,12 @@ class _Session:
                 if isinstance(step, Read):
                     answer = await self.fetch(step.query, step.parameters)
                 else:
+                    changes = [change for change in step.changes if not change.only_on_cluster]
                     text, sources = apply_sql(
-                        tuple((change.statement, change.must_match_row) for change in step.changes),
-                        frozenset(i for i, change in enumerate(step.changes) if change.rows),
+                        tuple((change.statement, change.must_match_row) for change in changes),
+                        frozenset(i for i, change in enumerate(changes) if change.rows),
                     )
-                    values = [_value(step.changes[index], name) for index, name in sources]
+                    values = [_value(changes[index], name) for index, name in sources]
                     answer = bool((await self._in_time(text, values, writes=True))[0][0])
                 step = steps.send(answer)
         except StopIteration as end:

@@ -50,22 +50,6 @@ class Read(NamedTuple):
     parameters: Parameters
 
 
-class Claim(NamedTuple):
-    """One of several statements that write a row, and together leave the row as it was.
-
-    Some transactions rely on a row that they only lock: another transaction that writes the row
-    waits for the lock.  On a cluster such as MariaDB Galera, a lock is known to one node only.  At
-    the commit, the cluster compares the rows that transactions of several nodes have *written*, and
-    lets only one of them commit.  So there, such a transaction also writes the row.  For example,
-    the first claim changes a number and the second restores it, or the first inserts a row and the
-    second deletes it.
-    """
-
-    statement: sa.Executable
-    parameters: Parameters
-    must_match_row: bool = True
-
-
 class Change(NamedTuple):
     """An INSERT, UPDATE or DELETE with its parameters.
 
@@ -76,27 +60,28 @@ class Change(NamedTuple):
     and *must_match_row* must be False.  All *rows* are then inserted, and *parameters* are not
     used.
 
-    *claims* run before the statement, and only on a cluster whose nodes lock rows separately (see
-    `dialects.locks_per_node`).  A claim with *must_match_row* must match exactly one row.
+    If *only_on_cluster* is True, the change is made only on a cluster whose nodes lock rows
+    separately: see `storage.clusters`.
     """
 
     statement: sa.Executable
     parameters: Parameters
     must_match_row: bool = True
     rows: Rows = ()
-    claims: Sequence[Claim] = ()
+    only_on_cluster: bool = False
 
 
 class Apply(NamedTuple):
     """Request to make all *changes*, in this order.
 
-    *must_match_row* must be True for the first change.
+    *must_match_row* must be True for the first change.  (A change that is made only on a cluster
+    does not count as the first.)
 
     If all changes were made, the answer is True.  If the first change matched no row, nothing was
     changed, and the answer is False.  In two other cases the transaction is rolled back, and
     `Executor.write` raises an error:
 
-    - If a later change with *must_match_row*, or a claim, matched no row, the error is Conflict.
+    - If a later change with *must_match_row* matched no row, the error is Conflict.
     - If an inserted row already exists, the error is UniqueViolation.
 
     Other processes may have written since the transaction's last Read.  The WHERE clause of a
@@ -205,7 +190,7 @@ def run_in_turn(
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],
     run: Callable[[sa.Executable, Parameters | Rows], int],
     *,
-    with_claims: bool = False,
+    is_cluster: bool = False,
 ) -> T:
     """Run *steps* one statement at a time and return their result.
 
@@ -216,7 +201,7 @@ def run_in_turn(
         fetch: A function that runs a query and returns its rows.
         run: A function that runs a change and returns how many rows the change matched.  If its
             second argument is a sequence, the change inserts these rows.
-        with_claims: Also run the claims of each change.
+        is_cluster: Also make the changes that are made only on a cluster.
 
     Raises:
         Conflict: See `Apply`; the caller must roll back.
@@ -229,7 +214,7 @@ def run_in_turn(
             if isinstance(step, Read):
                 answer = fetch(step.query, step.parameters)
             else:
-                answer = _apply_in_turn(step.changes, run, with_claims)
+                answer = _apply_in_turn(step.changes, run, is_cluster)
             step = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
@@ -239,15 +224,16 @@ def run_in_turn(
 def _apply_in_turn(
     changes: Sequence[Change],
     run: Callable[[sa.Executable, Parameters | Rows], int],
-    with_claims: bool,
+    is_cluster: bool,
 ) -> bool:
-    for index, change in enumerate(changes):
-        for claim in change.claims if with_claims else ():
-            if run(claim.statement, claim.parameters) != 1 and claim.must_match_row:
-                raise Conflict
+    is_first = True
+    for change in changes:
+        if change.only_on_cluster and not is_cluster:
+            continue
         matched = run(change.statement, change.rows or change.parameters)
         if change.must_match_row and matched != 1:
-            if index == 0:
+            if is_first:
                 return False
             raise Conflict
+        is_first = is_first and change.only_on_cluster
     return True

@@ -11,7 +11,7 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
-from adk_secure_sessions.db.dialects import dialect_of, has_table
+from adk_secure_sessions.db.dialects import has_table
 from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import Packing
@@ -27,7 +27,6 @@ from adk_secure_sessions.storage.schema import (
     audit_records,
     data_keys,
     keyring,
-    meta,
     sessions,
 )
 from adk_secure_sessions.storage.store import Store
@@ -284,22 +283,6 @@ _ANY_RECORD = (
     .limit(sa.literal_column("1", sa.Integer))
     .offset(sa.literal_column("0", sa.Integer))
 )
-
-
-def claim(connection: sa.Connection, *names: str) -> None:
-    """On a cluster, let only one of the transactions that claim the same name commit.
-
-    Call this before the transaction reads the rows that it relies on.  On a cluster whose nodes
-    lock rows separately, another transaction with the same name, on any node, then raises Conflict,
-    or this transaction does.  On other databases, which need no claims, this function does nothing.
-    See `db.protocol.Claim`.
-    """
-    if dialect_of(connection).locks_per_node(connection):
-        rows = [{"name": name, "value": ""} for name in names]
-        remove = sa.delete(meta).where(meta.c.name.in_(names))
-        connection.execute(remove)  # an attacker may have stored such rows
-        connection.execute(sa.insert(meta), rows)
-        connection.execute(remove)
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

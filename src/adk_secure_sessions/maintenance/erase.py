@@ -13,6 +13,7 @@ from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear
 from adk_secure_sessions.maintenance.database import Database, Limits
 from adk_secure_sessions.maintenance.owners import header_of
+from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.bindings import identify
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -292,12 +293,8 @@ class _Deletion:
             found = list(self._sessions)  # `_count` also counts what was left of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
         self._delete(witnesses, witnesses.c.tag == self._tag)
-        if not self._dry_run and self._dialect.locks_per_node(self._connection):
-            # If another node imports the user for the first time, this user has no rows here yet.
-            # Write a row that the import writes, too, so that only one of the two can commit.
-            row = {"tag": self._tag, "number": 0, "seal": b""}
-            self._connection.execute(sa.insert(witnesses).values(row))
-            self._connection.execute(sa.delete(witnesses).where(witnesses.c.tag == self._tag))
+        if not self._dry_run:  # another node may just import the user
+            clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._users:
             self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
         for start in range(0, len(found), self._names):

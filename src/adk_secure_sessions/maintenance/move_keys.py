@@ -48,7 +48,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.maintenance.clearing import rewrite
-from adk_secure_sessions.maintenance.database import Database, claim
+from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Meter,
     Progress,
@@ -56,7 +56,7 @@ from adk_secure_sessions.maintenance.engine import (
     ranges,
     select_data_keys,
 )
-from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.opening import (
     MOVING,
     WRAPPER,
@@ -72,7 +72,7 @@ from adk_secure_sessions.storage.opening import (
     survey_data,
     survey_keys,
 )
-from adk_secure_sessions.storage.queries import DATA_KEYS, KEYRING_CLAIMS, MASTER_KEYS
+from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     KEY_TABLES,
     audit_records,
@@ -561,7 +561,7 @@ def _reject_memory(connection: sa.Connection) -> None:
 
 def _marks(connection: sa.Connection) -> dict[str, str]:
     """Lock the rows of `secure_meta`, and return their values by name."""
-    claim(connection, _CLAIM)
+    clusters.claim(connection, _CLAIM)
     return meta.read_all(connection, lock=True)
 
 
@@ -589,7 +589,7 @@ def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
     dialect_of(connection).overwrite_deleted(connection)
     # Wait for open transactions that store a data key, so that this transaction sees the key.
     dialect_of(connection).lock_tables(connection, data_keys, keyring, timeout=lock_wait)
-    claim(connection, *KEYRING_CLAIMS)
+    clusters.claim(connection, *clusters.KEYRING_CLAIMS)
     connection.execute(sa.select(keyring.c.id).with_for_update()).all()
 
 

@@ -20,7 +20,7 @@ from adk_secure_sessions.keys.data_keys import (
     unwrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.database import Database, claim
+from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Meter,
     Progress,
@@ -38,8 +38,9 @@ from adk_secure_sessions.maintenance.owners import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.records import OwnerIds, session_batches
+from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.opening import WRAPPER, Survey, stored_features
-from adk_secure_sessions.storage.queries import DATA_KEYS, KEYRING_CLAIMS, MASTER_KEYS
+from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.reads import CheckApp, CheckSession, CheckUser, Headers
 from adk_secure_sessions.storage.schema import (
     apps,
@@ -534,7 +535,7 @@ def _retire_masters(
     """
     dialect_of(connection).see_what_is_committed(connection)
     if not dry_run:
-        claim(connection, *KEYRING_CLAIMS)
+        clusters.claim(connection, *clusters.KEYRING_CLAIMS)
         # Wait for open transactions that store a data key: one of the masters may wrap that key.
         dialect_of(connection).lock_tables(connection, data_keys)
     found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())

@@ -22,7 +22,7 @@ from adk_secure_sessions.keys.keyring import (
     unwrap_master_key,
 )
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
-from adk_secure_sessions.maintenance.database import Database, claim
+from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.engine import (
     Bounds,
     Meter,
@@ -39,8 +39,7 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
-from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.queries import KEYRING_CLAIMS
+from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.schema import data_keys, keyring
 
 
@@ -236,7 +235,7 @@ def _rewrap(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
     """For each pair of an old and a new row, replace the old row if it has not changed."""
-    claim(connection, KEYRING_CLAIMS[0])
+    clusters.claim(connection, clusters.KEYRING_CLAIMS[0])
     parameters = [
         {"at_id": old.id, "at_wrapped": old.wrapped, "new": new.wrapped, "master_id": master_id}
         for old, new in pairs

@@ -28,6 +28,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import bindings, state_index
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, Identity, KeySource, Owner, StoredSession
+from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found, MigratedRow, WitnessRow
 from adk_secure_sessions.storage.schema import (
@@ -460,9 +461,8 @@ class _NewSession(NamedTuple):
 
     def inserts(self) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
-        claims = sql.claim_user(self.user_tag)
-        witness = Change(sql.INSERT_WITNESS, self.witness._asdict(), claims=claims)
-        return [witness, *self.snapshot, *self.indexed]
+        witness = Change(sql.INSERT_WITNESS, self.witness._asdict())
+        return [*claim_user(self.user_tag), witness, *self.snapshot, *self.indexed]
 
     def apply(self, attempt: Attempt, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the events; return False if the first change matched no row.

@@ -9,6 +9,7 @@ from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.storage import bindings, state_index
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, Identity
+from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
 from adk_secure_sessions.storage.reads import ReadOperation
@@ -73,10 +74,8 @@ class CorrectIndexed(Write[int]):
         first, *rest = differences.changes(row_id)
         # On a cluster, the lock of the row is known to one node only.
         who = attempt.who
-        claims = (
-            sql.claim_user(who.user_tag) if self._of_user else sql.claim_session(who.session_tag)
-        )
-        yield from apply_changes([first._replace(claims=claims), *rest])
+        claim = claim_user(who.user_tag) if self._of_user else claim_session(who.session_tag)
+        yield from apply_changes([*claim, first, *rest])
         return differences.total
 
 

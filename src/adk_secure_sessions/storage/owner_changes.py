@@ -4,7 +4,6 @@ A write operation collects these changes in an `OwnerChanges` object.  The opera
 together with its changes of a session, in one request.
 """
 
-import secrets
 from collections.abc import Callable
 
 from adk_secure_sessions.db.protocol import Change
@@ -14,6 +13,7 @@ from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, l
 from adk_secure_sessions.storage import bindings, state_index
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey, Owner
+from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring
 from adk_secure_sessions.storage.queries import AppRow, Found, UserRow, WitnessRow
 from adk_secure_sessions.storage.schema import new_row_key, users
 
@@ -27,7 +27,6 @@ class OwnerChanges:
 
     def __init__(self, attempt: Attempt) -> None:
         self.changes: list[Change] = []
-        self._claim = secrets.randbelow(len(sql.KEYRING_CLAIMS))
         self._attempt = attempt
         self._keys = attempt.keys
         self._after_commit: list[Callable[[], None]] = []
@@ -271,7 +270,7 @@ class OwnerChanges:
             self._new_key(owner)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
-            self.changes.append(Change(sql.HOLD_KEY, locked, claims=sql.claim_key(current.id)))
+            self.changes += [*claim_data_key(current.id), Change(sql.HOLD_KEY, locked)]
 
     def _new_key(self, owner: bytes, not_before: int = 0) -> None:
         """Create a data key of *owner* and add the change that stores the data key.
@@ -283,8 +282,7 @@ class OwnerChanges:
             raise NeedsDataKey(owner, not_before)
         row = self._keys.new(owner, not_before)
         columns = row._asdict() | self._keys.keyring_guard()
-        claims = sql.claim_keyring(self._claim)
-        self.changes.append(Change(sql.INSERT_KEY, columns, claims=claims))
+        self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
     def _require_read_keys(self) -> None:
         """Raise UnknownKeyError if this attempt uses cached data keys instead of reading them.

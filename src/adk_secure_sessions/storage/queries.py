@@ -35,7 +35,7 @@ from sqlalchemy import (
     update,
 )
 
-from adk_secure_sessions.db.protocol import Claim, Row
+from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage.schema import (
@@ -47,7 +47,6 @@ from adk_secure_sessions.storage.schema import (
     events,
     indexed,
     keyring,
-    meta,
     migrated,
     sessions,
     users,
@@ -465,67 +464,6 @@ HOLD_KEY = (
     .where(data_keys.c.id == bindparam("at_id"))
     .values(generation=bindparam("generation"))
 )
-# Claims (see `protocol.Claim`).  On a cluster whose nodes lock rows separately, a transaction that
-# relies on a row without changing it writes the row twice.  Each of the following three statements
-# undoes itself, and has no overflow: -1 - (-1 - n) is n.
-_CLAIM_WITNESS = (
-    update(witnesses)
-    .where(witnesses.c.tag == bindparam("at_tag"))
-    .values(number=literal_column("-1") - witnesses.c.number)
-)
-_CLAIM_KEY = (
-    update(data_keys)
-    .where(data_keys.c.id == bindparam("at_id"))
-    .values(created_at=literal_column("-1") - data_keys.c.created_at)
-)
-_CLAIM_SESSION = (
-    update(sessions)
-    .where(sessions.c.tag == bindparam("at_tag"))
-    .values(updated_at=literal_column("-1") - sessions.c.updated_at)
-)
-# The names of rows that claims insert into `secure_meta` and delete again, so that these rows are
-# never visible to others.  A transaction that stores a data key claims one of these names.  A
-# transaction that deletes master keys claims all of them.  If there were only one name, users whom
-# several nodes create at the same time would conflict.
-KEYRING_CLAIMS: tuple[str, ...] = tuple(f"claim.{number:02}" for number in range(64))
-_INSERT_CLAIM = insert(meta)
-_DELETE_CLAIM = delete(meta).where(meta.c.name == bindparam("at_name"))
-
-
-def claim_user(tag: bytes) -> Sequence[Claim]:
-    """Return the claims of a transaction that relies on the user's row being unchanged.
-
-    They write the user's version witness.  Every other change of the user's row, an erasure
-    included, writes it, too.
-    """
-    return [Claim(_CLAIM_WITNESS, {"at_tag": tag})] * 2
-
-
-def claim_session(tag: bytes) -> Sequence[Claim]:
-    """Return the claims of a transaction that relies on the session's row being unchanged."""
-    return [Claim(_CLAIM_SESSION, {"at_tag": tag})] * 2
-
-
-def claim_key(key_id: int) -> Sequence[Claim]:
-    """Return the claims of a transaction that relies on a data key being stored."""
-    return [Claim(_CLAIM_KEY, {"at_id": key_id})] * 2
-
-
-def claim_keyring(number: int) -> Sequence[Claim]:
-    """Return the claims of a transaction that stores a data key.
-
-    Such a transaction relies on the master key that wraps the data key.  *number* is any number;
-    transactions with different numbers rarely conflict.
-    """
-    name = KEYRING_CLAIMS[number % len(KEYRING_CLAIMS)]
-    remove = Claim(_DELETE_CLAIM, {"at_name": name})
-    return [
-        remove._replace(must_match_row=False),  # an attacker may have stored such a row
-        Claim(_INSERT_CLAIM, {"name": name, "value": ""}),
-        remove,
-    ]
-
-
 INSERT_APP = insert(apps)
 INSERT_USER = insert(users)
 INSERT_WITNESS = insert(witnesses)
@@ -547,7 +485,7 @@ def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
 
     The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
     session is visible, and then also erases that session.  On a cluster, the lock works on one node
-    only, so the change after this INSERT has the claims `claim_user`.
+    only, so such a transaction also needs `clusters.claim_user`.
     """
     row = select(*_parameters(sessions)).select_from(users)
     row = row.where(*_equal(users, "user"), *conditions)

@@ -52,11 +52,11 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     identify,
 )
+from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.queries import (
     INSERT_KEY,
     Found,
     chunks,
-    claim_keyring,
     data_keys_of,
     numbered,
 )
@@ -587,8 +587,8 @@ class UnitOfWork:
         """
         row = keys.new(owner, not_before)
         columns = row._asdict() | keys.keyring_guard()
-        change = Change(INSERT_KEY, columns, claims=claim_keyring(row.id))
-        if not await self.executors.keys.write(partial(_apply_one, change)):
+        changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
+        if not await self.executors.keys.write(partial(_apply, changes)):
             await self._renew_keyring(known, seen)
             raise Conflict
         return row
@@ -619,8 +619,8 @@ def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
     audit.record_new_key(keyring.database_id, "data key", row.id, owner=owner)
 
 
-def _apply_one(change: Change) -> Steps[bool]:
-    applied: bool = yield Apply([change])
+def _apply(changes: Sequence[Change]) -> Steps[bool]:
+    applied: bool = yield Apply(changes)
     return applied
 
 

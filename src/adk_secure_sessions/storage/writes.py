@@ -35,6 +35,7 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     StoredSession,
 )
+from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
@@ -290,8 +291,8 @@ class CreateSession(Write[Created]):
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
         self._witness = WitnessRow(session.id, session.tag, seal)
-        claims = sql.claim_user(who.user_tag)
-        rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict(), claims=claims))
+        rest += claim_user(who.user_tag)
+        rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict()))
         if attempt.keys.keyring.indexed_keys:
             found = state_index.entries(attempt, "", loads(self._state))
             rest += state_index.insertion(session.id, found)

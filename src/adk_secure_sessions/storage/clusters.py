@@ -1,0 +1,100 @@
+"""Claims: how transactions wait for each other on a cluster whose nodes lock rows separately.
+
+Some transactions rely on a row that they only lock: another transaction that writes the row waits
+for the lock.  On a cluster such as MariaDB Galera, a lock is known to one node only.  At the
+commit, the cluster compares the rows that transactions of several nodes have *written*, and lets
+only one of them commit.  So there, such a transaction also writes the row, twice, so that it stays
+as it was.  On every other database, claims do nothing.
+
+A claim comes before the statement that relies on the row: if the changes of another node arrive
+between the two, they end this transaction with a conflict.
+"""
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam, literal_column, update
+
+from adk_secure_sessions.db.dialects import dialect_of
+from adk_secure_sessions.db.protocol import Change
+from adk_secure_sessions.storage.schema import data_keys, meta, sessions, witnesses
+
+# The names of rows that claims insert into `secure_meta` and delete again, so that these rows are
+# never visible to others.  A transaction that stores a data key claims one of these names.  A
+# transaction that deletes master keys claims all of them.  If there were only one name, users whom
+# several nodes create at the same time would conflict.
+KEYRING_CLAIMS: tuple[str, ...] = tuple(f"claim.{number:02}" for number in range(64))
+
+_MINUS_ONE: sa.ColumnElement[int] = literal_column("-1", sa.Integer)
+# Two of these updates undo each other, and none has an overflow: -1 - (-1 - n) is n.
+_WITNESS = (
+    update(witnesses)
+    .where(witnesses.c.tag == bindparam("at_tag"))
+    .values(number=_MINUS_ONE - witnesses.c.number)
+)
+_KEY = (
+    update(data_keys)
+    .where(data_keys.c.id == bindparam("at_id"))
+    .values(created_at=_MINUS_ONE - data_keys.c.created_at)
+)
+_SESSION = (
+    update(sessions)
+    .where(sessions.c.tag == bindparam("at_tag"))
+    .values(updated_at=_MINUS_ONE - sessions.c.updated_at)
+)
+_INSERT_NAME = sa.insert(meta)
+_DELETE_NAME = sa.delete(meta).where(meta.c.name == bindparam("at_name"))
+
+
+def claim_user(tag: bytes) -> list[Change]:
+    """Return the claim of a transaction that relies on the user's row being unchanged.
+
+    It writes the user's version witness.  Every other change of the user's row, an erasure
+    included, writes it, too.
+    """
+    return [Change(_WITNESS, {"at_tag": tag}, only_on_cluster=True)] * 2
+
+
+def claim_session(tag: bytes) -> list[Change]:
+    """Return the claim of a transaction that relies on the session's row being unchanged."""
+    return [Change(_SESSION, {"at_tag": tag}, only_on_cluster=True)] * 2
+
+
+def claim_data_key(key_id: int) -> list[Change]:
+    """Return the claim of a transaction that relies on a data key being stored."""
+    return [Change(_KEY, {"at_id": key_id}, only_on_cluster=True)] * 2
+
+
+def claim_keyring(number: int) -> list[Change]:
+    """Return the claim of a transaction that stores a data key, and so relies on its master key.
+
+    *number* is any number; transactions with different numbers rarely conflict.
+    """
+    return _claim_name(KEYRING_CLAIMS[number % len(KEYRING_CLAIMS)])
+
+
+def _claim_name(name: str) -> list[Change]:
+    insert = Change(_INSERT_NAME, {"name": name, "value": ""}, only_on_cluster=True)
+    remove = Change(_DELETE_NAME, {"at_name": name}, only_on_cluster=True)
+    # An attacker may have stored such a row.
+    return [remove._replace(must_match_row=False), insert, remove]
+
+
+def claim(connection: sa.Connection, *names: str) -> None:
+    """Let only one of the transactions that claim the same name commit; others raise Conflict.
+
+    Call this before the transaction reads the rows that it relies on.
+    """
+    if dialect_of(connection).locks_per_node(connection):
+        for name in names:
+            for change in _claim_name(name):
+                connection.execute(change.statement, change.parameters)
+
+
+def claim_missing_user(connection: sa.Connection, tag: bytes) -> None:
+    """Let only one of two transactions commit if the other one stores the user for the first time.
+
+    The user must have no version witness.
+    """
+    if dialect_of(connection).locks_per_node(connection):
+        row = {"tag": tag, "number": 0, "seal": b""}
+        connection.execute(sa.insert(witnesses).values(row))
+        connection.execute(sa.delete(witnesses).where(witnesses.c.tag == tag))
