@@ -34,7 +34,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from tests.attacks.needles import locals_of
 from tests.faults import Point, with_faults
 

@@ -15,7 +15,7 @@ from adk_secure_sessions.keys import blind_index, data_keys, keyring, passphrase
 from adk_secure_sessions.storage import opening
 from adk_secure_sessions.storage import schema as tables
 from adk_secure_sessions.storage import writes as transactions
-from adk_secure_sessions.storage.store import MAX_NAME_BYTES
+from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES
 from examples import make_vectors
 
 ROOT = Path(__file__).parent.parent

@@ -35,7 +35,7 @@ from adk_secure_sessions.keys.data_keys import (
     StagedKeys,
 )
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
-from adk_secure_sessions.storage.state_index import canonical
+from adk_secure_sessions.storage.features.search_index import canonical
 from tests import format_reader
 
 VECTORS = Path(__file__).parent / "vectors"

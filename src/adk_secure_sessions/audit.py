@@ -6,7 +6,8 @@ content of an event.  Ids of users and sessions are hashed, unless a service was
 `Audit("readable")`.
 
 If a service was created with `Audit(table=True)`, its records are also stored in the database: see
-`storage.audit_trail`.  The context variable `_call` then says what the running call has to store.
+`storage.features.audit_trail`.  The context variable `_call` then says what the running call has to
+store.
 """
 
 import getpass
@@ -410,7 +411,7 @@ def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 class Trail(Protocol):
-    """The audit trail of a database: `storage.audit_trail.AuditTrail`."""
+    """The audit trail of a database: `storage.features.audit_trail.AuditTrail`."""
 
     @property
     def executor(self) -> object:

@@ -30,12 +30,13 @@ from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, 
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.lru import Caches
-from adk_secure_sessions.storage.audit_trail import AuditTrail
 from adk_secure_sessions.storage.bindings import StoredSession
+from adk_secure_sessions.storage.features.audit_trail import AuditTrail
+from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.reads import Position, View
 from adk_secure_sessions.storage.schema import bases, sessions, users
-from adk_secure_sessions.storage.store import Collections, Store
+from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     DuplicateSession,

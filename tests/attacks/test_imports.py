@@ -17,7 +17,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import encode
 from adk_secure_sessions.maintenance import Database, erase_user, verify
-from adk_secure_sessions.storage.imports import ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
 from adk_secure_sessions.storage.store import Store
 from tests.maintenance.support import APP, OLD, event
 

@@ -38,7 +38,7 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
-from adk_secure_sessions.storage.imports import ImportStatus
+from adk_secure_sessions.storage.features.imports import ImportStatus
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, each_kind, event
 from tests.faults import Point, lost, with_faults

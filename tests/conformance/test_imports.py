@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
-from adk_secure_sessions.storage.imports import ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
 from adk_secure_sessions.storage.opening import MIGRATION, create_table_of, stored_features
 from adk_secure_sessions.storage.schema import migrated
 from adk_secure_sessions.storage.store import Store

@@ -61,7 +61,7 @@ from adk_secure_sessions.keys.providers import StaticKey, parse_key
 from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.migration import json_lines
 from adk_secure_sessions.migration.sources import SessionContent
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.reads import GetSession
 from tests.storage.support import (
     DATABASE_ID,

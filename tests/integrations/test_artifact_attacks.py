@@ -21,7 +21,7 @@ from adk_secure_sessions.integrations.artifact_versions import Blob, reencrypted
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
-from adk_secure_sessions.storage.store import Collections
+from adk_secure_sessions.storage.features.collections import Collections
 from tests.attacks.needles import locals_of
 from tests.integrations.blob_files import contents, marks, unmarked
 from tests.maintenance.support import query, run_sql

@@ -25,7 +25,7 @@ from adk_secure_sessions.integrations.artifact_versions import versions_of
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
-from adk_secure_sessions.storage.store import Collection
+from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.writes import Expected
 from tests.faults import Point, lost, with_faults
 from tests.integrations import object_server, s3

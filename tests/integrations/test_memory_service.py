@@ -24,7 +24,7 @@ from adk_secure_sessions.integrations import memory as module
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, RankedEntry
 from adk_secure_sessions.integrations.memory_index import UserMemory
-from adk_secure_sessions.storage.store import Collections
+from adk_secure_sessions.storage.features.collections import Collections
 from tests.integrations.memory_support import (
     APP,
     USER,

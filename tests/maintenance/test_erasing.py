@@ -32,7 +32,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.maintenance.database import Limits
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
 from tests.maintenance.conftest import DRIVERS

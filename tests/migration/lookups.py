@@ -27,7 +27,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
     UnreadableState,
 )
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 
 APP = "clinic"
 START = 1_700_000_000

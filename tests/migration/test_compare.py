@@ -12,7 +12,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.migration import Comparison, Scope, Source, compare
 from adk_secure_sessions.migration.compare import differences, is_same
 from adk_secure_sessions.migration.sources import SessionContent, UnreadableState
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.support import run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event

@@ -30,7 +30,7 @@ from adk_secure_sessions.migration import Package1x
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.service import StaleSessionError
-from adk_secure_sessions.storage.imports import ImportStatus
+from adk_secure_sessions.storage.features.imports import ImportStatus
 from tests.migration.lookups import APP, START, MemoryLookup, said
 
 KEY = bytes(range(32))

@@ -34,8 +34,8 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS, claim_data_key
-from adk_secure_sessions.storage.imports import ImportStatus
-from adk_secure_sessions.storage.index_rows import CorrectIndexed
+from adk_secure_sessions.storage.features.imports import ImportStatus
+from adk_secure_sessions.storage.features.search_index_checks import CorrectIndexed
 from adk_secure_sessions.storage.queries import HOLD_KEY
 from tests.galera import NODES, Galera
 from tests.processes import children, results

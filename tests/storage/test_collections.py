@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, TamperedError
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, erase_user, purge, retire, rotate_data, verify
-from adk_secure_sessions.storage.store import MAX_NAME_BYTES
+from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES
 from adk_secure_sessions.storage.writes import Expected, StaleRevision
 from tests.faults import Point, with_faults
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures

@@ -28,8 +28,8 @@ from adk_secure_sessions.maintenance.identities import SessionIds, located_sessi
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
-from adk_secure_sessions.storage.store import Collection, Collections
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

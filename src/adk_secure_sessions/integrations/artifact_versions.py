@@ -21,8 +21,8 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import MAX_SIZE
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import events
-from adk_secure_sessions.storage.store import Collection
 from adk_secure_sessions.tracebacks import hides_locals
 
 _KIND = "artifact"  # the first part of the names of our collections

@@ -47,7 +47,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 )
 from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
-from adk_secure_sessions.storage.store import Collection
+from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

@@ -49,8 +49,8 @@ from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.identities import SessionIds
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
+from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import COLLECTION, events, sessions
-from adk_secure_sessions.storage.store import Collection, Collections
 from adk_secure_sessions.storage.writes import MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 

@@ -51,8 +51,8 @@ from adk_secure_sessions.service import (
     check_ids,
     reject_unknown_methods,
 )
+from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import events
-from adk_secure_sessions.storage.store import Collection
 from adk_secure_sessions.storage.writes import Expected, MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 

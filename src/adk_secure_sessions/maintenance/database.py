@@ -20,7 +20,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.maintenance.description import Description, describe
-from adk_secure_sessions.storage.audit_trail import AuditTrail
+from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.opening import AUDIT, Survey, look, open_existing, survey_existing
 from adk_secure_sessions.storage.schema import (
     COLLECTION,

@@ -15,6 +15,7 @@ from adk_secure_sessions.maintenance.database import Database, Limits
 from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.bindings import identify
+from adk_secure_sessions.storage.features.search_index import row_of_user
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
@@ -28,7 +29,6 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.state_index import row_of_user
 from adk_secure_sessions.storage.unit_of_work import empty_caches
 
 # How often a transaction looks for further rows of a user.  Usually it finds none the second time.

@@ -31,7 +31,13 @@ from adk_secure_sessions.maintenance.identities import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.results import Result, count, listing
-from adk_secure_sessions.storage.index_rows import CorrectIndexed
+from adk_secure_sessions.storage.features.search_index import (
+    IndexState,
+    check_key,
+    state_of_mark,
+    withdraw,
+)
+from adk_secure_sessions.storage.features.search_index_checks import CorrectIndexed
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     INDEX_MARK,
@@ -40,7 +46,6 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
 )
-from adk_secure_sessions.storage.state_index import IndexState, check_key, state_of_mark, withdraw
 
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.

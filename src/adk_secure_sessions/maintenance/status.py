@@ -23,6 +23,7 @@ from adk_secure_sessions.maintenance.engine import (
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage.features.search_index import IndexState
 from adk_secure_sessions.storage.opening import MIGRATION, SEPARATING, Survey, stored_features
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
@@ -36,7 +37,6 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.state_index import IndexState
 from adk_secure_sessions.tracebacks import hides_locals
 
 

@@ -42,8 +42,9 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.maintenance.search_index import orphans, read_marks
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.bindings import Identity, StoredSession, naming
-from adk_secure_sessions.storage.imports import Seals
-from adk_secure_sessions.storage.index_rows import CheckIndexed
+from adk_secure_sessions.storage.features.imports import Seals
+from adk_secure_sessions.storage.features.search_index import IndexState
+from adk_secure_sessions.storage.features.search_index_checks import CheckIndexed
 from adk_secure_sessions.storage.opening import COLLECTIONS, MIGRATION, STATE_INDEX, stored_features
 from adk_secure_sessions.storage.queries import MigratedRow, chunks, is_one_of, numbered
 from adk_secure_sessions.storage.reads import CheckApp, CheckLocatedSession
@@ -58,7 +59,6 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.state_index import IndexState
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.

@@ -22,7 +22,7 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds, of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.service import check_ids
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 
 Row = Sequence[Any]
 

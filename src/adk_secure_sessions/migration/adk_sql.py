@@ -27,7 +27,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     SourceSize,
 )
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 
 PAGE = 5000  # the maximum number of sessions that `Tables.page` returns at once
 HEADERS = 500  # the maximum number of sessions that `Tables.lookup` returns at once

@@ -36,7 +36,7 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.migration.export_reader import Ids, ids_of
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.unit_of_work import repeated
 from adk_secure_sessions.tracebacks import hides_locals
 

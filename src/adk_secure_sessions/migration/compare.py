@@ -28,7 +28,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
 )
 from adk_secure_sessions.migration.target import Copy, Entry, Target
-from adk_secure_sessions.storage.imports import ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
 
 _EVERYTHING = Scope()
 # The maximum number of sessions of the target that are read at the same time, and of bytes that

@@ -35,7 +35,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableState,
 )
 from adk_secure_sessions.storage.bindings import StoredSession, naming
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.reads import CheckApp
 from adk_secure_sessions.storage.schema import (
     COLLECTION,

@@ -55,7 +55,7 @@ from adk_secure_sessions.service import (
     check_ids,
     reject_unknown_methods,
 )
-from adk_secure_sessions.storage.imports import ImportStatus
+from adk_secure_sessions.storage.features.imports import ImportStatus
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")

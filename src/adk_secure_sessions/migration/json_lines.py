@@ -18,7 +18,7 @@ from adk_secure_sessions.migration.export_reader import (
     ids_of,
 )
 from adk_secure_sessions.migration.sources import SessionContent
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.reads import CheckApp
 
 LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it

@@ -34,7 +34,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableSession,
 )
 from adk_secure_sessions.migration.target import Copy, Entry, Target
-from adk_secure_sessions.storage.imports import ImportStatus
+from adk_secure_sessions.storage.features.imports import ImportStatus
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.

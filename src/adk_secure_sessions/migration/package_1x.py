@@ -45,7 +45,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     UnreadableSession,
 )
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

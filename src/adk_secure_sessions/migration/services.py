@@ -22,7 +22,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableState,
 )
 from adk_secure_sessions.service import check_ids
-from adk_secure_sessions.storage.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
 _AT_ONCE = 8  # the number of calls of the service at the same time

@@ -13,7 +13,7 @@ from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
 from adk_secure_sessions.maintenance.identities import located_in
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession
-from adk_secure_sessions.storage.imports import Imported, ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import Imported, ImportStatus, SourceEvent
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
 from adk_secure_sessions.storage.reads import CheckApp, CheckSession
 from adk_secure_sessions.storage.schema import COLLECTION, NEVER, apps, migrated, sessions, users

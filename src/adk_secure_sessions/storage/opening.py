@@ -43,6 +43,7 @@ from adk_secure_sessions.keys.keyring import (
 )
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.storage import meta, schema
+from adk_secure_sessions.storage.features.search_index import state_of_mark
 from adk_secure_sessions.storage.meta import (
     DATABASE_ID,
     FEATURES,
@@ -65,7 +66,6 @@ from adk_secure_sessions.storage.schema import (
     metadata,
     migrated,
 )
-from adk_secure_sessions.storage.state_index import state_of_mark
 
 T = TypeVar("T")
 

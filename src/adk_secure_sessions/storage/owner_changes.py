@@ -10,10 +10,11 @@ from adk_secure_sessions.db.protocol import Change
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import encode_text, new_link
 from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, loads
-from adk_secure_sessions.storage import bindings, state_index
+from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey, Owner
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring
+from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.queries import AppRow, Found, UserRow, WitnessRow
 from adk_secure_sessions.storage.schema import new_row_key, users
 
@@ -92,8 +93,8 @@ class OwnerChanges:
             row = {"id": user.id, "app_row": app_row, "tag": user.tag}
             self.changes.append(Change(sql.INSERT_USER, row | {"version": 0, "state": sealed}))
             self._put_user(user, sealed, self._insert_witness(user))
-            found_entries = state_index.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += state_index.insertion(state_index.row_of_user(user.id), found_entries)
+            found_entries = search_index.entries(self._attempt, USER_PREFIX, delta)
+            self.changes += search_index.insertion(search_index.row_of_user(user.id), found_entries)
             return user
         if user.app_row != app_row:
             raise TamperedError(
@@ -108,8 +109,8 @@ class OwnerChanges:
         if delta or not self._names_current_key(user):
             user = self._next_version(user, delta)
             self._update_user(user, stored)
-            changed = state_index.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += state_index.update(state_index.row_of_user(user.id), changed)
+            changed = search_index.entries(self._attempt, USER_PREFIX, delta)
+            self.changes += search_index.update(search_index.row_of_user(user.id), changed)
         return user
 
     def set_state(self, found: Found, owner: Owner, state: bytes) -> Owner:
@@ -133,11 +134,11 @@ class OwnerChanges:
         """Add the changes of the search index that are due if *state* replaces the user's state."""
         if not self._keys.keyring.indexed_keys:
             return
-        old = state_index.entries(self._attempt, USER_PREFIX, loads(user.state))
-        new = state_index.entries(self._attempt, USER_PREFIX, loads(state))
-        row_id = state_index.row_of_user(user.id)
-        self.changes += state_index.update(row_id, new)
-        self.changes += state_index.removal(row_id, old.keys() - new.keys())
+        old = search_index.entries(self._attempt, USER_PREFIX, loads(user.state))
+        new = search_index.entries(self._attempt, USER_PREFIX, loads(state))
+        row_id = search_index.row_of_user(user.id)
+        self.changes += search_index.update(row_id, new)
+        self.changes += search_index.removal(row_id, old.keys() - new.keys())
 
     def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
         """Ensure that the owner's row names only one data key, created at *since* or later.

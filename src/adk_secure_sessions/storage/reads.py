@@ -18,7 +18,7 @@ from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
 from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage import bindings, state_index
+from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
     Attempt,
@@ -28,6 +28,7 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     StoredSession,
 )
+from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.histories import History, size_of_event
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
@@ -430,14 +431,14 @@ class Lookup:
     Args:
         keyring: The keyring of the database.
         app_name: The app of the sessions.
-        key: A key that `state_index.check_key` accepts.
+        key: A key that `search_index.check_key` accepts.
         value: The value: a JSON value, as it would be stored.
     """
 
     def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
         self.of_users: bool = key.startswith(USER_PREFIX)
         self.key_tag: bytes = keyring.index.state_key(app_name, key)
-        self._canonical = state_index.canonical(value)
+        self._canonical = search_index.canonical(value)
         self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
@@ -453,7 +454,7 @@ class Lookup:
         try:
             for state in map(loads, states):
                 if self._name in state:
-                    return state_index.canonical(state[self._name]) == self._canonical
+                    return search_index.canonical(state[self._name]) == self._canonical
         except DecryptionError:
             return True
         return False
@@ -493,8 +494,8 @@ class FindPage(ListPage):
 
     def _check(self, attempt: Attempt, found: Found) -> None:
         index = attempt.keys.keyring.index
-        marks = (state_index.state_of_mark(index, *mark[1:]) for mark in found.indexed)
-        if state_index.IndexState.COMPLETE not in marks:
+        marks = (search_index.state_of_mark(index, *mark[1:]) for mark in found.indexed)
+        if search_index.IndexState.COMPLETE not in marks:
             raise NotIndexed
 
 

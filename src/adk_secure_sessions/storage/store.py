@@ -1,19 +1,18 @@
 """The operations on encrypted sessions and collections, with plaintext ids as arguments."""
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from adk_secure_sessions.errors import ConfigurationError, WrongKeyError
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.storage import state_index
 from adk_secure_sessions.storage.bindings import Identity, StoredSession
-from adk_secure_sessions.storage.imports import (
+from adk_secure_sessions.storage.features import search_index
+from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.features.imports import (
     AddTombstone,
     Imported,
     ImportSession,
@@ -24,15 +23,10 @@ from adk_secure_sessions.storage.imports import (
     add_tombstone_of_user,
 )
 from adk_secure_sessions.storage.opening import (
-    COLLECTIONS,
     EXPIRY,
     MIGRATION,
     STATE_INDEX,
     MigrationEnd,
-    add_feature,
-    create_table_of,
-    has_feature,
-    has_rows_of,
     mark_migration,
     migration_end,
     withdraw_migration,
@@ -45,7 +39,6 @@ from adk_secure_sessions.storage.reads import (
     GetStoredSession,
     GetUserState,
     ListAppSessions,
-    ListCollections,
     ListPage,
     ListUserSessions,
     Lookup,
@@ -62,19 +55,12 @@ from adk_secure_sessions.storage.writes import (
     DeleteSession,
     DuplicateSession,
     Expected,
-    MissingSession,
     NewEvent,
-    ReplaceItems,
-    RewriteItems,
-    StaleRevision,
 )
 
 T = TypeVar("T")
 
 SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
-
-# The maximum length of a collection's name: enough for the JSON of several escaped ids.
-MAX_NAME_BYTES = 16 * 1024
 
 
 class Store:
@@ -106,7 +92,7 @@ class Store:
             raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
         self._indexed_keys = tuple(indexed_keys)
         for key in self._indexed_keys:
-            state_index.check_key(key)
+            search_index.check_key(key)
         # The apps whose keys were declared, and the keyring that was current then.
         self._declared: tuple[Keyring | None, set[str]] = (None, set())
 
@@ -255,7 +241,7 @@ class Store:
         Raises:
             ConfigurationError: *key* cannot be indexed, or its index is not complete.
         """
-        state_index.check_key(key)
+        search_index.check_key(key)
         who = await self.unit.identify(app_name)
         lookup = Lookup((await self.unit.keys()).keyring, app_name, key, value)
         find = partial(self._find, who, after, lookup, limit=limit, newest=newest, skip=skip)
@@ -310,14 +296,14 @@ class Store:
         """
         wanted = list(keys)
         for key in wanted:
-            state_index.check_key(key)
+            search_index.check_key(key)
         await self._index.ensure()
         opened = await self.unit.keys()
         keyring = opened.keyring
         tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
         if tags:
             app_tag = keyring.index.app(app_name)
-            await self.unit.change(partial(state_index.declare, keyring, app_tag, tags))
+            await self.unit.change(partial(search_index.declare, keyring, app_tag, tags))
         # The keyring may have been read again, by now or before the marks were committed.
         for one in (keyring, opened.keyring):
             one.indexed_keys.update(tags)
@@ -326,7 +312,7 @@ class Store:
     async def complete_indexed(self, tags: Iterable[bytes]) -> None:
         """Store that each session or user has its rows of the keys with these *tags*."""
         keyring = (await self.unit.keys()).keyring
-        await self.unit.change(partial(state_index.complete, keyring, list(tags)))
+        await self.unit.change(partial(search_index.complete, keyring, list(tags)))
 
     async def _declare_configured(self, app_name: str) -> None:
         """Declare the keys that this process is configured to index, once for each app."""
@@ -620,256 +606,6 @@ class Store:
                 one = seals.imported(row)
                 found[one.tag] = one
         return found
-
-
-class Collection(NamedTuple):
-    """A collection, and some or all of its items.
-
-    Attributes:
-        name: The name of the collection.
-        at: The row id and the revision of the collection.  The revision is its number of items.
-        items: The plaintexts of the collection's last items, oldest first.
-    """
-
-    name: str
-    at: Expected
-    items: tuple[bytes, ...] = ()
-
-    def __repr__(self) -> str:  # without the items, because items of artifacts contain keys
-        return f"<collection {self.at}>"
-
-    @property
-    def size(self) -> int:
-        """The number of items of the stored collection."""
-        return self.at.revision
-
-
-class Collections:
-    """The operations on collections, which are named lists of items that grow at the end.
-
-    A user's collections are encrypted with the user's data key.  A collection is stored like a
-    session without state, and an item like an event (docs/format.md, "Collections").  Each item
-    begins with the version of google-adk, like an event: see `formats.events`.
-
-    Every method raises what `UnitOfWork.run` raises.
-    """
-
-    def __init__(self, unit: UnitOfWork) -> None:
-        self._unit = unit
-        self._feature = Feature(unit, COLLECTIONS)
-
-    @property
-    def stores_plaintext(self) -> bool:
-        """Whether new records are stored as plaintext."""
-        return self._unit.backends.stores_plaintext
-
-    async def database_id(self) -> bytes:
-        """Return the random id of the database."""
-        return (await self._unit.keys()).keyring.database_id
-
-    async def cache(self, key: object, make: Callable[[], T]) -> T:
-        """Return the object that is kept for *key*, such as a cache of decrypted values.
-
-        If no object is kept for *key*, keep the object that *make* returns.  When the cache of
-        decrypted rows is emptied, the kept objects are discarded, too.
-        """
-        return await self._unit.attached(key, make)
-
-    async def names(self, app_name: str, user_id: str) -> list[Collection]:
-        """Return all collections of a user that have items, without the items."""
-        who = await self._unit.identify(app_name, user_id)
-        found = await self._unit.run(ListCollections(who))
-        return [
-            Collection(one.session_id, Expected(one.id, one.revision))
-            for one in found
-            if one.revision
-        ]
-
-    async def get(
-        self, app_name: str, user_id: str, name: str, *, limit: int | None = None
-    ) -> Collection | None:
-        """Return a collection and its last *limit* (or all) items; None if it is not stored.
-
-        Also return None for a stored collection without items: a process may have stopped after it
-        had stored the collection and before it could append an item.
-        """
-        who = await self._unit.identify(app_name, user_id, name, True)
-        found = await self._unit.run(GetSession(who, _item, limit))
-        if found is None or not found[0].session.revision:
-            return None
-        view, items = found
-        return Collection(name, Expected(view.session.id, view.session.revision), tuple(items))
-
-    async def append(
-        self,
-        app_name: str,
-        user_id: str,
-        name: str,
-        item: bytes | Callable[[Collection], bytes],
-        *,
-        expected: Expected | None = None,
-        replaced: Mapping[int, bytes] | None = None,
-    ) -> Expected:
-        """Append an item to a collection, and return the collection's row id and new revision.
-
-        The revision is the number of items.  Items are numbered from 0, so the number of the new
-        item is `revision - 1`.  If the collection does not exist, create it.  Also create the rows
-        of its user and its app if they do not exist.
-
-        Args:
-            app_name: The app.
-            user_id: The user.
-            name: The name of the collection, at most `MAX_NAME_BYTES` long.
-            item: The plaintext; or a function that returns the plaintext.  Before each attempt to
-                append, the function is called with the collection and its last item; if the
-                collection is empty, without an item.  A function cannot be combined with
-                *expected*.
-            expected: The row id and the revision that the collection had when the caller read it.
-                If None, the item is appended at any revision.
-            replaced: New contents for earlier items, by number; *expected* must be given.  The
-                appended item must name the replaced items, so that a replay of their old records
-                can be detected: see `ReplaceItems`.
-
-        Raises:
-            ValueError: The name is too long; or *replaced* has a number that is not the number of
-                an earlier item, or is given without *expected*.
-            StaleRevision: The stored collection has another row id or revision than *expected*.
-            MissingSession: *expected* is given, and the collection does not exist any more.
-        """
-        if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
-            raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
-        if replaced and not (expected and set(replaced) <= set(range(expected.revision))):
-            raise ValueError("only items before the expected position can be replaced")
-        who = await self._unit.identify(app_name, user_id, name, True)
-        await self._feature.ensure()
-        assert isinstance(item, bytes) or expected is None
-        after = expected
-        while True:
-            plaintext = item if isinstance(item, bytes) else b""
-            if after is None:
-                limit = 0 if isinstance(item, bytes) else 1
-                found = await self._position(app_name, user_id, name, limit)
-                after = found.at
-                if not isinstance(item, bytes):
-                    plaintext = item(found)
-            new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {})
-            stored: list[StoredSession] = []
-            append = AppendEvent(who, after, new, stored.append)
-            if replaced:
-                append = ReplaceItems(who, after, new, stored.append, replaced)
-            try:
-                session = await self._unit.run(append)
-                return Expected(session.id, session.revision)
-            except (StaleRevision, MissingSession):
-                if expected is not None:
-                    raise
-                after = None
-
-    async def rewrite(
-        self, app_name: str, user_id: str, name: str, items: Sequence[bytes], expected: Expected
-    ) -> None:
-        """Replace all items of a collection by *items*, in one transaction.
-
-        The collection gets a new row id.  If another process has read the old items, and then
-        appends an item with their *expected* value, its append raises StaleRevision.
-
-        Raises:
-            StaleRevision: The stored collection has another row id or revision than *expected*.
-            MissingSession: The collection does not exist any more.
-        """
-        who = await self._unit.identify(app_name, user_id, name, True)
-        await self._unit.run(RewriteItems(who, expected, items, time.time_ns() // 1000))
-
-    async def delete(self, app_name: str, user_id: str, name: str) -> bool:
-        """Delete a collection and its items; return False if the collection does not exist."""
-        who = await self._unit.identify(app_name, user_id, name, True)
-        return await self._unit.run(DeleteSession(who))
-
-    async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
-        """Return the collection and its last *limit* items; create a missing collection."""
-        who = await self._unit.identify(app_name, user_id, name, True)
-        while True:
-            found = await self._unit.run(GetSession(who, _item, limit))
-            if found is not None:
-                view, items = found
-                at = Expected(view.session.id, view.session.revision)
-                return Collection(name, at, tuple(items))
-            try:
-                now = time.time_ns() // 1000
-                created = await self._unit.run(CreateSession(who, {}, {}, b"{}", now))
-                return Collection(name, Expected(created.session.id, created.session.revision))
-            except DuplicateSession:
-                pass  # another task or process has just created the collection
-
-
-class Feature:
-    """A feature that a process adds to the database before storing rows that need the feature.
-
-    *name* is the name of the feature.  *create_table* is None if the feature has no table.  If
-    *create_table* is True, `ensure` creates a missing table.  If *create_table* is False, `ensure`
-    raises ConfigurationError if the table is missing.
-    """
-
-    def __init__(self, unit: UnitOfWork, name: str, *, create_table: bool | None = None) -> None:
-        self._unit = unit
-        self._name = name
-        self._create_table = create_table
-        # The keyring that was current when the feature was last added or found.
-        self._ensured: Keyring | None = None
-        self._locks = LoopLocks()
-
-    async def ensure(self) -> None:
-        """Add the feature to the database if it is missing.
-
-        A call accesses the database only if it is the first call, or the first call after this
-        process has read the keyring again.
-        """
-        keyring = (await self._unit.keys()).keyring
-        if self._ensured is keyring:
-            return
-        if self._create_table is None:
-            await self._unit.change_keys(partial(add_feature, self._name, keyring))
-            self._ensured = keyring
-            return
-        async with self._locks.hold("table"):
-            if self._ensured is not keyring:
-                await self._add_with_table(keyring)
-
-    async def is_added(self) -> bool:
-        """Return whether the database has the feature.
-
-        Raises:
-            WrongKeyError: The list of features was tampered with.
-        """
-        keyring = (await self._unit.keys()).keyring
-        if self._ensured is keyring:
-            return True
-        # Read the table before the list of features.  Another process may be adding the feature: it
-        # changes the list before it stores rows in the table.
-        has_rows = await self._unit.change(partial(has_rows_of, self._name), commit=False)
-        work = partial(has_feature, self._name, keyring)
-        if await self._unit.change_keys(work, commit=False):
-            self._ensured = keyring
-            return True
-        if has_rows:
-            raise WrongKeyError(
-                f"the feature {self._name!r} is not listed in secure_meta, and its table has rows: "
-                "an older list was replayed; restore secure_meta from a backup"
-            )
-        return False
-
-    async def _add_with_table(self, keyring: Keyring) -> None:
-        """Create the table, and then add the feature, if they are missing.
-
-        If the process stops after it has created the table, the next call adds the feature.
-        """
-        look_for = partial(has_feature, self._name, keyring)
-        if not await self._unit.change_keys(look_for, commit=False):
-            may_create = self._create_table is True
-            work = partial(create_table_of, self._name, may_create=may_create)
-            await self._unit.change(work)
-        await self._unit.change_keys(partial(add_feature, self._name, keyring))
-        self._ensured = keyring
 
 
 def _has_expired(session: StoredSession) -> bool:

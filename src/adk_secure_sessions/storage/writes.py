@@ -25,7 +25,7 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings, state_index
+from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
     Attempt,
@@ -36,6 +36,7 @@ from adk_secure_sessions.storage.bindings import (
     StoredSession,
 )
 from adk_secure_sessions.storage.clusters import claim_user
+from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
@@ -294,8 +295,8 @@ class CreateSession(Write[Created]):
         rest += claim_user(who.user_tag)
         rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict()))
         if attempt.keys.keyring.indexed_keys:
-            found = state_index.entries(attempt, "", loads(self._state))
-            rest += state_index.insertion(session.id, found)
+            found = search_index.entries(attempt, "", loads(self._state))
+            rest += search_index.insertion(session.id, found)
         self._sent.add(session.id)
         return session._replace(sealed=bindings.seal_session(attempt, session)), rest
 
@@ -465,8 +466,8 @@ class AppendEvent(Write[StoredSession]):
         changes = [Change(sql.UPDATE_SESSION, row)]
         if new.snapshot is not None:
             changes.append(snapshot_change(attempt, new, session.base_revision))
-        indexed = state_index.entries(attempt, "", event.session_delta)
-        changes += state_index.update(session.id, indexed)
+        indexed = search_index.entries(attempt, "", event.session_delta)
+        changes += search_index.update(session.id, indexed)
         new = new._replace(snapshot=None)
         record = bindings.seal_event(attempt, session, seq, event.time, link, event.plaintext)
         values = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
@@ -690,7 +691,7 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     ]
     if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-    return changes + state_index.removal_of_all(attempt, session.id)
+    return changes + search_index.removal_of_all(attempt, session.id)
 
 
 class RenewKey(Write[bool]):

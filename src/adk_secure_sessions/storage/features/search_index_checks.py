@@ -6,14 +6,15 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.formats.states import USER_PREFIX, loads
-from adk_secure_sessions.storage import bindings, state_index
+from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, Identity
 from adk_secure_sessions.storage.clusters import claim_session, claim_user
+from adk_secure_sessions.storage.features import search_index
+from adk_secure_sessions.storage.features.search_index import Differences
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
 from adk_secure_sessions.storage.reads import ReadOperation
-from adk_secure_sessions.storage.state_index import Differences
 from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
 
 
@@ -86,12 +87,12 @@ def _differences(
     if of_user:
         if user is None:
             return None
-        row_id = state_index.row_of_user(user.id)
-        right = state_index.entries(attempt, USER_PREFIX, loads(user.state), keys)
+        row_id = search_index.row_of_user(user.id)
+        right = search_index.entries(attempt, USER_PREFIX, loads(user.state), keys)
     else:
         session = bindings.open_session(attempt, found, user)
         if session is None:
             return None
         row_id = session.id
-        right = state_index.entries(attempt, "", state_index.state_of(session), keys)
+        right = search_index.entries(attempt, "", search_index.state_of(session), keys)
     return row_id, Differences.between(found.indexed, right, keys)

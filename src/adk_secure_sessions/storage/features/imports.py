@@ -25,10 +25,11 @@ from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage import bindings, state_index
+from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, Identity, KeySource, Owner, StoredSession
 from adk_secure_sessions.storage.clusters import claim_user
+from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found, MigratedRow, WitnessRow
 from adk_secure_sessions.storage.schema import (
@@ -376,7 +377,7 @@ class ImportSession(Write[_Outcome]):
         ]
         if old.has_snapshot:
             changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-        changes += state_index.removal_of_all(attempt, old.id)
+        changes += search_index.removal_of_all(attempt, old.id)
         changes += new.snapshot
         changes += new.indexed
         changes.append(_update(row, new.row))
@@ -424,8 +425,8 @@ class ImportSession(Write[_Outcome]):
         row = self._seals.row(session.tag, session.id, revision, self._source)
         indexed: Changes = []
         if attempt.keys.keyring.indexed_keys:
-            found = state_index.entries(attempt, "", loads(self._state))
-            indexed = state_index.insertion(session.id, found)
+            found = search_index.entries(attempt, "", loads(self._state))
+            indexed = search_index.insertion(session.id, found)
         self._sent[session.id] = result
         return _NewSession(
             session,
