@@ -32,7 +32,7 @@ async def test_verify_counts_what_it_decrypted_in_several_batches(url: str) -> N
     assert (found.apps, found.users, found.sessions, found.events) == (1, 7, 14, 42)
     assert (found.bad, found.unchecked, found.problems) == (0, 0, ())
     assert all(one <= other for (one, _), (other, _) in pairwise(seen))
-    rows = 1 + 7 + 14 + 42 + (1 + 7 + 14) + (1 + 7)  # witnesses, data keys
+    rows = 1 + 7 + 14 + 42 + (1 + 7)  # data keys
     assert seen[-1] == (rows, rows)
     assert {total for _, total in seen} == {rows}
 

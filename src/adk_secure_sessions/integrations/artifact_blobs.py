@@ -24,9 +24,9 @@ from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_versions import is_artifact, versions_of
 from adk_secure_sessions.integrations.object_store import BlobStore, open_store
 from adk_secure_sessions.maintenance import Database, Problem
-from adk_secure_sessions.maintenance.identities import SessionIds, located_sessions
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.walk import SessionIds, located_sessions
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
@@ -288,8 +288,8 @@ async def artifacts_of(
     to a session or to an artifact.
     """
     collections = Collections(db.unit)
-    async for batch in located_sessions(db):
-        for located in batch.sessions:
+    async for page in located_sessions(db):
+        for located in page:
             try:
                 ids = located.known_ids()
                 if not ids.is_collection or not is_artifact(ids.session_id):

@@ -46,9 +46,9 @@ from adk_secure_sessions.integrations.artifact_versions import (
 )
 from adk_secure_sessions.integrations.object_store import BlobStore
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
-from adk_secure_sessions.maintenance.identities import SessionIds
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
+from adk_secure_sessions.maintenance.walk import SessionIds
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import COLLECTION, events, sessions
 from adk_secure_sessions.storage.writes import MissingSession, StaleRevision

@@ -9,13 +9,14 @@ from adk_secure_sessions.maintenance.audit import (
     verify_audit,
 )
 from adk_secure_sessions.maintenance.check import Check, check
+from adk_secure_sessions.maintenance.counts import DataKeyCount, RecordCount
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import DataKeyCount, Progress, RecordCount
 from adk_secure_sessions.maintenance.erase import Erasure, erase_user
 from adk_secure_sessions.maintenance.init import Initialisation, init
 from adk_secure_sessions.maintenance.inspect import TABLES, Location, RecordHeader, inspect, lookup
 from adk_secure_sessions.maintenance.move_keys import KeyMove, move_keys
 from adk_secure_sessions.maintenance.problems import Problem
+from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.purge import Purge, purge
 from adk_secure_sessions.maintenance.retire import KeptKey, Retirement, retire
 from adk_secure_sessions.maintenance.rotate_data import DataRotation, rotate_data

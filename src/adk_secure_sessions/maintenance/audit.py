@@ -24,12 +24,14 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Meter, Progress, count_rows, first_rows
 from adk_secure_sessions.maintenance.problems import Problem, Problems
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.opening import AUDIT
+from adk_secure_sessions.storage.pages import first_rows
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
 from adk_secure_sessions.storage.schema import audit_records
 

@@ -49,13 +49,7 @@ from adk_secure_sessions.keys.keyring import (
 )
 from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Meter,
-    Progress,
-    first_rows,
-    ranges,
-    select_data_keys,
-)
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.opening import (
     MOVING,
@@ -72,6 +66,7 @@ from adk_secure_sessions.storage.opening import (
     survey_data,
     survey_keys,
 )
+from adk_secure_sessions.storage.pages import first_rows, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     KEY_TABLES,
@@ -253,10 +248,10 @@ class _Move:
             raise _other_way("db")
         if not set(keys.keyring) <= set(data.keyring):
             raise _newer_keys()
-        async for span in ranges(self._db, data_keys.c.id, _BATCH):
-            query = select_data_keys(span.bounds)
-            left = await self._db.read_keys(query, span.parameters)
-            here = await self._db.read(query, span.parameters)
+        key = data_keys.c.id
+        async for span in spans(self._db.read_keys, key, _BATCH):
+            left = await span.read(self._db.read_keys, DATA_KEYS, key)
+            here = await span.read(self._db.read, DATA_KEYS, key)
             if not {tuple(row) for row in left} <= {tuple(row) for row in here}:
                 raise _newer_keys()
 
@@ -484,8 +479,7 @@ class _Fingerprint(NamedTuple):
 
 def _after(query: sa.Select[Any], column: sa.Column[Any]) -> sa.Select[Any]:
     later = column > sa.bindparam("after", type_=sa.BigInteger)
-    limit: sa.ColumnElement[int] = sa.literal_column(str(_BATCH))
-    return first_rows(query.where(later).order_by(column), limit)
+    return first_rows(query.where(later).order_by(column), _BATCH)
 
 
 _BATCHES = {

@@ -11,9 +11,9 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Meter, Progress
-from adk_secure_sessions.maintenance.identities import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.walk import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.schema import sessions
 from adk_secure_sessions.storage.store import Store
@@ -88,8 +88,8 @@ async def purge(
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     done = Purge(before=before)
-    async for batch in located_sessions(db, due):
-        for located in batch.sessions:
+    async for page in located_sessions(db, due):
+        for located in page:
             try:
                 ids = located.known_ids()
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):

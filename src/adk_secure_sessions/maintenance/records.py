@@ -1,8 +1,9 @@
 """Read the records of one app or user in batches, and re-encrypt them."""
 
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -19,15 +20,9 @@ from adk_secure_sessions.formats.records import (
 )
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Bounds,
-    Range,
-    first_rows,
-    within,
-)
-from adk_secure_sessions.maintenance.identities import SessionColumns
 from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.walk import SessionColumns
 from adk_secure_sessions.storage.bindings import (
     Identity,
     app_context,
@@ -38,6 +33,7 @@ from adk_secure_sessions.storage.bindings import (
     user_context,
     witness_context,
 )
+from adk_secure_sessions.storage.pages import Span, grouped, pages
 from adk_secure_sessions.storage.queries import UserRow
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -131,7 +127,7 @@ class SessionBatch(NamedTuple):
     collections: frozenset[int]
     records: list[Record]
     rows: int
-    span: Range
+    span: Span
 
 
 async def read_app(
@@ -191,13 +187,9 @@ async def session_batches(
 
     Sessions that cannot be decrypted are added to *problems* instead.
     """
-    after = -1
-    query = _sessions_of_user(db.limits.rows)
-    while True:
-        found = await db.read(query, {"user_row": owner.row, "after": after})
-        rows = [SessionColumns(*values) for values in found]
-        if not rows:
-            return
+    query, size = _OF_USER, db.limits.rows
+    walk = pages(db.read, query, sessions.c.id, size, SessionColumns, user_row=owner.row)
+    async for rows in walk:
         ids, records, tags = {}, [], []
         for row in rows:
             try:
@@ -209,10 +201,9 @@ async def session_batches(
             tags.append(row.tag)
         proofs = await _witness_records(db, owner.app_name, tags)
         records += proofs
-        last = rows[-1].id
         collections = frozenset(row.id for row in rows if row.base_revision == COLLECTION)
-        yield SessionBatch(ids, collections, records, len(rows) + len(proofs), Range(after, last))
-        after = last
+        span = Span(rows[0].id - 1, rows[-1].id)
+        yield SessionBatch(ids, collections, records, len(rows) + len(proofs), span)
 
 
 async def snapshot_batches(
@@ -415,33 +406,15 @@ async def _keys_of_others(
 ) -> AsyncIterator[list[Key]]:
     """Yield groups of primary keys of the records in *batch* whose header is not *current*."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
-    at: Sequence[int] = [-1] * len(column.key)
-    while True:
-        after = {f"after_{number}": value for number, value in enumerate(at)}
-        rows = await db.read(_others(column), parameters | after)
-        sizes = [(tuple(key), size) for *key, size in rows if key[0] in batch.sessions]
-        for keys in _fitting(sizes):
-            yield keys
-        if len(rows) < _SIZES:
-            return
-        *at, _ = rows[-1]
+    async for rows in pages(db.read, _others(column), column.key, _SIZES, _sized, **parameters):
+        sizes = [one for one in rows if one[0][0] in batch.sessions]
+        for group in grouped(sizes, itemgetter(1), _RECORDS, _BYTES):
+            yield [key for key, _ in group]
 
 
-def _fitting(sizes: Iterable[tuple[Key, int]]) -> Iterator[list[Key]]:
-    """Group primary keys so that no group exceeds the limits `_RECORDS` and `_BYTES`.
-
-    *sizes* are pairs of a primary key and the length of its record in bytes.
-    """
-    group: list[Key] = []
-    total = 0
-    for key, size in sizes:
-        if group and (len(group) == _RECORDS or total + size > _BYTES):
-            yield group
-            group, total = [], 0
-        group.append(key)
-        total += size
-    if group:
-        yield group
+def _sized(*row: Any) -> tuple[Key, int]:
+    *key, size = row
+    return tuple(key), size
 
 
 async def _read(db: Database, column: RecordColumn, keys: Sequence[Key], row: type[R]) -> list[R]:
@@ -484,36 +457,23 @@ def _by_keys(column: RecordColumn, of: tuple[sa.Column[Any], ...]) -> sa.Select[
     return sa.select(*of).where(sa.or_(*wanted))
 
 
-@functools.cache
-def _sessions_of_user(limit: int) -> sa.Select[Any]:
-    c = sessions.c
-    query = sa.select(*(c[name] for name in SessionColumns._fields))
-    query = query.where(c.user_row == sa.bindparam("user_row"), c.id > sa.bindparam("after"))
-    return first_rows(query.order_by(c.id), sa.literal_column(str(limit)))
+_OF_USER = sa.select(*(sessions.c[name] for name in SessionColumns._fields)).where(
+    sessions.c.user_row == sa.bindparam("user_row")
+)
 
 
 @functools.cache
 def _others(column: RecordColumn) -> sa.Select[Any]:
     """Select the primary keys and lengths of a user's records whose header is not `current`."""
-    *_, last = column.key
-    after = [
-        sa.bindparam(f"after_{number}", type_=sa.BigInteger) for number in range(len(column.key))
-    ]
-    later = last > after[-1]
-    if len(column.key) > 1:
-        session_row = column.key[0]
-        later = sa.or_(session_row > after[0], sa.and_(session_row == after[0], later))
-    query = (
+    return (
         sa.select(*column.key, sa.func.length(column.value))
         .select_from(column.table.join(sessions, sessions.c.id == column.key[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
-            *within(sessions.c.id, Bounds(True, True)),
+            *Span(0, 0).conditions(sessions.c.id),
             header_of(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
-            later,
         )
     )
-    return first_rows(query.order_by(*column.key), sa.literal_column(str(_SIZES)))
 
 
 def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> None:

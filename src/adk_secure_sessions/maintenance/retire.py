@@ -1,6 +1,5 @@
 """Retire replaced keys: delete data keys and data masters that no row uses any more."""
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -21,14 +20,6 @@ from adk_secure_sessions.keys.data_keys import (
 )
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Meter,
-    Progress,
-    batches,
-    first_rows,
-    select_data_keys,
-)
-from adk_secure_sessions.maintenance.identities import app_name_of, located_sessions
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.owners import (
     APP_OF_TAG,
@@ -37,9 +28,12 @@ from adk_secure_sessions.maintenance.owners import (
     header_of,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.records import OwnerIds, session_batches
+from adk_secure_sessions.maintenance.walk import app_name_of, located_sessions
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.opening import WRAPPER, Survey, stored_features
+from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.reads import CheckApp, CheckSession, CheckUser, Headers
 from adk_secure_sessions.storage.schema import (
@@ -139,13 +133,12 @@ async def retire(
     reject_wrapper(await db.survey(), "retire")
     await reject_orphans(db)
     await _reject_unreadable_sessions(db)
-    ((total,),) = await db.read_keys(_number_of_owners(), {})
+    ((total,),) = await db.read_keys(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total), rows_per_second)
     kept: list[KeptKey] = []
     deleted = number = spare = 0
-    after = b""
-    query = _owners_after(db.limits.headers)
-    while owners := [owner for (owner,) in await db.read_keys(query, {"after": after})]:
+    owner_tag, size = data_keys.c.owner, db.limits.headers
+    async for owners in pages(db.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run)
             deleted += len(keys.unused)
@@ -153,7 +146,6 @@ async def retire(
             spare += keys.spare
             kept += keys.kept[: _MAX_EXAMPLES - len(kept)]
             await meter.advance()
-        after = owners[-1]
     meter.finish()
     masters = await _retire_unused_masters(db, dry_run)
     kept += masters.kept[: _MAX_EXAMPLES - len(kept)]
@@ -199,8 +191,8 @@ async def _reject_unreadable_sessions(db: Database) -> None:
     An attacker may have moved the session's row to another user.  Then the owner of the session is
     unknown, so the session may need any data key.
     """
-    async for batch in located_sessions(db):
-        for one in batch.sessions:
+    async for page in located_sessions(db):
+        for one in page:
             if one.ids is None:
                 raise TamperedError(
                     "it cannot be decrypted, and may need any key: restore it, or delete it; "
@@ -506,7 +498,8 @@ async def _count_wrapped(db: Database) -> Counter[int] | None:
     """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
     masters = (await db.keys()).keyring
     counts: Counter[int] = Counter()
-    async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, db.limits.rows):
+    size = db.limits.rows
+    async for rows in pages(db.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow):
         for row in rows:
             try:
                 unwrap_data_key(row, masters)
@@ -570,19 +563,10 @@ _DELETE_KEY = sa.delete(data_keys).where(
 )
 
 
-def _with_several_keys() -> sa.Select[Any]:
-    owner = data_keys.c.owner
-    return sa.select(owner).group_by(owner).having(sa.func.count() > sa.literal_column("1"))
-
-
-@functools.cache
-def _owners_after(limit: int) -> sa.Select[Any]:
-    owner = data_keys.c.owner
-    later = owner > sa.bindparam("after", type_=owner.type)
-    query = _with_several_keys().where(later).order_by(owner)
-    return first_rows(query, sa.literal_column(str(limit)))
-
-
-@functools.cache
-def _number_of_owners() -> sa.Select[Any]:
-    return sa.select(sa.func.count()).select_from(_with_several_keys().subquery())
+# The owners with more than one data key.
+_OWNERS = (
+    sa.select(data_keys.c.owner)
+    .group_by(data_keys.c.owner)
+    .having(sa.func.count() > sa.literal_column("1"))
+)
+_NUMBER_OF_OWNERS = sa.select(sa.func.count()).select_from(_OWNERS.subquery())

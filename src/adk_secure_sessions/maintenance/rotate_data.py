@@ -10,16 +10,10 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason
 from adk_secure_sessions.formats.records import binary, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
+from adk_secure_sessions.maintenance.counts import count_events, count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Progress,
-    count_events,
-    count_records,
-    count_rows,
-    ranges,
-)
-from adk_secure_sessions.maintenance.identities import OwnerTag, app_name_of, app_tags, user_tags
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.records import (
     OwnerIds,
     Record,
@@ -31,6 +25,7 @@ from adk_secure_sessions.maintenance.records import (
     snapshot_batches,
 )
 from adk_secure_sessions.maintenance.rotation import Rotation
+from adk_secure_sessions.maintenance.walk import OwnerTag, app_name_of, owner_tags
 from adk_secure_sessions.storage.bindings import naming
 from adk_secure_sessions.storage.opening import mark_plaintext
 from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
@@ -162,10 +157,9 @@ class DataRotationRun(Rotation):
 
     async def _walk(self) -> None:
         self._reencryptor = Reencryptor(self._db, self._problems, dry_run=self._dry_run)
-        for table, query in ((apps, app_tags), (users, user_tags)):
-            async for span in ranges(self._db, table.c.id, self._db.limits.rows):
-                found = await self._db.read(query(span.bounds), span.parameters)
-                for row in (OwnerTag(*values) for values in found):
+        for table in (apps, users):
+            async for page in owner_tags(self._db, table):
+                for row in page:
                     await self._rotate_row(table, row)
                 await self._checkpoints.check(self._since)
         self._reencrypted += self._reencryptor.count

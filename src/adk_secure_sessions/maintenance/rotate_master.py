@@ -22,17 +22,10 @@ from adk_secure_sessions.keys.keyring import (
     unwrap_master_key,
 )
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
+from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Bounds,
-    Meter,
-    Progress,
-    batches,
-    count_data_keys,
-    count_rows,
-    select_data_keys,
-)
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
     Rotation,
@@ -40,6 +33,8 @@ from adk_secure_sessions.maintenance.rotation import (
     authentic_masters,
 )
 from adk_secure_sessions.storage import clusters, meta
+from adk_secure_sessions.storage.pages import Span, pages
+from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys, keyring
 
 
@@ -163,7 +158,7 @@ class _MasterRotationRun(Rotation):
         masters = (await self._db.keys()).keyring
         current = (WRAP_BACKEND_ID, self._master_id)
         size = self._db.limits.headers
-        async for rows in batches(self._db, data_keys.c.id, select_data_keys, DataKeyRow, size):
+        async for rows in pages(self._db.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow):
             await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
             await self._checkpoints.check(self._since)
@@ -190,8 +185,8 @@ class _MasterRotationRun(Rotation):
         new = {row.id: wrap_data_key(row, masters, master_id, keys[row.id]) for row in old.values()}
         pairs = [(row, new[row.id]) for row in old.values()]
         await self._db.change_keys(partial(_rewrap, pairs, master_id))
-        span = {"after": min(old) - 1, "last": max(old)}
-        stored = await self._db.read_keys(select_data_keys(Bounds(True, True)), span)
+        span = Span(min(old) - 1, max(old))
+        stored = await span.read(self._db.read_keys, DATA_KEYS, data_keys.c.id)
         for row in (DataKeyRow(*values) for values in stored):
             if row == new.get(row.id):
                 if unwrap_data_key(row, masters) != keys[row.id]:

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -21,18 +21,13 @@ from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.loops import at_once
+from adk_secure_sessions.maintenance.counts import can_unwrap
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Bounds,
-    Meter,
-    Progress,
-    can_unwrap,
-    ranges,
-    within,
-)
 from adk_secure_sessions.maintenance.problems import Problems
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.opening import Survey
+from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys, keyring
 
@@ -241,10 +236,10 @@ async def later_than_all_keys(db: Database) -> int:
     if stored is None or (isinstance(stored, int) and stored < latest):
         return latest
     masters = (await db.keys()).keyring
-    async for span in ranges(db, data_keys.c.id, db.limits.headers):
-        parameters = {**span.parameters, "at": latest}
-        for row in await db.read_keys(_not_before(span.bounds), parameters):
-            key = DataKeyRow(*row)
+    size = db.limits.headers
+    walk = pages(db.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
+    async for page in walk:
+        for key in page:
             if can_unwrap(key, masters):
                 latest = max(latest, after_creation(data_keys, key))
     return latest
@@ -281,11 +276,7 @@ def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
 
 
 _LATEST = sa.select(sa.func.max(data_keys.c.created_at))
-
-
-def _not_before(bounds: Bounds) -> sa.Select[Any]:
-    at = sa.bindparam("at", type_=sa.BigInteger)
-    return DATA_KEYS.where(*within(data_keys.c.id, bounds), data_keys.c.created_at >= at)
+_NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_=sa.BigInteger))
 
 
 # --- stored checkpoints --------------------------------------------------------------------------

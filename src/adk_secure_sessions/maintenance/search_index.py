@@ -1,7 +1,6 @@
 """Fill the search index of state keys for sessions that are stored already, or delete it."""
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,24 +11,16 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
 from adk_secure_sessions.formats.states import USER_PREFIX
+from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Bounds,
-    Meter,
-    Progress,
-    Range,
-    batches,
-    count_rows,
-    ranges,
-    within,
-)
-from adk_secure_sessions.maintenance.identities import (
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.walk import (
     OwnerTag,
     located_sessions,
+    owner_tags,
     read_tagged_user,
-    user_tags,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.search_index import (
     IndexState,
@@ -38,6 +29,7 @@ from adk_secure_sessions.storage.features.search_index import (
     withdraw,
 )
 from adk_secure_sessions.storage.features.search_index_checks import CorrectIndexed
+from adk_secure_sessions.storage.pages import Span, spans
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     INDEX_MARK,
@@ -158,7 +150,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     # Without its mark, a key cannot be searched, even if this process stops before the end.
     await db.change(partial(withdraw, tags))
     done = IndexChange()
-    async for span in ranges(db, indexed.c.row_id, db.limits.headers):
+    async for span in spans(db.read, indexed.c.row_id, db.limits.headers):
         done.removed += await db.change(partial(_delete_rows, tags, span))
     return done
 
@@ -184,16 +176,15 @@ class _Filler:
         self._tags = tags
 
     async def fill_users(self) -> None:
-        size = self._db.limits.rows
-        async for rows in batches(self._db, users.c.id, user_tags, OwnerTag, size):
+        async for rows in owner_tags(self._db, users):
             await self._each([(users.name, row.id, partial(self._fill_user, row)) for row in rows])
 
     async def fill_sessions(self) -> None:
-        async for batch in located_sessions(self._db):
+        async for page in located_sessions(self._db):
             await self._each(
                 [
                     (sessions.name, located.row, partial(self._fill_session, located))
-                    for located in batch.sessions
+                    for located in page
                 ]
             )
 
@@ -245,22 +236,22 @@ def _is_contended(error: BaseException | None) -> bool:
 
 async def _remove_orphans(db: Database, app_tag: bytes, tags: Iterable[bytes]) -> int:
     removed = 0
-    async for span in ranges(db, indexed.c.row_id, db.limits.headers):
+    async for span in spans(db.read, indexed.c.row_id, db.limits.headers):
         removed += await db.change(partial(_delete_orphans, app_tag, sorted(tags), span))
     return removed
 
 
 def _delete_orphans(
-    app_tag: bytes, tags: Sequence[bytes], span: Range, connection: sa.Connection
+    app_tag: bytes, tags: Sequence[bytes], span: Span, connection: sa.Connection
 ) -> int:
     c = indexed.c
-    where = [c.key_tag.in_(tags), *orphaned(app_tag), *within(c.row_id, span.bounds)]
+    where = [c.key_tag.in_(tags), *orphaned(app_tag), *span.conditions(c.row_id)]
     return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
 
 
-def _delete_rows(tags: Sequence[bytes], span: Range, connection: sa.Connection) -> int:
+def _delete_rows(tags: Sequence[bytes], span: Span, connection: sa.Connection) -> int:
     c = indexed.c
-    where = [c.key_tag.in_(tags), *within(c.row_id, span.bounds)]
+    where = [c.key_tag.in_(tags), *span.conditions(c.row_id)]
     return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
 
 
@@ -285,12 +276,10 @@ def orphaned(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
     return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
 
 
-@functools.cache
-def orphans(bounds: Bounds) -> sa.Select[Any]:
-    """Return the query for the row ids, in a range, of rows without a session or user."""
-    row = indexed.c.row_id
-    query = sa.select(row, sa.func.count()).where(*orphaned(), *within(row, bounds))
-    return query.group_by(row).order_by(row)
+# The rows, with their numbers, whose session or user does not exist.
+ORPHANS_OF_INDEX = (
+    sa.select(indexed.c.row_id, sa.func.count()).where(*orphaned()).group_by(indexed.c.row_id)
+)
 
 
 class KeyMark(NamedTuple):

@@ -9,17 +9,16 @@ from adk_secure_sessions.audit import unstored_command
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
-from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
+from adk_secure_sessions.maintenance.counts import (
     DataKeyCount,
-    Meter,
-    Progress,
     RecordCount,
     count_data_keys,
     count_events,
     count_records,
     count_rows,
 )
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.storage import meta

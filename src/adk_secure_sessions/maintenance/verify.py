@@ -17,36 +17,27 @@ from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit import UNLISTED, is_unlisted
+from adk_secure_sessions.maintenance.counts import count_events, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import (
-    Bounds,
-    Meter,
-    Progress,
-    Range,
-    batches,
-    count_events,
-    count_rows,
-    ranges,
-    select_data_keys,
-    within,
-)
-from adk_secure_sessions.maintenance.identities import (
+from adk_secure_sessions.maintenance.orphans import orphans
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.search_index import ORPHANS_OF_INDEX, read_marks
+from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
     OwnerTag,
-    app_tags,
     located_sessions,
+    owner_tags,
     read_tagged_user,
-    user_tags,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.maintenance.search_index import orphans, read_marks
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.bindings import Identity, StoredSession, naming
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.search_index import IndexState
 from adk_secure_sessions.storage.features.search_index_checks import CheckIndexed
 from adk_secure_sessions.storage.opening import COLLECTIONS, MIGRATION, STATE_INDEX, stored_features
-from adk_secure_sessions.storage.queries import MigratedRow, chunks, is_one_of, numbered
+from adk_secure_sessions.storage.pages import pages, spans
+from adk_secure_sessions.storage.queries import DATA_KEYS, MigratedRow, chunks, is_one_of, numbered
 from adk_secure_sessions.storage.reads import CheckApp, CheckLocatedSession
 from adk_secure_sessions.storage.schema import (
     apps,
@@ -123,8 +114,9 @@ async def verify(
     """
     index = (await db.keys()).keyring.index
     of_features = (await db.survey()).feature_tables
-    counted = [apps, users, sessions, witnesses, data_keys]
-    counted += [table for table in (migrated, indexed) if table.name in of_features]
+    counted = [apps, users, sessions, data_keys]
+    if migrated.name in of_features:
+        counted.append(migrated)
     total = await count_rows(db, *counted)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
     run = _Verifier(db, index, meter)
@@ -137,21 +129,11 @@ async def verify(
         await run.check_imports()
     await run.check_features()
     if indexed.name in of_features:
-        await _find_orphans_of_index(db, run.problems, meter)
-    await _find_orphaned_witnesses(db, run.problems, meter)
+        await _find_orphans_of_index(db, run.problems)
+    await _find_orphans(db, run.problems)
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
     return run.result()
-
-
-class _WitnessTag(NamedTuple):
-    """The tag of a version witness.
-
-    *is_owned* is 1 if the app, user, session or collection of the witness exists, otherwise 0.
-    """
-
-    tag: bytes
-    is_owned: int
 
 
 class _ImportedRow(NamedTuple):
@@ -243,7 +225,7 @@ class _Verifier:
             self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
 
     async def check_apps(self) -> None:
-        async for rows in batches(self._db, apps.c.id, app_tags, OwnerTag, self._db.limits.rows):
+        async for rows in owner_tags(self._db, apps):
             for row in rows:
                 try:
                     await self._check_app(row)
@@ -256,16 +238,15 @@ class _Verifier:
                 await self._meter.advance()
 
     async def check_users(self) -> None:
-        async for rows in batches(self._db, users.c.id, user_tags, OwnerTag, self._db.limits.rows):
+        async for rows in owner_tags(self._db, users):
             for row in rows:
                 await self._count_user(row)
                 await self._meter.advance()
 
     async def check_sessions(self) -> None:
-        async for batch in located_sessions(self._db):
-            for located in batch.sessions:
+        async for page in located_sessions(self._db):
+            for located in page:
                 await self._check_session(located)
-            await _find_orphans_of_sessions(self._db, batch.span, self.problems)
 
     async def _check_app(self, row: OwnerTag) -> None:
         with naming(apps.name, row.id):
@@ -316,7 +297,7 @@ class _Verifier:
         """
         seals = Seals((await self._db.keys()).keyring)
         size = self._db.limits.headers
-        async for rows in batches(self._db, migrated.c.tag, _migrated, _ImportedRow, size):
+        async for rows in pages(self._db.read, _MIGRATED, migrated.c.tag, size, _ImportedRow):
             for row in rows:
                 self._imports += 1
                 try:
@@ -430,41 +411,30 @@ def _reject_rollback(row: _ImportedRow) -> None:
 
 
 # --- orphaned rows -------------------------------------------------------------------------------
-# A row is orphaned if the session, user or app row that it belongs to does not exist.  Services
-# never read orphaned rows.
 
 
-async def _find_orphans_of_sessions(db: Database, span: Range, problems: Problems) -> None:
-    """Report events and snapshots that belong to no session, with session row ids in *span*."""
-    for session_row, count in await db.read(_orphaned_events(span.bounds), span.parameters):
-        detail = f"{count} events belong to no session, or items to no collection"
-        problems.add(events.name, session_row, Reason.MISSING, detail)
-    for (session_row,) in await db.read(_orphaned_snapshots(span.bounds), span.parameters):
-        problems.add(bases.name, session_row, Reason.MISSING, "it belongs to no session")
+async def _find_orphans(db: Database, problems: Problems) -> None:
+    """Report events, snapshots and version witnesses whose session, user or app does not exist."""
+    details = {
+        bases.name: "it belongs to no session",
+        events.name: "{} events belong to no session, or items to no collection",
+        witnesses.name: "the app, user or session row that it confirms was removed",
+    }
+    async for found in orphans(db, bases, events, witnesses):
+        detail = details[found.table].format(found.number)
+        problems.add(found.table, found.row, Reason.MISSING, detail)
 
 
-async def _find_orphans_of_index(db: Database, problems: Problems, meter: Meter) -> None:
+async def _find_orphans_of_index(db: Database, problems: Problems) -> None:
     """Report rows of the search index whose session or user does not exist."""
-    async for span in ranges(db, indexed.c.row_id, db.limits.headers):
-        for row_id, count in await db.read(orphans(span.bounds), span.parameters):
+    row_id = indexed.c.row_id
+    async for span in spans(db.read, row_id, db.limits.headers):
+        for row, count in await span.read(db.read, ORPHANS_OF_INDEX, row_id):
             detail = (
                 f"{count} rows of the search index belong to no session and no user: run `index "
                 "fill`, or delete rows that it leaves"
             )
-            problems.add(indexed.name, row_id, Reason.MISSING, detail)
-        await meter.advance()
-
-
-async def _find_orphaned_witnesses(db: Database, problems: Problems, meter: Meter) -> None:
-    """Report version witnesses whose app, user or session does not exist."""
-    detail = "the app, user or session row that it confirms was removed"
-    size = db.limits.headers
-    async for rows in batches(db, witnesses.c.tag, _witnesses, _WitnessTag, size):
-        for row in rows:
-            if not row.is_owned:
-                name = row.tag.hex() if isinstance(row.tag, bytes) else "?"
-                problems.add(witnesses.name, name, Reason.MISSING, detail)
-        await meter.advance(len(rows))
+            problems.add(indexed.name, row, Reason.MISSING, detail)
 
 
 async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
@@ -474,7 +444,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
     if db.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     size = db.limits.headers
-    async for rows in batches(db, data_keys.c.id, select_data_keys, DataKeyRow, size):
+    async for rows in pages(db.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow):
         for row in rows:
             try:
                 unwrap_data_key(row, masters)
@@ -515,32 +485,8 @@ async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
 # --- statements ----------------------------------------------------------------------------------
 
 
-@functools.cache
-def _orphaned_events(bounds: Bounds) -> sa.Select[Any]:
-    """Return the query for the session row ids of events without a session, and their numbers."""
-    row = events.c.session_row
-    query = sa.select(row, sa.func.count())
-    query = query.where(*within(row, bounds), ~_exists(sessions.c.id == row))
-    return query.group_by(row).order_by(row)
-
-
-@functools.cache
-def _orphaned_snapshots(bounds: Bounds) -> sa.Select[Any]:
-    row = bases.c.session_row
-    query = sa.select(row).where(*within(row, bounds), ~_exists(sessions.c.id == row))
-    return query.order_by(row)
-
-
-@functools.cache
-def _witnesses(bounds: Bounds) -> sa.Select[Any]:
-    tag = witnesses.c.tag
-    owned = sa.or_(*(_exists(table.c.tag == tag) for table in (apps, users, sessions)))
-    owned = sa.case((owned, sa.literal_column("1")), else_=sa.literal_column("0"))
-    return sa.select(tag, owned).where(*within(tag, bounds)).order_by(tag)
-
-
-@functools.cache
-def _migrated(bounds: Bounds) -> sa.Select[Any]:
+def _with_version() -> sa.Select[Any]:
+    """Return the query for the columns of `_ImportedRow`."""
     c = migrated.c
     versions = [
         sa.select(version)
@@ -553,8 +499,10 @@ def _migrated(bounds: Bounds) -> sa.Select[Any]:
             (apps, apps.c.version),
         )
     ]
-    query = sa.select(*(c[name] for name in MigratedRow._fields), sa.func.coalesce(*versions))
-    return query.where(*within(c.tag, bounds)).order_by(c.tag)
+    return sa.select(*(c[name] for name in MigratedRow._fields), sa.func.coalesce(*versions))
+
+
+_MIGRATED = _with_version()
 
 
 @functools.cache
@@ -562,7 +510,3 @@ def _owners(number: int) -> sa.CompoundSelect[Any]:
     """Select the tags of existing apps and users from a list of *number* tags."""
     tags = (table.c.tag for table in (apps, users))
     return sa.union_all(*(sa.select(tag).where(is_one_of(tag, number)) for tag in tags))
-
-
-def _exists(*conditions: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
-    return sa.select(sa.literal_column("1")).where(*conditions).exists()

@@ -7,8 +7,8 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
-from adk_secure_sessions.maintenance.engine import Meter
 from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.pipeline import (
     Chunks,
     Finding,

@@ -14,16 +14,14 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Bounds, Range, batches, within
-from adk_secure_sessions.maintenance.identities import (
+from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
     OwnerTag,
-    app_tags,
     located_sessions,
+    owner_tags,
     read_tagged_user,
-    user_tags,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.migration.sources import (
     OtherContent,
     Scope,
@@ -36,6 +34,7 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.storage.bindings import StoredSession, naming
 from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.pages import Span
 from adk_secure_sessions.storage.reads import CheckApp
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -107,10 +106,10 @@ class EncryptedSource(Source):
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         async for located in located_sessions(self._db):
-            wanted = [one for one in located.sessions if _is_wanted(one, scope)]
+            wanted = [one for one in located if _is_wanted(one, scope)]
             if not wanted:
                 continue
-            sizes = await self._sizes(located.span)
+            sizes = await self._sizes(Span(located[0].row - 1, located[-1].row))
             batch: list[SourceSession] = []
             total = 0
             for one in wanted:
@@ -148,7 +147,7 @@ class EncryptedSource(Source):
 
         An app that cannot be decrypted has the table and the row id instead of a name.
         """
-        async for rows in batches(self._db, apps.c.id, app_tags, OwnerTag, self._db.limits.rows):
+        async for rows in owner_tags(self._db, apps):
             found: dict[str, JsonObject | UnreadableState] = {}
             for row in rows:
                 try:
@@ -169,7 +168,7 @@ class EncryptedSource(Source):
         A user who cannot be decrypted has the table and the row id instead of an id, and an empty
         app name.
         """
-        async for rows in batches(self._db, users.c.id, user_tags, OwnerTag, self._db.limits.rows):
+        async for rows in owner_tags(self._db, users):
             found: dict[tuple[str, str], JsonObject | UnreadableState] = {}
             for row in rows:
                 try:
@@ -195,11 +194,13 @@ class EncryptedSource(Source):
     async def close(self) -> None:
         await self._db.close()
 
-    async def _sizes(self, span: Range) -> dict[int, int]:
+    async def _sizes(self, span: Span) -> dict[int, int]:
         """Return how many bytes the events and the snapshot of each session in *span* take."""
         sizes: dict[int, int] = {}
-        for row, size in await self._db.read(_sizes(span.bounds), span.parameters):
-            sizes[row] = sizes.get(row, 0) + _count(size)
+        for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
+            key = query.selected_columns[0]
+            for row, size in await span.read(self._db.read, query, key):
+                sizes[row] = sizes.get(row, 0) + _count(size)
         return sizes
 
     async def _app_state(self, row: OwnerTag) -> tuple[str, JsonObject]:
@@ -292,14 +293,11 @@ def _count(number: Any) -> int:
 _IS_COLLECTION = sessions.c.base_revision == sa.literal_column(str(COLLECTION))
 
 
-@functools.cache
-def _sizes(bounds: Bounds) -> sa.CompoundSelect[Any]:
-    """Select the row ids of sessions, and the bytes of their events and of their snapshots."""
-    row, base = events.c.session_row, bases.c.session_row
-    of_events = sa.select(row, sa.func.sum(sa.func.length(events.c.event)))
-    of_events = of_events.where(*within(row, bounds)).group_by(row)
-    of_bases = sa.select(base, sa.func.length(bases.c.state)).where(*within(base, bounds))
-    return sa.union_all(of_events, of_bases)
+# The row ids of sessions, and the bytes of their events and of their snapshots.
+_SIZES_OF_EVENTS = sa.select(
+    events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
+).group_by(events.c.session_row)
+_SIZES_OF_SNAPSHOTS = sa.select(bases.c.session_row, sa.func.length(bases.c.state))
 
 
 @functools.cache

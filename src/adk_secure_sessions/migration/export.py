@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Progress
+from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.migration.adk_target import (
     MISSING,
     AdkTarget,

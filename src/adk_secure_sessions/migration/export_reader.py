@@ -6,7 +6,7 @@ from typing import NamedTuple
 from adk_secure_sessions.audit import add_facts
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Meter, Progress
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.sources import (
     Scope,

@@ -9,8 +9,8 @@ from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.engine import Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.migration.export_reader import (
     Export,
     ExportReader,

@@ -12,7 +12,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.maintenance import Database, Progress, init
-from adk_secure_sessions.maintenance.engine import Meter
+from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.pipeline import (
     TOO_LARGE,
     Chunks,

@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.maintenance.engine import Bounds, Range, ranges, within
-from adk_secure_sessions.maintenance.identities import located_in
+from adk_secure_sessions.maintenance.walk import located
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession
 from adk_secure_sessions.storage.features.imports import Imported, ImportStatus, SourceEvent
+from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
 from adk_secure_sessions.storage.reads import CheckApp, CheckSession
 from adk_secure_sessions.storage.schema import COLLECTION, NEVER, apps, migrated, sessions, users
@@ -124,17 +124,17 @@ class Target:
         if not await self.store.has_imports():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
-        async for span in ranges(self.db, migrated.c.tag, self.db.limits.headers):
-            query = _copies(span.bounds, app_name is not None)
-            rows = await self.db.read(query, span.parameters | parameters)
-            yield [Copy(bytes(tag), int(row), _is_past(expiry)) for tag, row, expiry in rows]
+        query, size = _copies(app_name is not None), self.db.limits.headers
+        walk = pages(self.db.read, query, migrated.c.tag, size, _copy, **parameters)
+        async for copies in walk:
+            yield copies
 
     async def located(self, one: "Copy") -> "Located | None":
         """Return a copied session; None if it was deleted, or has expired.
 
         Raises DecryptionError if its ids cannot be decrypted.
         """
-        for found in await located_in(self.db, Range(one.row - 1, one.row)):
+        for found in await located(self.db, [one.row]):
             if found.tag == one.tag:
                 ids = found.known_ids()[:3]
                 if found.columns is not None and _is_past(found.columns.expires_at):
@@ -212,6 +212,10 @@ class Located(NamedTuple):
     ids: tuple[str, str, str]
 
 
+def _copy(tag: bytes, row: int, expires_at: object) -> Copy:
+    return Copy(bytes(tag), int(row), _is_past(expires_at))
+
+
 def _is_past(expires_at: object) -> bool:
     return isinstance(expires_at, int) and expires_at <= time.time_ns() // 1000
 
@@ -222,12 +226,12 @@ def _with_tags(size: int) -> sa.Select[Any]:
 
 
 @functools.cache
-def _copies(bounds: Bounds, of_app: bool) -> sa.Select[Any]:
+def _copies(of_app: bool) -> sa.Select[Any]:
     source = migrated.join(
         sessions, sa.and_(sessions.c.id == migrated.c.row_id, sessions.c.tag == migrated.c.tag)
     )
     columns = migrated.c.tag, migrated.c.row_id, sessions.c.expires_at
-    query = sa.select(*columns).where(*within(migrated.c.tag, bounds))
+    query = sa.select(*columns)
     if of_app:
         source = source.join(users, users.c.id == sessions.c.user_row)
         source = source.join(apps, apps.c.id == users.c.app_row)

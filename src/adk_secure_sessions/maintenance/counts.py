@@ -1,0 +1,222 @@
+"""Count rows, and records and data keys by the backend and the key that encrypt them."""
+
+import functools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.formats.records import header
+from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.owners import CurrentKeys, header_of
+from adk_secure_sessions.maintenance.progress import Meter
+from adk_secure_sessions.storage.pages import pages, spans
+from adk_secure_sessions.storage.schema import (
+    apps,
+    bases,
+    data_keys,
+    events,
+    sessions,
+    users,
+    witnesses,
+)
+
+
+class RecordCount(NamedTuple):
+    """How many rows of one table one backend has encrypted.
+
+    Attributes:
+        table: The table's name.
+        backend_id: The id of the backend; None for values in an unknown format.
+        rows: The number of these rows.
+        newest: How many of these rows name the current data key of their owner (the user or app) in
+            the record's header.  The current data key is the newest one that the owner's row names.
+    """
+
+    table: str
+    backend_id: int | None
+    rows: int
+    newest: int
+
+
+class RecordCounts(NamedTuple):
+    """The numbers of records, and of spare data keys, which no row or record names."""
+
+    records: tuple[RecordCount, ...]
+    spare_keys: int
+
+
+class DataKeyCount(NamedTuple):
+    """How many data keys of one backend are wrapped by one data master.
+
+    Attributes:
+        backend_id: The id of the backend that encrypts with these keys.
+        master_id: The id of the data master; None if the wrapped keys are in an unknown format.
+        keys: The number of these data keys.
+    """
+
+    backend_id: int
+    master_id: int | None
+    keys: int
+
+
+async def count_rows(db: Database, *tables: sa.Table) -> int:
+    """Return the number of rows in all of *tables*."""
+    total = 0
+    for table in tables:
+        ((count,),) = await db.reader_of(table)(_count(table), {})
+        total += int(count)
+    return total
+
+
+async def count_events(db: Database) -> int:
+    """Return the number of events: the sum of the revisions in `secure_sessions`.
+
+    Counting the rows of `secure_events` would take long, because that table is large.
+    """
+    ((number,),) = await db.read(_CLAIMED_EVENTS, {})
+    # If revisions were tampered with, they may be negative, or their sum may be infinite.
+    return int(min(max(number or 0, 0), _MOST_EVENTS))
+
+
+async def count_records(
+    db: Database, meter: Meter, since: int = 0, masters: Keyring | None = None
+) -> RecordCounts:
+    """Count records by table and by the backend in the header, and spare data keys.
+
+    A record counts as `newest` if its header names the current data key of its owner (see
+    `CurrentKeys`).  In addition, this data key must have been created at *since* (microseconds
+    since 1970) or later.  If the keyring *masters* is given, *masters* must be able to unwrap the
+    data key.  *meter* counts the rows.
+    """
+    counts: Counter[tuple[str, int | None]] = Counter()
+    newest: Counter[tuple[str, int | None]] = Counter()
+    current = CurrentKeys(db)
+    named: set[int] = set()  # the data keys in `current.newer` that records name nevertheless
+    for key, query in _COUNTED:
+        table = key.table
+        # Spans of sessions, so that one query counts all events of a session.
+        walked = sessions.c.id if table in (bases, events) else key
+        async for span in spans(db.read, walked, db.limits.headers):
+            rows = await span.read(db.read, query, key)
+            groups = [_RecordGroup(*row) for row in rows]
+            found = await current.of({group.owner for group in groups})
+            keys = {
+                owner: row.id
+                for owner, row in found.items()
+                if isinstance(row.created_at, int)
+                and row.created_at >= since
+                and (masters is None or can_unwrap(row, masters))
+            }
+            for group in groups:
+                backend_id, key_id = header(group.header) or (None, None)
+                counts[table.name, backend_id] += group.rows
+                if key_id is not None and key_id == keys.get(group.owner):
+                    newest[table.name, backend_id] += group.rows
+                elif key_id in current.newer:
+                    named.add(key_id)
+            await meter.advance(sum(group.rows for group in groups))
+    records = (
+        RecordCount(table, backend_id, number, newest[table, backend_id])
+        for (table, backend_id), number in counts.items()
+    )
+    return RecordCounts(tuple(records), len(current.newer - named))
+
+
+async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:
+    """Count data keys by backend and by data master; *meter* counts the rows."""
+    counts: Counter[tuple[int, int | None]] = Counter()
+    size = db.limits.headers
+    async for keys in pages(db.read_keys, _WRAPPED, data_keys.c.id, size, _WrappedKey):
+        for key in keys:
+            _, master_id = header(key.header) or (None, None)
+            counts[key.backend_id, master_id] += 1
+        await meter.advance(len(keys))
+    return tuple(DataKeyCount(*key, number) for key, number in counts.items())
+
+
+class _RecordGroup(NamedTuple):
+    """How many records of one owner have the same header.
+
+    *owner* is the owner's tag, or None if the owner's row does not exist.
+    """
+
+    owner: object
+    header: object
+    rows: int
+
+
+class _WrappedKey(NamedTuple):
+    """A data key's id and backend, and the header of the column `wrapped`."""
+
+    id: int
+    backend_id: int
+    header: object
+
+
+def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
+    """Return whether the keyring *masters* can unwrap the data key in *row*.
+
+    If the result is True, *row* is authentic.
+    """
+    try:
+        unwrap_data_key(row, masters)
+    except DecryptionError:
+        return False
+    return True
+
+
+# --- statements that count -----------------------------------------------------------------------
+
+_MOST_EVENTS = 10**15  # the largest result of `count_events`; a larger sum was tampered with
+# If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
+# a sum of integers.  So multiply the revisions by 1.0.
+_CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
+
+
+@functools.cache
+def _count(table: sa.Table) -> sa.Select[Any]:
+    return sa.select(sa.func.count()).select_from(table)
+
+
+_WRAPPED = sa.select(data_keys.c.id, data_keys.c.backend_id, header_of(data_keys.c.wrapped))
+
+
+def _by_owner(
+    column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
+) -> sa.Select[Any]:
+    """Return the query that counts rows of *source* by owner and by the header in *column*.
+
+    The columns of the result are those of `_RecordGroup`.
+    """
+    query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
+    return query.group_by(owner, header_of(column))
+
+
+def _of_user(column: sa.Column[Any], session_row: sa.Column[Any]) -> sa.Select[Any]:
+    own = column.table.outerjoin(sessions, sessions.c.id == session_row)
+    return _by_owner(column, own.outerjoin(users, users.c.id == sessions.c.user_row), users.c.tag)
+
+
+def _of_witnesses() -> sa.Select[Any]:
+    # The owner of a session's version witness is the user.  The `tag` of any other version witness
+    # is the tag of its owner.
+    tag = witnesses.c.tag
+    source = witnesses.outerjoin(sessions, sessions.c.tag == tag)
+    source = source.outerjoin(users, users.c.id == sessions.c.user_row)
+    return _by_owner(witnesses.c.seal, source, sa.func.coalesce(users.c.tag, tag))
+
+
+_OF_SESSIONS = sessions.outerjoin(users, users.c.id == sessions.c.user_row)
+# For each table, the column by which it is read in spans, and the query that counts its rows.
+_COUNTED = (
+    (apps.c.id, _by_owner(apps.c.state, apps, apps.c.tag)),
+    (users.c.id, _by_owner(users.c.state, users, users.c.tag)),
+    (sessions.c.id, _by_owner(sessions.c.state, _OF_SESSIONS, users.c.tag)),
+    (bases.c.session_row, _of_user(bases.c.state, bases.c.session_row)),
+    (events.c.session_row, _of_user(events.c.event, events.c.session_row)),
+    (witnesses.c.tag, _of_witnesses()),
+)

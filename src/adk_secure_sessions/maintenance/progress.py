@@ -1,0 +1,54 @@
+"""Report the progress of a command, and limit its speed."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from adk_secure_sessions import telemetry
+
+Progress = Callable[[int, int], None]  # called with the numbers of processed rows and of all rows
+_METRIC_PAUSE = 1.0  # the minimum number of seconds between two updates of the progress metric
+
+
+class Meter:
+    """Counts processed rows, reports progress, and pauses to process at most *rows_per_second*.
+
+    Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
+    attacker may have modified the number, and a large one would make the command wait for ever.
+
+    Args:
+        progress: Called with the number of processed rows and *total*; None for no report.
+        total: The expected number of rows.
+        rows_per_second: The maximum average speed; None for no limit.
+    """
+
+    def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
+        self._progress = progress
+        self._total = total
+        self._rate = rows_per_second
+        self._began = time.monotonic()
+        self._done = 0
+        self._next_metric = 0.0
+
+    async def advance(self, rows: int = 1) -> None:
+        """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
+        self._done += rows
+        if self._progress is not None and rows:
+            # Services keep writing, so there may be more rows than were counted at the start.
+            self._total = max(self._total, self._done)
+            self._progress(self._done, self._total)
+        if self._total and (now := time.monotonic()) >= self._next_metric:
+            # `advance` may be called a million times, and setting a metric takes time.  Metrics are
+            # read only about once a minute, so set this one at most once a second.
+            self._next_metric = now + _METRIC_PAUSE
+            telemetry.set_progress(min(self._done / self._total, 1.0))
+        if self._rate:
+            ahead = self._done / self._rate - (time.monotonic() - self._began)
+            if ahead > 0:
+                await asyncio.sleep(ahead)
+
+    def finish(self) -> None:
+        """Report that all rows are done, even if `advance` has counted fewer rows than *total*."""
+        if self._progress is not None:
+            self._progress(self._done, self._done)
+        telemetry.set_progress(1.0)

@@ -1,0 +1,182 @@
+"""Walk over tables in pages by a unique key, and divide items into groups of bounded size."""
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Parameters, Row
+from adk_secure_sessions.errors import Reason, TamperedError
+
+T = TypeVar("T")
+R = TypeVar("R")
+Reader = Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
+Key = sa.ColumnElement[Any]
+
+
+class Span(NamedTuple):
+    """The keys above *after*, up to and including *last*; None means no limit."""
+
+    after: object | None
+    last: object | None
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """The limits as parameters for `conditions`."""
+        named = {"after": self.after, "last": self.last}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def conditions(self, key: Key) -> list[sa.ColumnElement[bool]]:
+        """Return the SQL conditions that *key* is in this span."""
+        after, last = (sa.bindparam(name, type_=key.type) for name in ("after", "last"))
+        conditions = []
+        if self.after is not None:
+            conditions.append(key > after)
+        if self.last is not None:
+            conditions.append(key <= last)
+        return conditions
+
+    async def read(
+        self, read: Reader, query: sa.Select[Any], key: Key, **parameters: object
+    ) -> Sequence[Row]:
+        """Return the rows of *query* whose *key* is in this span.
+
+        *query* must be a constant or cached, because each form of it is kept.
+        """
+        has_limits = Span(*(None if limit is None else 0 for limit in self))
+        return await read(_within(query, key, has_limits), self.parameters | parameters)
+
+
+async def pages(
+    read: Reader,
+    query: sa.Select[Any],
+    key: Key | tuple[Key, ...],
+    size: int,
+    row: Callable[..., R],
+    **parameters: object,
+) -> AsyncIterator[list[R]]:
+    """Yield the rows of *query* in the order of a unique key, *size* rows at a time.
+
+    Rows that are inserted or deleted meanwhile do not disturb the walk.
+
+    Args:
+        read: Runs a query, such as `UnitOfWork.read`.
+        query: Selects the columns of the key first.  It must be a constant or cached, because each
+            form of it is kept.
+        key: The unique key, one column or several.
+        size: The number of rows in each page; the last page may have fewer.
+        row: Called with the columns of each row, such as a class of named tuples.
+        parameters: The parameters of *query*.
+    """
+    columns = key if isinstance(key, tuple) else (key,)
+    after: Sequence[object] | None = None
+    while True:
+        statement, position = page(query, columns, size, after)
+        rows = await read(statement, {**parameters, **position})
+        if rows:
+            yield [row(*values) for values in rows]
+        if len(rows) < size:
+            return
+        after = end_of(rows, columns)
+
+
+async def spans(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[Span]:
+    """Yield spans of *key* that together cover every value, with *size* stored values each.
+
+    Use this function if several statements must read the rows of the same keys, and `pages`
+    otherwise.
+    """
+    after = None
+    async for values in pages(read, _keys(key), key, size, lambda value: value):
+        if len(values) == size:
+            yield Span(after, values[-1])
+            after = values[-1]
+    yield Span(after, None)
+
+
+def page(
+    query: sa.Select[Any], key: tuple[Key, ...], size: int, after: Sequence[object] | None
+) -> tuple[sa.Select[Any], dict[str, object]]:
+    """Return the query for one page of *query*, and the parameters that are added to its own.
+
+    *after* is the key of the last row of the previous page (see `end_of`); None for the first page.
+    """
+    position = {f"after_{number}": value for number, value in enumerate(after or ())}
+    return _page(query, key, size, after is not None), position
+
+
+def end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
+    """Return the key of the last row, which the next page follows.
+
+    Raises:
+        TamperedError: The key has a type after which no page can continue.  SQLite stores any type
+            in any column, and text that is not UTF-8 is not read as it is stored.
+    """
+    end: Sequence[object] = rows[-1][: len(key)]
+    for column, value in zip(key, end, strict=True):
+        if not isinstance(value, int | float | bytes) and not isinstance(column.type, sa.String):
+            raise TamperedError(
+                "its key has a wrong type: delete this row",
+                reason=Reason.MALFORMED,
+                table=getattr(getattr(column, "table", None), "name", None),
+                row=str(value),
+            )
+    return end
+
+
+def grouped(
+    items: Iterable[T], size_of: Callable[[T], int], count: int, size: int
+) -> Iterator[list[T]]:
+    """Divide *items* into groups of at most *count* items, whose sizes add up to at most *size*.
+
+    An item that is larger than *size* is a group of its own.
+    """
+    group: list[T] = []
+    total = 0
+    for item in items:
+        own = size_of(item)
+        if group and (len(group) == count or total + own > size):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += own
+    if group:
+        yield group
+
+
+def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.Select[Any]:
+    """Restrict *query* to its first *limit* rows."""
+    if isinstance(limit, int):
+        limit = sa.literal_column(str(limit), sa.Integer)
+    # Without an offset, SQLAlchemy adds a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
+    zero: sa.ColumnElement[int] = sa.literal_column("0")
+    return query.limit(limit).offset(zero)
+
+
+@functools.cache
+def _within(query: sa.Select[Any], key: Key, has_limits: Span) -> sa.Select[Any]:
+    return query.where(*has_limits.conditions(key))
+
+
+@functools.cache
+def _page(
+    query: sa.Select[Any], key: tuple[Key, ...], size: int, has_after: bool
+) -> sa.Select[Any]:
+    if has_after:
+        later: list[sa.ColumnElement[bool]] = []
+        for number, column in enumerate(key):
+            before = [_position(key, n) == key[n] for n in range(number)]
+            later.append(sa.and_(*before, column > _position(key, number)))
+        query = query.where(sa.or_(*later))
+    return first_rows(query.order_by(*key), size)
+
+
+def _position(key: tuple[Key, ...], number: int) -> sa.BindParameter[Any]:
+    return sa.bindparam(f"after_{number}", type_=key[number].type)
+
+
+@functools.cache
+def _keys(key: sa.Column[Any]) -> sa.Select[Any]:
+    return sa.select(key).distinct()
