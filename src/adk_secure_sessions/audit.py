@@ -21,14 +21,14 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.loops import bound
 from adk_secure_sessions.results import Result
-from adk_secure_sessions.telemetry import count_rejected, measured
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.telemetry import count_rejected, measuring
+from adk_secure_sessions.tracebacks import hides_locals, starting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,6 +43,7 @@ if logger.level == logging.NOTSET:  # the application has not configured the log
     logger.setLevel(logging.WARNING)
 
 
+@hides_locals
 @dataclass(frozen=True)
 class Audit:
     """How a service records each access in the audit log (docs/audit.md).
@@ -244,8 +245,7 @@ def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
 def _command(
     function: Callable[P, Awaitable[T]], *, is_stored: bool
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    @wraps(function)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    async def recorded(*args: P.args, **kwargs: P.kwargs) -> T:
         facts: dict[str, object] = {"command": function.__name__, "account": account()}
         if kwargs.get("dry_run"):
             facts["dry_run"] = True
@@ -270,7 +270,7 @@ def _command(
         write(made)
         return result
 
-    return measured(call)
+    return starting(function, partial(measuring, function, recorded))
 
 
 def _numbers(result: object) -> dict[str, object] | None:
@@ -361,16 +361,17 @@ def accessed(
             record(action, **facts, outcome=_outcome(action, result))
             return result
 
-        @wraps(method)
-        async def call(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            if _covered.get() is service:
-                return await method(service, *args, **kwargs)
-            if covers is None:
-                return await recorded(service, *args, **kwargs)
-            with bound(_covered, covers(service)):
+        async def covering(inner: object, service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with bound(_covered, inner):
                 return await recorded(service, *args, **kwargs)
 
-        return measured(call) if covers is None else hides_locals(call)
+        def start(service: A, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+            if covers is not None:
+                return covering(covers(service), service, *args, **kwargs)
+            is_covered = _covered.get() is service
+            return measuring(method, method if is_covered else recorded, service, *args, **kwargs)
+
+        return starting(method, start)
 
     return decorate
 

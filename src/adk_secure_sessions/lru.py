@@ -6,11 +6,13 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.tracebacks import hides_locals
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
+@hides_locals
 @dataclass(frozen=True)
 class Caches:
     """The sizes of a service's caches.

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar, Token
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from time import perf_counter
@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.tracebacks import starting
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -383,34 +383,41 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
     the inner call count for the inner call only.  An error is raised without the local variables
     of *method*, as `hides_locals` says.
     """
-    name, operation_name = method.__qualname__, method.__name__
-    attributes = {OPERATION: operation_name}
+    return starting(method, partial(measuring, method, method))
 
-    @wraps(method)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _is_on():
-            return await method(*args, **kwargs)
-        otel = _instruments()
-        operation = Operation(operation_name)
-        before = _current.get()
-        _current.set(operation)  # as `loops.bound` does, which takes longer
-        failed = None
+
+def measuring(
+    method: Callable[..., object],
+    function: Callable[P, Awaitable[T]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Awaitable[T]:
+    """Call *function*, and measure the call under the name of *method*."""
+    if _is_on():
+        return _measured(method, partial(function, *args, **kwargs))
+    return function(*args, **kwargs)
+
+
+async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[T]]) -> T:
+    otel = _instruments()
+    operation, attributes = Operation(method.__name__), {OPERATION: method.__name__}
+    before = _current.get()
+    _current.set(operation)  # as `loops.bound` does, which takes longer
+    failed = None
+    try:
+        span = _begin(otel, method.__qualname__, otel.internal, attributes)
+        began = perf_counter()
         try:
-            span = _begin(otel, name, otel.internal, attributes)
-            began = perf_counter()
-            try:
-                return await method(*args, **kwargs)
-            except BaseException as error:
-                failed = type(error)
-                raise
-            finally:
-                seconds = perf_counter() - began
-                _end(otel, span, otel.operation_duration, seconds, attributes, failed)
+            return await call()
+        except BaseException as error:
+            failed = type(error)
+            raise
         finally:
-            _current.set(before)
-            operation.record(otel)
-
-    return hides_locals(call)
+            seconds = perf_counter() - began
+            _end(otel, span, otel.operation_duration, seconds, attributes, failed)
+    finally:
+        _current.set(before)
+        operation.record(otel)
 
 
 async def key_service_call(provider: str, operation: str, call: Callable[[], Awaitable[T]]) -> T:

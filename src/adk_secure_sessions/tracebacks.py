@@ -2,12 +2,14 @@
 
 import inspect
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 C = TypeVar("C")
+P = ParamSpec("P")
+T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 _LINES = "Lines of code, without their local variables, which may contain plaintext:"
@@ -91,19 +93,7 @@ def hides_locals(target: C) -> C:
                 raise without_locals(error) from None
 
     elif inspect.iscoroutinefunction(function):
-
-        @wraps(function)
-        async def hidden(*args: Any, **kwargs: Any) -> Any:
-            try:
-                call = function(*args, **kwargs)
-                del args, kwargs
-                return await call
-            # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a
-            # TimeoutError, so error reporters would record its frames.
-            except BaseException as error:
-                args, kwargs = (), {}
-                raise without_locals(error) from None
-
+        hidden = starting(function, function)
     else:
 
         @wraps(function)
@@ -115,6 +105,29 @@ def hides_locals(target: C) -> C:
                 raise without_locals(error) from None
 
     return cast("C", hidden)
+
+
+def starting(
+    function: Callable[P, object], start: Callable[P, Awaitable[T]]
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a coroutine function that replaces *function*, and awaits what *start* returns.
+
+    Its errors are raised as `hides_locals` says.  *start* gets the arguments of *function*.  This
+    is the only wrapper of a public method: *start* adds what is measured and recorded to the
+    coroutine of *function*.
+    """
+
+    @wraps(function)
+    async def hidden(*args: Any, **kwargs: Any) -> T:
+        try:
+            return await start(*args, **kwargs)
+        # Also catch CancelledError.  `asyncio.timeout` makes the CancelledError the cause of a
+        # TimeoutError, so error reporters would record its frames.
+        except BaseException as error:
+            del args, kwargs
+            raise without_locals(error) from None
+
+    return hidden
 
 
 def is_hidden(function: object) -> bool:

@@ -13,6 +13,7 @@ from struct import Struct
 from typing import Literal
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, TamperedError
+from adk_secure_sessions.tracebacks import hides_locals
 
 Compression = Literal["zlib"]
 Padding = Literal["padme"]
@@ -31,6 +32,7 @@ _PADDED_START = Struct(">BI")  # the flags, and the length of what follows befor
 _LENGTH = Struct(">I")
 
 
+@hides_locals
 @dataclass(frozen=True, slots=True)
 class Packing:
     """How new values are compressed and padded before they are encrypted.
