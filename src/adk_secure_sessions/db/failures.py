@@ -13,38 +13,11 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolation
 from adk_secure_sessions.errors import DatabaseError
 
-# Codes of errors: PostgreSQL's SQLSTATEs, SQLite's names, the numbers of MySQL and MariaDB.
-_UNIQUE: set[object] = {"23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062}
-_CONFLICT: set[object] = {
-    "40001",  # serialization failure
-    "40P01",  # deadlock
-    "55P03",  # lock not available, after NOWAIT or `lock_timeout`
-    1205,  # lock wait timeout
-    1213,  # deadlock; on a Galera cluster, also a row that another node has written
-    1020,  # the row has changed since the transaction's snapshot
-    1412,  # a table has been created or changed since the transaction's snapshot
-}
-# The server is read-only: it is not, or no longer, the primary.
-_READ_ONLY: set[object] = {
+_READ_ONLY: tuple[str | int, ...] = (
     "25006",
     1290,  # the server runs with `read_only`
     1792,  # write in a read-only transaction
-}
-_DISCONNECTED: set[object] = _READ_ONLY | {
-    "57P01",  # admin shutdown
-    "57P02",  # crash shutdown
-    "57P03",  # cannot connect now
-    "40003",  # it is not known whether the statement was executed (CockroachDB)
-    1047,  # a node of a Galera cluster that is not connected to the majority, or still joining
-    1180,  # error during COMMIT: it is not known whether the other nodes have the changes
-    1053,  # server shutdown in progress
-    1927,  # connection was killed
-    2003,  # cannot connect
-    2006,  # server has gone away
-    2013,  # connection lost during a query
-    2055,  # connection lost
-}
-_CONNECTION_CLASS = "08"  # the first two characters of every SQLSTATE for a connection error
+)
 # The first error means that a prepared statement does not exist on the connection, and the second
 # that its name is already used.  Both happen behind a pooler, where each transaction may run on
 # another connection.  With both errors, the server has executed nothing.
@@ -77,10 +50,11 @@ class _Kind(NamedTuple):
     """A kind of errors for which users get the same advice.
 
     Attributes:
-        codes: The codes of these errors.  A number is a whole code.  A text may be only the start
-            of a code.
+        codes: PostgreSQL's SQLSTATEs, SQLite's names, the numbers of MySQL and MariaDB.  A number
+            is a whole code.  A text may be only the start of a code.
         advice: What the user can do; the end of the text of the `DatabaseError`.
         retryable: Whether the same call may succeed later; stored in the `DatabaseError`.
+        means: Disconnected, Conflict or UniqueViolation, if one of them replaces the error.
         is_quotable: Whether the database's text for these errors never contains stored values.
             Only then, the `DatabaseError` quotes this text.
     """
@@ -88,16 +62,17 @@ class _Kind(NamedTuple):
     codes: Sequence[str | int]
     advice: str
     retryable: bool = False
+    means: type[Exception] | None = None
     is_quotable: bool = True
 
 
 _UNREACHABLE = "check that the database runs and that its URL is right, then try again"
-_SLOW = "it was cancelled, or took too long: try again"
 _KINDS = (
     _Kind(
-        ("25006", 1290, 1792),
+        _READ_ONLY,
         "the server is read-only: connect to the primary server, or try again",
-        retryable=True,
+        True,
+        Disconnected,
     ),
     _Kind(
         ("SQLITE_READONLY_ROLLBACK", "SQLITE_READONLY_RECOVERY", "SQLITE_READONLY_CANTINIT"),
@@ -125,32 +100,58 @@ _KINDS = (
         ("42P01", "42703", 1146, 1054, "SQLITE_ERROR"),
         "check that all tables and columns exist; if not, restore them from a backup",
     ),
-    _Kind(("53300", 1040, 1203), "allow more connections, or lower pool_size", retryable=True),
-    _Kind(("53", 1114, 1021, "SQLITE_FULL"), "free space for the database", retryable=True),
-    _Kind(("57014", 1317, 1969, 3024, "SQLITE_INTERRUPT"), _SLOW, retryable=True),
+    _Kind(("53300", 1040, 1203), "allow more connections, or lower pool_size", True),
+    _Kind(("53", 1114, 1021, "SQLITE_FULL"), "free space for the database", True),
     _Kind(
-        ("SQLITE_BUSY", "SQLITE_LOCKED"),
-        "another process holds the lock: try again",
-        retryable=True,
+        ("57014", 1317, 1969, 3024, "SQLITE_INTERRUPT"),
+        "it was cancelled, or took too long: try again",
+        True,
     ),
-    _Kind(("SQLITE_IOERR", "58"), "check the disk", retryable=True),
+    _Kind(("SQLITE_BUSY", "SQLITE_LOCKED"), "another process holds the lock: try again", True),
+    _Kind(("SQLITE_IOERR", "58"), "check the disk", True),
     _Kind(("SQLITE_NOTADB", "SQLITE_CORRUPT"), "restore the file from a backup"),
     _Kind(
-        ("40003", 1180),
+        (
+            "40003",  # it is not known whether the statement was executed (CockroachDB)
+            1180,  # error during COMMIT: the other nodes may or may not have the changes
+        ),
         "it is not known whether the change was stored: read the data before you repeat the change",
-        retryable=True,
+        True,
+        Disconnected,
     ),
     _Kind(
-        (1047,),
+        (1047,),  # the node is not connected to the majority of a Galera cluster, or still joining
         "this node of the cluster is not ready: wait until it has joined the others, or connect to "
         "another node",
-        retryable=True,
+        True,
+        Disconnected,
     ),
     _Kind((1153,), "raise max_allowed_packet of the database server"),
     _Kind(
-        ("08", "57P", 1053, 1927, 2002, 2003, 2005, 2006, 2013, 2055), _UNREACHABLE, retryable=True
+        ("08", "57P", 1053, 1927, 2002, 2003, 2005, 2006, 2013, 2055),
+        _UNREACHABLE,
+        True,
+        Disconnected,
     ),
-    _Kind(("40", "55P03", 1020, 1205, 1213, 1412), "try again", retryable=True),
+    _Kind(
+        (
+            "40",  # serialization failure, deadlock
+            "55P03",  # lock not available, after NOWAIT or `lock_timeout`
+            1205,  # lock wait timeout
+            1213,  # deadlock; on a Galera cluster, also a row that another node has written
+            1020,  # the row has changed since the transaction's snapshot
+            1412,  # a table has been created or changed since the transaction's snapshot
+        ),
+        "try again",
+        True,
+        Conflict,
+    ),
+    _Kind(
+        ("23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062),
+        "try again",
+        True,
+        UniqueViolation,
+    ),
 )
 _LOST = _Kind((), _UNREACHABLE, retryable=True, is_quotable=False)
 _OTHER = _Kind((), "look for this error in the log of the database", is_quotable=False)
@@ -181,13 +182,11 @@ def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
         and isinstance(error, sa.exc.OperationalError)
         and not isinstance(driver, sqlite3.Error)
     )
-    ended = codes & _DISCONNECTED or any(_starts(code, _CONNECTION_CLASS) for code in codes)
+    kind = _kind_of(codes)
     lost = connection_lost or getattr(error, "connection_invalidated", False)
-    if lost or unanswered or ended or system:
-        return Disconnected(_database_error(driver, codes, is_lost=True))
-    if codes & _UNIQUE:
-        return UniqueViolation()
-    return Conflict() if codes & _CONFLICT else _database_error(driver, codes)
+    if lost or unanswered or system or kind.means is Disconnected:
+        return Disconnected(_database_error(driver, codes, _LOST if kind is _OTHER else kind))
+    return _database_error(driver, codes, kind) if kind.means is None else kind.means()
 
 
 def is_read_only(error: BaseException) -> bool:
@@ -196,7 +195,7 @@ def is_read_only(error: BaseException) -> bool:
     Its other connections are of no use for writes either.
     """
     driver = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-    return bool(_codes(driver) & _READ_ONLY)
+    return not _codes(driver).isdisjoint(_READ_ONLY)
 
 
 def needs_unprepared(error: BaseException) -> bool:
@@ -256,11 +255,12 @@ def _codes(driver: Any) -> set[object]:
     return codes - {None, ""}
 
 
-def _database_error(driver: Any, codes: set[object], *, is_lost: bool = False) -> DatabaseError:
-    kind = next(
-        (kind for kind in _KINDS for code in codes for start in kind.codes if _starts(code, start)),
-        _LOST if is_lost else _OTHER,
-    )
+def _kind_of(codes: set[object]) -> _Kind:
+    kinds = (kind for kind in _KINDS for code in codes for one in kind.codes if _starts(code, one))
+    return next(kinds, _OTHER)
+
+
+def _database_error(driver: Any, codes: set[object], kind: _Kind) -> DatabaseError:
     code = min(map(str, codes), default=None)
     facts = [code, _text(driver) if kind.is_quotable else _connecting(driver)]
     named = ", ".join(fact for fact in facts if fact) or type(driver).__name__
