@@ -147,11 +147,12 @@ async def test_cancelled_while_it_runs_ends_first(numbers: SqliteExecutor) -> No
 
 async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> None:
     reported: list[int] = []
-    job = Job(lambda connection: 5, on_engine=False, commit=True)
+    job = Job(lambda connection: 5)
     task = asyncio.create_task(job.outcome(reported.append))
     await asyncio.sleep(0)
     assert job.claim()  # by the thread
-    job.set_outcome(5, None)
+    job.run(None)
+    job.deliver()
     task.cancel()  # before the task has seen it
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)

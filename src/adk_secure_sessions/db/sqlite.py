@@ -5,13 +5,13 @@ an append takes 20 hops with `DatabaseSessionService` and 8 with `SqliteSessionS
 waiting for the disk take nearly all of an append's time.  The parts of this module, in reading
 order:
 
-1. `SqliteExecutor` creates a `Job` for each call and puts it into a thread's inbox.  One thread
-   writes.  Two other threads read at the same time, which write-ahead logging allows.  A database
-   in memory has a single connection, so one thread reads and writes.
-2. `WorkerThread` takes jobs from its inbox.  The writer takes all waiting jobs, up to 64, runs them
-   in one `BEGIN IMMEDIATE` with a savepoint for each job, and commits once.  If 50 tasks append at
-   the same time, this executor makes 3000 to 5600 appends a second.  With one commit for each
-   append, it made 2000.  ADK's service makes 100 to 200.
+1. `SqliteExecutor` creates a `Job` for each call and gives it to a thread.  One thread writes.  Two
+   other threads read at the same time, which write-ahead logging allows.  A database in memory has
+   a single connection, so one thread reads and writes.
+2. `WorkerThread` takes jobs.  The writer takes all waiting jobs, up to 64, runs them in one `BEGIN
+   IMMEDIATE` with a savepoint for each job, and commits once.  If 50 tasks append at the same time,
+   this executor makes 3000 to 5600 appends a second.  With one commit for each append, it made
+   2000.  ADK's service makes 100 to 200.
 3. `SqliteConnection` runs the steps of one transaction on the driver's connection.
 4. `_deliver` sends the outcomes of a batch to the callers' event loops, in one call for each loop.
 """
@@ -24,9 +24,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path, PurePath
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import sqlalchemy as sa
@@ -234,7 +235,7 @@ class SqliteExecutor:
         )
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await self._submit(work, reads=not commit, on_engine=True, commit=commit)
+        return await self._submit(work, reads=not commit, on_engine=True)
 
     async def close(self) -> None:
         with self._lock:
@@ -253,36 +254,31 @@ class SqliteExecutor:
         *,
         reads: bool = False,
         on_engine: bool = False,
-        commit: bool = True,
     ) -> T:
         if os.getpid() != self._pid:
             self._after_fork()
-        timeout = self._read_timeout
-        job = Job(work, on_engine=on_engine, commit=commit, reads=reads, read_timeout=timeout)
+        job = Job(work, on_engine=on_engine, reads=reads)
         with self._lock:  # otherwise, `close` could end the thread before the job is queued
             threads = self._threads or self._start()
             readers = reads and not on_engine and len(threads) > 1
             candidates = threads[1:] if readers else threads[:1]
             # If several threads are idle, `min` returns the first one.  So the first thread is used
             # most, and its cache of pages is the most useful cache.
-            min(candidates, key=lambda thread: thread.inbox.waiting).inbox.put(job)
+            min(candidates, key=attrgetter("waiting")).put(job)
         result: T = await job.outcome(on_commit_after_cancel)
         return result
 
     def _start(self) -> "list[WorkerThread]":
-        readers = 0 if self._memory else _READERS
+        number = 1 if self._memory else 1 + _READERS
         self._threads = [
-            WorkerThread(self._engine, self._file, writes=number == 0)
-            for number in range(1 + readers)
+            WorkerThread(self._engine, self._file, self._read_timeout, writes=index == 0)
+            for index in range(number)
         ]
         self._finalizer = weakref.finalize(self, _stop, self._threads)
         return self._threads
 
     def _after_fork(self) -> None:
-        """Discard the parent's threads and connections, which a child process cannot use.
-
-        Raises ConfigurationError if the database is in memory.
-        """
+        """Discard the parent's threads and connections, which a child process cannot use."""
         if self._memory:
             raise ConfigurationError(
                 "a database in memory does not survive a fork: "
@@ -354,43 +350,33 @@ class Job:
     """A function that a thread runs, and the future that the caller awaits.
 
     Create the job in the caller's event loop: the future belongs to the running event loop.
+
+    Attributes:
+        on_engine: Whether `work` takes a SQLAlchemy connection, and not a `SqliteConnection`.
+        reads: Whether `work` writes nothing, so that it can be interrupted.
+        is_abandoned: Whether the caller of a read was cancelled.
+        result, error: The outcome; `error` replaces `result`.
     """
 
     __slots__ = (
-        "_claim",
-        "_ended",
-        "_future",
-        "_result",
-        "commit",
-        "is_abandoned",
-        "loop",
-        "on_engine",
-        "read_timeout",
-        "reads",
-        "work",
-    )
+        "_claim", "_ended", "_future", "error", "has_ended", "is_abandoned", "loop", "on_engine",
+        "reads", "result", "work",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        work: Callable[[Any], Any],
-        *,
-        on_engine: bool,
-        commit: bool,
-        reads: bool = False,
-        read_timeout: float | None = None,
+        self, work: Callable[[Any], Any], *, on_engine: bool = False, reads: bool = False
     ) -> None:
         self.work: Callable[[Any], Any] = work
-        # True: `work` takes a SQLAlchemy connection.  False: it takes a SqliteConnection.
         self.on_engine: bool = on_engine
-        self.commit: bool = commit
-        self.reads: bool = reads  # True: `work` writes nothing, so that it can be interrupted
-        self.read_timeout: float | None = read_timeout
-        self.is_abandoned: bool = False  # True once the caller of a read was cancelled
+        self.reads: bool = reads
+        self.is_abandoned: bool = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.has_ended: bool = False
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._future: asyncio.Future[Any] = self.loop.create_future()
         self._claim = threading.Lock()
         self._ended: asyncio.Event | None = None  # created when a cancelled caller has to wait
-        self._result: list[Any] = []  # the result and the error; empty until the job has ended
 
     def claim(self) -> bool:
         """Return True to the first caller of this method, and False to all others.
@@ -399,6 +385,39 @@ class Job:
         is cancelled, `outcome` claims the job, so that the thread does not run it.
         """
         return self._claim.acquire(blocking=False)
+
+    def run(self, connection: Any) -> None:
+        """Run the job in this thread, and store its outcome."""
+        _current.job = self
+        try:
+            if self.on_engine and self.reads:
+                self.result = _limited(self.work, connection)
+            else:
+                self.result = self.work(connection)
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            _current.job = None  # the job refers to decrypted rows, see `WorkerThread._serve`
+
+    def fail(self, error: BaseException) -> None:
+        """Store *error* as the outcome; an error of the driver is translated with `meaning`.
+
+        A translated error does not refer to the driver's error: the frames in the traceback of the
+        driver's error refer to statement parameters.
+        """
+        self.result = None
+        self.error = meaning(error) if isinstance(error, Exception) else error
+
+    def deliver(self) -> None:
+        """Let `outcome` return or raise; call this in the event loop of its caller."""
+        self.has_ended = True
+        if self._future.done():
+            if self._ended is not None:
+                self._ended.set()
+        elif self.error is not None:
+            self._future.set_exception(self.error)
+        else:
+            self._future.set_result(self.result)
 
     async def outcome(self, on_commit_after_cancel: Callable[[Any], None] | None) -> Any:
         """Wait for the job and return its result, or raise its error.
@@ -413,37 +432,36 @@ class Job:
             if not self.claim():
                 self.is_abandoned = self.reads
                 self._ended = self._ended or asyncio.Event()
-                await wait_ignoring_cancel(self._ended.wait, lambda: bool(self._result))
-                result, error = self._result
-                if on_commit_after_cancel is not None and error is None:
-                    on_commit_after_cancel(result)
+                await wait_ignoring_cancel(self._ended.wait, lambda: self.has_ended)
+                if on_commit_after_cancel is not None and self.error is None:
+                    on_commit_after_cancel(self.result)
             raise
 
-    def set_outcome(self, result: Any, error: BaseException | None) -> None:
-        """Set the result or the error that `outcome` returns or raises.
 
-        Call this method in the event loop of the caller that awaits the job.
-        """
-        # If the caller of `outcome` was cancelled, `outcome` reads `_result` instead of the future.
-        self._result = [result, error]
-        if self._future.done():
-            if self._ended is not None:
-                self._ended.set()
-        elif error is not None:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(result)
+class WorkerThread:
+    """A thread with the jobs that wait for it.  It opens, uses and closes its own connection."""
 
-
-class _Inbox:
-    """The jobs that wait for one thread, first in, first out."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, engine: sa.Engine, file: OpenFile, read_timeout: float | None, *, writes: bool
+    ) -> None:
+        self._engine = engine
+        self._file = file
+        self._read_timeout = read_timeout
+        self._writes = writes
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # At most one item, which `take` has removed from the queue: a job that needs its own
-        # transaction, or None.  The next call of `take` begins with this item.
+        # At most one item, which `_take` has removed from the queue: a job that needs its own
+        # transaction, or None.  The next call of `_take` begins with this item.
         self._next: list[Job | None] = []
         self._busy = False
+        self.must_end: threading.Event = threading.Event()  # set to interrupt the thread's read
+        # The thread is a daemon, because ADK's tools exit without closing the service.  Before
+        # Python exits, it waits for all threads that are not daemons.
+        self.thread: threading.Thread = threading.Thread(
+            target=self._serve,
+            name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
+            daemon=True,
+        )
+        self.thread.start()
 
     @property
     def waiting(self) -> int:
@@ -454,12 +472,12 @@ class _Inbox:
         """Queue *job*; None ends the thread."""
         self._queue.put(job)
 
-    def take(self, limit: int) -> list[Job]:
-        """Wait for jobs and return up to *limit* of them, to run in one transaction.
+    def _take(self) -> list[Job]:
+        """Wait for jobs and return those to run in one transaction; none if the thread must end.
 
-        A job with `on_engine` needs its own transaction, so it is the only job of its list.  If
-        the list is empty, the thread must end.
+        A job with `on_engine` needs its own transaction, so it is the only job of its list.
         """
+        limit = _BATCH if self._writes else 1
         self._busy = False
         job = self._next.pop() if self._next else self._queue.get()
         self._busy = True
@@ -476,23 +494,32 @@ class _Inbox:
             self._next.append(job)
         return batch
 
-
-class WorkerThread:
-    """A thread with its inbox.  The thread opens, uses and closes its own connection."""
-
-    def __init__(self, engine: sa.Engine, file: OpenFile, *, writes: bool) -> None:
-        self.inbox: _Inbox = _Inbox()
-        # If this event is set, the thread's read is interrupted.
-        self.must_end: threading.Event = threading.Event()
-        # The thread is a daemon, because ADK's tools exit without closing the service.  Before
-        # Python exits, it waits for all threads that are not daemons.
-        self.thread: threading.Thread = threading.Thread(
-            target=_serve,
-            args=(self.inbox, engine, file, writes, self.must_end),
-            name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
-            daemon=True,
-        )
-        self.thread.start()
+    def _serve(self) -> None:
+        _current.must_end = self.must_end
+        _current.read_timeout = self._read_timeout
+        connection: SqliteConnection | None = None
+        while batch := self._take():
+            batch = [job for job in batch if job.claim()]
+            try:
+                if batch and batch[0].on_engine:
+                    _run_on_engine(self._engine, self._file, batch[0])
+                elif batch:
+                    connection = connection or _connect(self._engine, self._writes)
+                    if self._writes:
+                        _run_batch(connection, self._file, batch)
+                    else:
+                        self._file.check()
+                        batch[0].run(connection)
+            except BaseException as error:
+                for job in batch:
+                    job.fail(error)
+                    del job
+            _deliver(batch)
+            # Discard the jobs, which refer to decrypted rows: this thread may wait for a long time
+            # for the next job.
+            batch = []
+        if connection is not None:
+            connection.driver.close()
 
 
 def _stop(threads: list[WorkerThread]) -> None:
@@ -509,36 +536,34 @@ def _stop(threads: list[WorkerThread]) -> None:
             if interrupts:
                 thread.must_end.set()
             else:
-                thread.inbox.put(None)
+                thread.put(None)
             thread.thread.join(max(deadline - time.monotonic(), 0))
 
 
-class _Outcome(NamedTuple):
-    job: Job
-    result: Any
-    error: BaseException | None
-
-
-class _CurrentStatement(threading.local):
-    """The statement that the current thread is running, and the conditions for interrupting it.
+class _Current(threading.local):
+    """What the current thread is running, and the conditions for interrupting it.
 
     Attributes:
-        job: The job of the statement; None while the thread runs no statement that has a limit.
+        job: The running job.
+        is_limited: Whether the thread runs a statement that may be interrupted, unlike BEGIN.
         writes: Whether the statement writes.
         deadline: When the statement must end, in monotonic seconds; None for no limit.
         must_end: Set by another thread if this thread must end.
+        read_timeout: Seconds that a read may take; None for no limit.
     """
 
     job: Job | None = None
+    is_limited: bool = False
     writes: bool = False
     deadline: float | None = None
     must_end: threading.Event | None = None
+    read_timeout: float | None = None
 
     def is_overdue(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-_current = _CurrentStatement()
+_current = _Current()
 
 
 def _must_stop() -> bool:
@@ -548,139 +573,103 @@ def _must_stop() -> bool:
 
     Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
     """
-    if (job := _current.job) is None:
-        return False  # the thread runs a statement without a limit, such as BEGIN
+    if not _current.is_limited:
+        return False
     if _current.is_overdue():
         return True
     if _current.writes:
         return False  # a write continues even if the caller is cancelled or the service is closed
     must_end = _current.must_end is not None and _current.must_end.is_set()
-    return must_end or job.is_abandoned
+    return must_end or (_current.job is not None and _current.job.is_abandoned)
 
 
-def _read(job: Job, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
+def _limited(work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
     """Call *work*, and return its result.
 
-    The queries of *work* are interrupted if they take too long, if the caller of *job* was
+    The queries of *work* are interrupted if they take too long, if the caller of the job was
     cancelled, or if this thread must end.  If *writes* is True, *work* must be one statement that
     writes.  Such a statement is interrupted only if it takes too long, and SQLite then rolls the
     transaction back.
 
-    Raises:
-        DatabaseError: *work* took longer than the job's `read_timeout`.  If *writes* is True, the
-            limit is `write_timeout(job.read_timeout)` instead.
+    Raises DatabaseError if *work* took longer than `read_timeout`, or `write_timeout` if *writes*.
     """
-    timeout = write_timeout(job.read_timeout) if writes else job.read_timeout
+    timeout = write_timeout(_current.read_timeout) if writes else _current.read_timeout
     _current.writes = writes
     _current.deadline = None if timeout is None else time.monotonic() + timeout
-    _current.job = job
+    _current.is_limited = True
     try:
         return work(*arguments)
     except (sqlite3.OperationalError, sa.exc.OperationalError):
         if timeout is None or not _current.is_overdue():
             raise
-        raise overdue(timeout, "a write" if writes else "a read") from None
     finally:
-        _current.job = None
+        _current.is_limited = False
+    raise overdue(timeout, "a write" if writes else "a read")
 
 
-def _serve(
-    inbox: _Inbox, engine: sa.Engine, file: OpenFile, writes: bool, must_end: threading.Event
-) -> None:
-    """Run the jobs of *inbox* until `take` returns an empty batch.
-
-    Each thread runs this function.  *writes* is True for the thread that writes.
-    """
-    _current.must_end = must_end
-    connection: SqliteConnection | None = None
-    while batch := inbox.take(_BATCH if writes else 1):
-        try:
-            batch = [job for job in batch if job.claim()]
-            if not batch:
-                continue
-            if batch[0].on_engine:
-                outcomes = [_run_on_engine(engine, file, batch[0])]
-            else:
-                connection = connection or _connect(engine, writes)
-                if writes:
-                    outcomes = _run_batch(connection, file, batch)
-                else:
-                    file.check()
-                    outcomes = [_run(connection, batch[0])]
-        except BaseException as error:
-            outcomes = [_Outcome(job, None, _translated(error)) for job in batch]
-        _deliver(outcomes)
-        # Discard the jobs and outcomes, which refer to decrypted rows: this thread may wait for a
-        # long time for the next job.
-        batch, outcomes = [], []
-    if connection is not None:
-        connection.driver.close()
-
-
-def _run_batch(connection: "SqliteConnection", file: OpenFile, batch: list[Job]) -> list[_Outcome]:
-    """Run *batch* in one transaction and return its outcomes, in order.
+def _run_batch(connection: "SqliteConnection", file: OpenFile, batch: list[Job]) -> None:
+    """Run *batch* in one transaction.
 
     If a job raises, only that job's changes are rolled back.  If the transaction itself fails, its
     error is the outcome of every job.  If SQLite rolls the transaction back because a statement
-    took too long, only the job of this statement gets that error, and all other jobs get Conflict.
+    took too long, only the job of this statement gets that error.  All other jobs get Conflict, so
+    that their callers repeat them.
     """
     driver = connection.driver
-    outcomes: list[_Outcome] = []
     try:
         driver.execute("BEGIN IMMEDIATE")
         for job in batch:
             if len(batch) > 1:
                 driver.execute("SAVEPOINT one")
-            outcome = _run(connection, job)
-            outcomes.append(outcome)
+            job.run(connection)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                # If *job* took too long, the other jobs did nothing wrong.  Their outcome is a
-                # Conflict, so that their callers repeat them.
                 if _current.is_overdue():
-                    return [
-                        outcome if one is job else _Outcome(one, None, Conflict()) for one in batch
-                    ]
-                raise outcome.error or sqlite3.OperationalError("SQLite ended the transaction")
+                    for other in batch:
+                        if other is not job:
+                            other.fail(Conflict())
+                    return
+                raise job.error or sqlite3.OperationalError("SQLite ended the transaction")
             if len(batch) > 1:
-                if outcome.error is not None:
+                if job.error is not None:
                     driver.execute("ROLLBACK TO one")
                 driver.execute("RELEASE one")
-        commit = len(batch) > 1 or outcomes[0].error is None
+        commit = len(batch) > 1 or batch[0].error is None
         file.check()  # now, not before the jobs: what is acknowledged is in the file
         driver.execute("COMMIT" if commit else "ROLLBACK")
         telemetry.record_group_commit(len(batch))
-        return outcomes
     except BaseException as error:
         if driver.in_transaction:
             driver.execute("ROLLBACK")
-        translated = _translated(error)
-        return [_Outcome(job, None, translated) for job in batch]
+        for job in batch:
+            job.fail(error)
 
 
-def _run(connection: "SqliteConnection", job: Job) -> _Outcome:
-    connection.job = job
-    try:
-        return _Outcome(job, job.work(connection), None)
-    except BaseException as error:
-        return _Outcome(job, None, _translated(error))
-    finally:
-        del connection.job  # the job refers to decrypted rows, see `_serve`
+def _run_on_engine(engine: sa.Engine, file: OpenFile, job: Job) -> None:
+    with engine.connect() as connection:
+        file.check()  # the pool may have opened the connection long ago
+        if not job.reads:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        with SQLITE.decoding(connection, any_text):
+            job.run(connection)
+        if not job.reads and job.error is None:
+            file.check()
+            connection.commit()
 
 
-def _run_on_engine(engine: sa.Engine, file: OpenFile, job: Job) -> _Outcome:
-    try:
-        with engine.connect() as connection:
-            file.check()  # the pool may have opened the connection long ago
-            if job.commit:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-            with SQLITE.decoding(connection, any_text):
-                result = _read(job, job.work, connection) if job.reads else job.work(connection)
-            if job.commit:
-                file.check()
-                connection.commit()
-        return _Outcome(job, result, None)
-    except BaseException as error:
-        return _Outcome(job, None, _translated(error))
+def _deliver(jobs: list[Job]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    for job in jobs:
+        by_loop.setdefault(job.loop, []).append(job)
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_deliver_here, of_loop)
+        except RuntimeError:  # the loop is closed, so no caller is waiting
+            logger.debug("an event loop was closed before its transactions were answered")
+
+
+def _deliver_here(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.deliver()
 
 
 # --- Connections ---------------------------------------------------------------------------------
@@ -689,14 +678,13 @@ def _run_on_engine(engine: sa.Engine, file: OpenFile, job: Job) -> _Outcome:
 class SqliteConnection:
     """Runs queries and transactions on the driver's connection, in the thread that owns it."""
 
-    __slots__ = ("driver", "job")
+    __slots__ = ("driver",)
 
     def __init__(self, driver: sqlite3.Connection) -> None:
         self.driver: sqlite3.Connection = driver
-        self.job: Job  # the running job
 
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return _read(self.job, self._fetch, sqlite_sql(query), parameters)
+        return _limited(self._fetch, sqlite_sql(query), parameters)
 
     def _fetch(self, text: str, parameters: Parameters) -> Sequence[Row]:
         return self.driver.execute(text, parameters).fetchall()
@@ -711,12 +699,12 @@ class SqliteConnection:
 
     def _run(self, statement: sa.Executable, parameters: Parameters | Rows) -> int:
         try:
-            return _read(self.job, self._execute, sqlite_sql(statement), parameters, writes=True)
+            return _limited(self._execute, sqlite_sql(statement), parameters, writes=True)
         except sqlite3.IntegrityError as error:
             meant = meaning(error)
             if not isinstance(meant, UniqueViolation):
                 raise
-            raise meant from None
+        raise meant
 
 
 def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
@@ -747,31 +735,3 @@ def _enter_wal(driver: sqlite3.Connection) -> None:
             if error.sqlite_errorname != "SQLITE_BUSY" or attempt == 99:
                 raise
             threading.Event().wait(0.05)
-
-
-# --- Outcomes ------------------------------------------------------------------------------------
-
-
-def _translated(error: BaseException) -> BaseException:
-    """Translate an error of the driver with `meaning`, and return other errors unchanged.
-
-    A translated error does not refer to the driver's error: the frames in the traceback of the
-    driver's error refer to statement parameters.
-    """
-    return meaning(error) if isinstance(error, Exception) else error
-
-
-def _deliver(outcomes: list[_Outcome]) -> None:
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
-    for outcome in outcomes:
-        by_loop.setdefault(outcome.job.loop, []).append(outcome)
-    for loop, of_loop in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_set_outcomes, of_loop)
-        except RuntimeError:  # the loop is closed, so no caller is waiting
-            logger.debug("an event loop was closed before its transactions were answered")
-
-
-def _set_outcomes(outcomes: list[_Outcome]) -> None:
-    for job, result, error in outcomes:
-        job.set_outcome(result, error)
