@@ -62,18 +62,8 @@ async def await_to_end(
 ) -> T:
     """Await *task*, and return its result.
 
-    If the caller is cancelled, wait until *task* has ended, and then raise CancelledError.
-
-    Args:
-        task: The work to wait for.
-        on_result_after_cancel: Called with the result of *task* before CancelledError is raised,
-            if the caller was cancelled and *task* has returned a result.
-        on_cancel: Called when the caller is cancelled.  It may cancel *task*, or make it end
-            sooner.
-
-    Raises:
-        asyncio.CancelledError: The caller was cancelled.  An error of *task* is then ignored.
-        Exception: The error that *task* raises.
+    If the caller is cancelled, call *on_cancel*, which may make *task* end sooner, wait until
+    *task* has ended, call *on_result_after_cancel* if it has a result, and raise CancelledError.
     """
     try:
         return await asyncio.shield(task)
@@ -100,9 +90,7 @@ async def wait_ignoring_cancel(
 async def at_once(*awaitables: Awaitable[T]) -> list[T]:
     """Await all *awaitables* at the same time, and return their results in the same order.
 
-    Raises:
-        BaseException: The error of the first argument that failed.  It is raised after all
-            awaitables have ended; `asyncio.gather` alone would raise while others still run.
+    The first error is raised after all have ended; `asyncio.gather` would raise at once.
     """
     answers = await asyncio.gather(*awaitables, return_exceptions=True)
     results = []

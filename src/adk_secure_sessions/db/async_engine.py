@@ -61,12 +61,8 @@ _UNPREPARED = {
 class AsyncEngineExecutor:
     """Runs transactions on a SQLAlchemy engine; see `protocol.Executor`.
 
-    Each call runs in its own task.  A cancelled caller waits until the task has ended.
-
-    Args:
-        engine: The engine that connections come from.
-        owns_engine: True if we created the engine, so that `close` disposes of it.
-        read_timeout: Seconds that one query may take; None for no limit.
+    Each call runs in its own task.  A cancelled caller waits until the task has ended.  If
+    *owns_engine* is True, this package has created the engine, and `close` disposes of it.
     """
 
     def __init__(
@@ -159,10 +155,7 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Do the same as `_run`, but raise the errors that `failures.meaning` returns.
-
-        They replace the errors of SQLAlchemy and of the driver.
-        """
+        """Do the same as `_run`, but raise the errors that `failures.meaning` returns."""
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
         except Exception as error:
@@ -176,11 +169,7 @@ class AsyncEngineExecutor:
             raise meant from None
 
     def _needs_option(self) -> Exception:
-        """Return the error that names the engine option with which a pooler can be used.
-
-        In transaction mode, a pooler mixes up the prepared statements of its clients.  The option
-        disables prepared statements.
-        """
+        """Return the error that names the engine option that disables prepared statements."""
         option = _UNPREPARED.get(self._engine.dialect.driver, "options that prepare no statements")
         return ConfigurationError(
             "there is a connection pooler in transaction mode before the database: give the "
@@ -220,11 +209,7 @@ class AsyncEngineExecutor:
                     await connection.invalidate()
 
     def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that only one task of an event loop can enter at a time.
-
-        If *exclusive* is False and each task has a connection of its own, any number of tasks can
-        enter the context manager at the same time.
-        """
+        """Let only one task of an event loop enter at a time, if it must be exclusive."""
         if exclusive or self._has_one_connection:
             return self._locks.hold("connection")
         return nullcontext()
@@ -276,13 +261,10 @@ class AsyncEngineExecutor:
     def _in_time(
         self, connection: sa.Connection, work: Callable[[], T], *, writes: bool = False
     ) -> T:
-        """Run *work*; if *work* takes longer than `read_timeout`, interrupt it at the database.
+        """Run *work*; if it takes too long, interrupt it at the database and raise DatabaseError.
 
         If *writes* is True, *work* must be one statement that writes, and the limit is
         `write_timeout`.
-
-        Raises:
-            DatabaseError: *work* was interrupted.
         """
         task = asyncio.current_task()
         seconds = write_timeout(self._read_timeout) if writes else self._read_timeout
@@ -350,10 +332,7 @@ class AsyncEngineExecutor:
             self._begun[task] = driver
 
     def _mark_ended(self) -> bool:
-        """Prevent later interrupts of the current task; return whether one may be under way.
-
-        An interrupt may be under way if a server was asked to end the query of this task.
-        """
+        """Prevent later interrupts of the current task; return whether one may be under way."""
         task = asyncio.current_task()
         if task not in self._begun:
             return False
@@ -447,11 +426,8 @@ def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
 class LoopBinding:
     """Ensures that only one event loop at a time uses an engine.
 
-    Args:
-        engine: The engine.
-        owns_engine: True if we created the engine, so that we may discard its connections.
-        connections_need_loop: True if a connection works only in the event loop that opened it.
-            This holds for drivers of database servers, not for those of SQLite.
+    If *connections_need_loop* is True, a connection works only in the event loop that opened it, as
+    with the drivers of servers.  If *owns_engine* is True, its connections may be discarded.
     """
 
     def __init__(
@@ -469,9 +445,8 @@ class LoopBinding:
     def enter(self) -> bool:
         """Register a call, and return whether it is the first call in its event loop.
 
-        Raises:
-            ConfigurationError: Another event loop is using the engine.  Or the application's own
-                engine still has connections of another event loop, which we must not discard.
+        Raises ConfigurationError if another event loop uses the engine, or if the application's own
+        engine still has connections of another event loop, which we must not discard.
         """
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:
@@ -503,11 +478,7 @@ class LoopBinding:
             pass  # `__anext__()` has ended; the generator now waits at its `yield`
 
     def _move(self, pid: int) -> None:
-        """Discard the connections of the previous event loop or of the parent process.
-
-        Raises ConfigurationError if the previous event loop may still use these connections, or if
-        the application created the engine: its connections must not be discarded here.
-        """
+        """Discard the connections of the previous event loop or of the parent process."""
         keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
         if alive and (self._calls or (keeps and self._owns_engine)):

@@ -56,18 +56,8 @@ def executors_for(
 ) -> Executors:
     """Create the executors for the data tables and for the key tables, without connecting.
 
-    Args:
-        db_url: The database; give exactly one of *db_url* and *db_engine*.
-        db_engine: The application's own engine for the database.
-        key_db_url: The key database; give at most one of *key_db_url* and *key_db_engine*.
-        key_db_engine: The application's own engine for the key database.
-        engine_kwargs: Options of `sqlalchemy.create_engine` for *db_url*; empty with *db_engine*.
-        read_timeout: Seconds that one query may take; None for no limit.
-
-    Raises:
-        ConfigurationError: Too many or too few of these arguments are given.  Or SQLAlchemy
-            rejects a URL or an option.  Or a driver is synchronous, unknown or not installed.  Or
-            the key database is the database itself.
+    *engine_kwargs* are options of `sqlalchemy.create_engine` for *db_url*.  *read_timeout* is how
+    many seconds one query may take.
     """
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
@@ -92,9 +82,8 @@ def executors_for(
 def wrapping_executors(wrap: Wrap) -> Iterator[None]:
     """During the block, make `executors_for` return *wrap*(executor) instead of each executor.
 
-    Tests use it.  Services and `maintenance.Database` objects that are created in the block use the
-    wrapped executors.  *wrap* can make an executor raise errors, or let another process write
-    between two statements.  Other threads and tasks are not affected.
+    Tests use it to make an executor raise errors, or to let another process write between two
+    statements.  Other threads and tasks are not affected.
     """
     token = _wrap.set(wrap)
     try:
@@ -106,8 +95,7 @@ def wrapping_executors(wrap: Wrap) -> Iterator[None]:
 def _source(name: str, url: object | None, engine: object | None) -> Source:
     """Return *engine* if it is given, otherwise the parsed *url*.
 
-    Error texts call the two arguments *name*_engine and *name*_url.  Raises ConfigurationError if
-    the given argument cannot be used.
+    Error texts call the two arguments *name*_engine and *name*_url.
     """
     if engine is None:
         return _parse(f"{name}_url", url)
@@ -274,11 +262,7 @@ async def _connect_in_time(
 def _for_engine(
     engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **keep: Any
 ) -> Executor:
-    """Create the executor for *engine*.
-
-    *keep* contains the arguments `keep` and `timeout` of `AsyncpgExecutor`, or nothing.  The other
-    kind of executor does not have these arguments.
-    """
+    """Create the executor for *engine*; *keep* are arguments that only `AsyncpgExecutor` has."""
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 

@@ -47,22 +47,16 @@ _DRIVERS = (
 
 
 class _Kind(NamedTuple):
-    """A kind of errors for which users get the same advice.
+    """A kind of errors for which users get the same advice."""
 
-    Attributes:
-        codes: PostgreSQL's SQLSTATEs, SQLite's names, the numbers of MySQL and MariaDB.  A number
-            is a whole code.  A text may be only the start of a code.
-        advice: What the user can do; the end of the text of the `DatabaseError`.
-        retryable: Whether the same call may succeed later; stored in the `DatabaseError`.
-        means: Disconnected, Conflict or UniqueViolation, if one of them replaces the error.
-        is_quotable: Whether the database's text for these errors never contains stored values.
-            Only then, the `DatabaseError` quotes this text.
-    """
-
+    # PostgreSQL's SQLSTATEs, SQLite's names, the numbers of MySQL and MariaDB.  A number is a whole
+    # code.  A text may be only the start of a code.
     codes: Sequence[str | int]
-    advice: str
-    retryable: bool = False
-    means: type[Exception] | None = None
+    advice: str  # what the user can do; the end of the text of the `DatabaseError`
+    retryable: bool = False  # whether the same call may succeed later
+    means: type[Exception] | None = None  # an exception of `protocol` that replaces the error
+    # Whether the database's text for these errors never contains stored values.  Only then, the
+    # `DatabaseError` quotes this text.
     is_quotable: bool = True
 
 
@@ -160,13 +154,9 @@ _OTHER = _Kind((), "look for this error in the log of the database", is_quotable
 def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
     """Translate an error that a driver or SQLAlchemy raised.
 
-    Args:
-        error: The driver's error, or SQLAlchemy's error that wraps it.
-        connection_lost: True if the driver says that its connection is closed.
-
-    Returns:
-        UniqueViolation, Conflict, Disconnected or DatabaseError; *error* itself if neither a driver
-        nor SQLAlchemy nor the operating system raised it.
+    Return UniqueViolation, Conflict, Disconnected or DatabaseError; *error* itself if neither a
+    driver nor SQLAlchemy nor the operating system raised it.  *connection_lost* is True if the
+    driver says that its connection is closed.
     """
     if isinstance(error, sa.exc.TimeoutError):
         return no_free_connection()
@@ -199,11 +189,7 @@ def is_read_only(error: BaseException) -> bool:
 
 
 def needs_unprepared(error: BaseException) -> bool:
-    """Return whether *error* shows that prepared statements must be disabled.
-
-    The server did not execute the statement.  This happens behind a pooler in transaction mode,
-    which mixes up the prepared statements of its clients.
-    """
+    """Return whether *error* shows that prepared statements must be disabled: see `_PREPARED`."""
     driver = error.orig if isinstance(error, sa.exc.DBAPIError) else error
     return bool(_codes(driver) & _PREPARED)
 
@@ -217,10 +203,7 @@ def write_timeout(read_timeout: float | None) -> float | None:
 
 
 def overdue(seconds: float, what: str = "a read") -> DatabaseError:
-    """Return the error for an operation that was interrupted after *seconds*.
-
-    The error's text begins with *what*, a name of the operation.
-    """
+    """Return the error for an operation, named *what*, that was interrupted after *seconds*."""
     return DatabaseError(
         f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",

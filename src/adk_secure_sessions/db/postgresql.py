@@ -70,33 +70,15 @@ _abandoned: list[PoolProxiedConnection] = []
 class AsyncpgExecutor(AsyncEngineExecutor):
     """Runs transactions with asyncpg on connections from SQLAlchemy's pool.
 
-    If this package created the engine, the executor keeps connections checked out of the pool
-    between operations.  If each operation checked out a connection and returned it, the CPU time of
-    the operation would be 20 to 31% longer.  The additional time is for two greenlets, the pool's
-    bookkeeping and the pool's events.
-
-    The table compares an operation that checks out its connection with one that does not: 1.20
-    means 20% more time.  The figures are medians of 300 interleaved pairs with PostgreSQL 18, on
-    the same machine and with 1 ms of added latency (SQLAlchemy 2.1, asyncpg 0.32, two cores).
-
-    | operation | CPU time | elapsed time | CPU time, +1 ms | elapsed time, +1 ms |
-    |---|---|---|---|---|
-    | append | 1.31 | 1.17 | 1.28 | 1.07 |
-    | get, 20 events | 1.20 | 1.16 | 1.20 | 1.06 |
-
-    An idle connection of the pool could be checked out without greenlets.  The CPU time of an
-    operation would then still be 1.07 to 1.12 times as long.
+    If this package created the engine, the executor keeps up to *keep* connections checked out of
+    the pool between operations, and waits up to *timeout* seconds for a free one.  If each
+    operation checked out a connection and returned it, an append would take 1.31 times the CPU time
+    and 1.17 times the elapsed time, and reading 20 events 1.20 and 1.16 times: for two greenlets,
+    the pool's bookkeeping and its events.  (Medians of 300 interleaved pairs with PostgreSQL 18 on
+    the same machine.)  Checked out without greenlets, 1.07 to 1.12 times the CPU time.
 
     An application's own engine may have any kind of pool, so its connections are returned to the
-    pool after each operation.
-
-    Args:
-        engine: The engine that connections come from; its driver is asyncpg.
-        owns_engine: True if we created the engine, so that `close` disposes of it.
-        read_timeout: Seconds that one query may take; None for no limit.
-        keep: The maximum number of connections to keep checked out; the pool must allow as many.
-            With 0, each connection is returned to the pool after its operation.
-        timeout: Seconds to wait for a free connection if all *keep* connections are in use.
+    pool after each operation; *keep* is then 0.
     """
 
     def __init__(
@@ -338,11 +320,7 @@ class _Pooler:
 class _Session:
     """Runs the statements of one operation on a connection of asyncpg.
 
-    Args:
-        driver: The connection.
-        prepared: The statements that were prepared on the connection, by their text.
-        pooler: Statements are prepared with names unless its `is_found` is True.
-        read_timeout: Seconds that one query may take; None for no limit.
+    *prepared* are the statements that were prepared on the connection, by their text.
     """
 
     __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "is_overdue")
@@ -362,21 +340,13 @@ class _Session:
         self.is_overdue = False  # True once a statement has been interrupted
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run *query* and return its rows.
-
-        Raises:
-            DatabaseError: The query took too long.
-        """
         text, names = read_sql(query)
         return await self._in_time(text, [parameters[name] for name in names])
 
     async def _in_time(
         self, text: str, values: list[object], *, writes: bool = False
     ) -> Sequence[Row]:
-        """Run a statement and return its rows; interrupt the statement after `read_timeout`.
-
-        If *writes* is True, interrupt the statement after `write_timeout` instead.
-        """
+        """Run a statement and return its rows; raise DatabaseError if it takes too long."""
         seconds = write_timeout(self._timeout) if writes else self._timeout
         try:
             return await self._execute(text, values, seconds)

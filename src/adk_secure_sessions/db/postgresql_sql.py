@@ -64,17 +64,9 @@ def apply_sql(
     """Compile *changes* into one statement.
 
     The statement returns 1 if all changes were made, and 0 if the first change matched no row.
-    Compiling takes 1 to 5 ms, so the result is cached.
-
-    Args:
-        changes: The statement and the *must_match_row* of each change; the first must have True.
-        with_rows: The indexes of the changes that have *rows*.  Each of their parameters is an
-            array, which contains the values of one column.
-
-    Raises:
-        TypeError: A statement is not an INSERT, UPDATE or DELETE.
-        ValueError: The first change does not have *must_match_row*.  Or an INSERT has neither a
-            SELECT nor one parameter for each column.
+    Compiling takes 1 to 5 ms, so the result is cached.  *changes* are the statement and the
+    *must_match_row* of each change.  Each parameter of the changes with the indexes *with_rows* is
+    an array, which contains the values of one column.
     """
     if not changes or not changes[0][1]:
         raise ValueError("the first change must have must_match_row")

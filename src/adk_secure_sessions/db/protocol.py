@@ -101,11 +101,9 @@ class Executor(Protocol):
     If the caller of `write` is cancelled before the transaction has begun, the transaction does not
     run.  If the transaction has begun, `write` waits for its end and then raises CancelledError.
 
-    Every method raises:
-
-    - Disconnected if the connection is lost,
-    - Conflict if the database reports a deadlock or a serialization failure,
-    - DatabaseError for other errors of the database; never an exception of SQLAlchemy or a driver.
+    Every method raises Disconnected if the connection is lost, Conflict if the database reports a
+    deadlock or a serialization failure, and DatabaseError for other errors of the database; never
+    an exception of SQLAlchemy or a driver.
 
     If an executor has a read timeout, it interrupts each query that takes longer, even
     inside a transaction, and raises DatabaseError.  A statement that writes may take ten times as
@@ -123,37 +121,31 @@ class Executor(Protocol):
         *,
         holds_locks: bool = False,
     ) -> T:
-        """Run *transaction*, commit its changes and return its result.
+        """Run *transaction*, commit its changes and return its result; `Apply` tells its errors.
+
+        *transaction* is called once and returns the generator.  If the caller was cancelled while
+        the transaction ran, `write` calls *on_commit_after_cancel* with the result and raises
+        CancelledError.  After Disconnected, the changes may or may not have been stored; after any
+        other error, nothing was stored.
 
         If an Apply has changed nothing (its answer is False), the transaction may yield another
         Apply.  After an Apply with the answer True, the transaction may yield another Apply only if
         *holds_locks* is True.  If *holds_locks* is False, asyncpg commits each Apply separately, so
         an error of the second Apply would leave the changes of the first Apply stored.
 
-        Args:
-            transaction: A function that returns the generator.  It is called once.
-            on_commit_after_cancel: Called with the result if the caller was cancelled while the
-                transaction ran: `write` then raises CancelledError and returns no result.
-            holds_locks: Run all steps in one transaction of the database.  Rows that a Read has
-                locked with FOR UPDATE then stay locked until the commit.  Each query sees all
-                changes that were committed before the query began.
-
-        Raises:
-            Disconnected: The changes may or may not have been stored.
-            UniqueViolation, Conflict: See `Apply`.  Nothing was stored.
-            Exception: The error that *transaction* itself raises.  Nothing was stored.
+        If *holds_locks* is True, all steps run in one transaction of the database.  Rows that a
+        Read has locked with FOR UPDATE then stay locked until the commit.  Each query sees all
+        changes that were committed before the query began.
         """
         ...
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a SQLAlchemy connection and return its result.
 
-        Use `define` only for the schema and for maintenance: `write` is faster.  If *work* raises
-        or *commit* is False, the transaction is rolled back.
-
-        Raises:
-            Disconnected: The changes may or may not have been stored.
-            Exception: The error that *work* itself raises.  Nothing was stored.
+        The schema and maintenance use it, because they inspect tables, run statements that have no
+        parameters, and decide row by row: as a generator, that would be the same calls with a
+        driver of their own.  Services use `write`, which needs no SQLAlchemy connection and fewer
+        round trips.  If *work* raises or *commit* is False, the transaction is rolled back.
         """
         ...
 
@@ -194,18 +186,9 @@ def run_in_turn(
 ) -> T:
     """Run *steps* one statement at a time and return their result.
 
-    The caller has begun a transaction on the database, and commits it or rolls it back.
-
-    Args:
-        steps: The transaction's generator.
-        fetch: A function that runs a query and returns its rows.
-        run: A function that runs a change and returns how many rows the change matched.  If its
-            second argument is a sequence, the change inserts these rows.
-        is_cluster: Also make the changes that are made only on a cluster.
-
-    Raises:
-        Conflict: See `Apply`; the caller must roll back.
-        Exception: The error that *steps*, *fetch* or *run* raises.
+    The caller has begun a transaction on the database, and commits it, or rolls it back after an
+    error.  *fetch* runs a query and returns its rows.  *run* makes a change and returns how many
+    rows it matched; if its second argument is a sequence, the change inserts these rows.
     """
     try:
         step = next(steps)

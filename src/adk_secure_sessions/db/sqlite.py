@@ -81,16 +81,7 @@ def is_in_memory(url: sa.URL) -> bool:
 def sqlite_executor(
     url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None = None
 ) -> "SqliteExecutor":
-    """Create the executor for a SQLite URL.
-
-    Args:
-        url: The URL; its driver is ignored.
-        engine_kwargs: Options of `sqlalchemy.create_engine`.
-        read_timeout: Seconds that one query may take; None for no limit.
-
-    Raises:
-        TypeError, ValueError, sqlalchemy.exc.ArgumentError: SQLAlchemy rejects the options.
-    """
+    """Create the executor for a SQLite URL, whose driver is ignored."""
     memory = is_in_memory(url)
     options = dict(engine_kwargs)
     if memory:
@@ -112,12 +103,8 @@ def _prepare_file(
 ) -> None:
     """Create a missing file with mode 0600, or prepare to open a file as read-only.
 
-    SQLAlchemy calls this function before it opens a connection.  If the file or its directory is
-    not writable, this function changes *args* and *options* so that SQLite opens the file as
-    read-only.  If the application gave a `file:` URI, *args* and *options* stay unchanged, and a
-    missing file is created only if the URI has no parameter `mode`, `immutable` or `vfs`.
-
-    SQLite gives the write-ahead log and the log's index the mode of the file.
+    SQLAlchemy calls this function before it opens a connection.  SQLite gives the write-ahead log
+    and the log's index the mode of the file.
     """
     name = str(args[0])
     if options.get("uri") and name.startswith("file:"):
@@ -347,16 +334,7 @@ class OpenFile:
 
 
 class Job:
-    """A function that a thread runs, and the future that the caller awaits.
-
-    Create the job in the caller's event loop: the future belongs to the running event loop.
-
-    Attributes:
-        on_engine: Whether `work` takes a SQLAlchemy connection, and not a `SqliteConnection`.
-        reads: Whether `work` writes nothing, so that it can be interrupted.
-        is_abandoned: Whether the caller of a read was cancelled.
-        result, error: The outcome; `error` replaces `result`.
-    """
+    """A function that a thread runs, and the future that the caller awaits in its event loop."""
 
     __slots__ = (
         "_claim", "_ended", "_future", "error", "has_ended", "is_abandoned", "loop", "on_engine",
@@ -367,9 +345,9 @@ class Job:
         self, work: Callable[[Any], Any], *, on_engine: bool = False, reads: bool = False
     ) -> None:
         self.work: Callable[[Any], Any] = work
-        self.on_engine: bool = on_engine
-        self.reads: bool = reads
-        self.is_abandoned: bool = False
+        self.on_engine: bool = on_engine  # `work` takes a SQLAlchemy connection
+        self.reads: bool = reads  # `work` writes nothing, so that it can be interrupted
+        self.is_abandoned: bool = False  # the caller of a read was cancelled
         self.result: Any = None
         self.error: BaseException | None = None
         self.has_ended: bool = False
@@ -541,23 +519,14 @@ def _stop(threads: list[WorkerThread]) -> None:
 
 
 class _Current(threading.local):
-    """What the current thread is running, and the conditions for interrupting it.
-
-    Attributes:
-        job: The running job.
-        is_limited: Whether the thread runs a statement that may be interrupted, unlike BEGIN.
-        writes: Whether the statement writes.
-        deadline: When the statement must end, in monotonic seconds; None for no limit.
-        must_end: Set by another thread if this thread must end.
-        read_timeout: Seconds that a read may take; None for no limit.
-    """
+    """What the current thread is running, and the conditions for interrupting it."""
 
     job: Job | None = None
-    is_limited: bool = False
-    writes: bool = False
-    deadline: float | None = None
-    must_end: threading.Event | None = None
-    read_timeout: float | None = None
+    is_limited: bool = False  # whether a statement runs that may be interrupted, unlike BEGIN
+    writes: bool = False  # whether this statement writes
+    deadline: float | None = None  # of this statement, in monotonic seconds
+    must_end: threading.Event | None = None  # set by another thread
+    read_timeout: float | None = None  # in seconds
 
     def is_overdue(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
