@@ -34,7 +34,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.features.imports import Imports, SourceEvent
 from tests.attacks.needles import locals_of
 from tests.faults import Point, with_faults
 
@@ -89,7 +89,7 @@ async def converse(service: EncryptedSessionService, first: int, number: int) ->
 async def bring(service: EncryptedSessionService, version: str, *numbers: int) -> None:
     """Import the session with events *numbers*, as `migrate` does."""
     copied = [SourceEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
-    await service._store.import_session(
+    await Imports(service._unit).import_session(
         APP,
         USER,
         NAME,
@@ -303,7 +303,7 @@ def test_one_service_in_several_threads_with_an_event_loop_each(tmp_path: Path) 
 
 def cached(service: EncryptedSessionService) -> int:
     """The size of the cache; a private attribute, since no public one tells."""
-    opened = service._store.unit._opened
+    opened = service._unit._opened
     return opened.rows.histories.size if opened else 0
 
 
@@ -389,7 +389,7 @@ async def test_cache_never_exceeds_its_size(tmp_path: Path) -> None:
 async def test_events_are_in_no_repr_and_in_no_pickle(tmp_path: Path) -> None:
     async with service_on(tmp_path) as service:
         await filled(service)
-        unit = service._store.unit
+        unit = service._unit
         history = unit._opened.rows.histories if unit._opened else None
         for one in (service, unit, unit._opened, history):
             assert TEXT not in repr(one)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, fill_index
+from adk_secure_sessions.storage.reads import GetSession
 from examples.vectors.database import (
     ADA,
     ADK_VERSION,
@@ -54,14 +55,14 @@ async def _write(path: Path) -> None:
             )
     async with Database(url, backends()[0]) as db:
         await fill_index(db, CLINIC, KEYS)
-        store = await db.store()
-        await store.declare_indexed(CLINIC, ["declared"])
+        await db.index.declare(CLINIC, ["declared"])
         index = (await db.keys()).keyring.index
         rows = {}
         for user, session, *_ in SESSIONS:
-            stored = await store.stored(CLINIC, user, session)
-            assert stored is not None
-            rows[session] = stored.id
+            who = await db.unit.identify(CLINIC, user, session)
+            found = await db.unit.run(GetSession(who, lambda *_: None))
+            assert found is not None
+            rows[session] = found[0].session.id
     ticket = index.state_key(CLINIC, "ticket")
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(

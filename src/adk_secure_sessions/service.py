@@ -30,21 +30,15 @@ from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, 
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.lru import Caches
+from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections
-from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.reads import Position, View
-from adk_secure_sessions.storage.schema import bases, sessions, users
-from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.features.searches import SearchIndex
+from adk_secure_sessions.storage.opening import EXPIRY, open_database
+from adk_secure_sessions.storage.schema import NEVER, bases, sessions, users
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
-from adk_secure_sessions.storage.writes import (
-    DuplicateSession,
-    Expected,
-    MissingSession,
-    NewEvent,
-    StaleRevision,
-)
 from adk_secure_sessions.telemetry import measured
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -63,7 +57,7 @@ MAX_PAGE = 1000  # sessions
 
 _ALL = 2**40  # no app has as many sessions
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
-_NO_SESSION = Expected(-1, -1)
+_NO_SESSION = writes.Expected(-1, -1)
 _POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
 
 STALE = (
@@ -176,7 +170,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             cache=cache,
             packing=packing,
         )
-        self._store = Store(unit, create_tables=create_tables, indexed_keys=indexed_state_keys)
+        self._unit = unit
+        self._creates_tables = create_tables
+        self._expiry = Feature(unit, EXPIRY)
+        self._index = SearchIndex(unit, indexed_state_keys, create_table=create_tables)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
         self._lifetime = _lifetime(expires_after)
@@ -190,12 +187,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     @property
     def backend(self) -> EncryptionBackend:
         """The backend that encrypts all new records."""
-        return self._store.unit.backends.writer
+        return self._unit.backends.writer
 
     @property
     def stores_plaintext(self) -> bool:
         """True if new records are stored as plaintext, because `backend` is a `NoOpBackend`."""
-        return self._store.unit.backends.stores_plaintext
+        return self._unit.backends.stores_plaintext
 
     @property
     def collections(self) -> Collections:
@@ -214,7 +211,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             KeyServiceError: The key provider failed.
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
-        await storing(self._audit_trail, self._store.prepare)
+        await storing(self._audit_trail, self._unit.keys)
 
     @accessed("session.create")
     async def create_session(
@@ -261,20 +258,28 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         if session_id is None:
             session_id = platform_uuid.new_uuid()
         now = microseconds(platform_time.get_time())
-        try:
-            view = await self._store.create(
-                app_name,
-                user_id,
-                session_id,
-                loads(encode(scopes.app, APP_PREFIX)),
-                loads(encode(scopes.user, USER_PREFIX)),
-                encode(scopes.session),
-                now,
-                lifetime,
-            )
-            return _session(app_name, view)
-        except DuplicateSession:
-            raise AlreadyExistsError("A session with this id already exists.") from None
+        app_delta = loads(encode(scopes.app, APP_PREFIX))
+        user_delta = loads(encode(scopes.user, USER_PREFIX))
+        own = encode(scopes.session)
+        await self._index.declare_configured(app_name)
+        who = await self._unit.identify(app_name, user_id, session_id)
+        expires_at = NEVER
+        if lifetime is not None:
+            await self._expiry.ensure()
+            expires_at = min(now + lifetime, NEVER - 1)
+        while True:
+            creation = writes.CreateSession(who, app_delta, user_delta, own, now, expires_at)
+            try:
+                created = await self._unit.run(creation)
+            except writes.DuplicateSession as duplicate:
+                may_have_expired = duplicate.may_have_expired
+            else:
+                view = reads.View(created.session, user_id, created.app.state, created.user.state)
+                return _session(app_name, view)
+            if not may_have_expired or not await self._unit.run(
+                writes.DeleteSession(who, _has_expired)
+            ):
+                raise AlreadyExistsError("A session with this id already exists.")
 
     @accessed("session.read")
     async def get_session(
@@ -311,16 +316,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             # With limit 0, no events are read, so there is nothing to filter.  As in ADK, an
             # `after_timestamp` of 0 means no filter.
             after = None
-        found = await self._store.get(
-            app_name,
-            user_id,
-            session_id,
-            events.decode,
-            limit=limit,
-            # Stored times are rounded to microseconds.  So read events from one microsecond
-            # earlier, and compare the exact times below.
-            after=None if after is None else microseconds(after) - 1,
-            caches=self._caches_events,
+        # Stored times are rounded to microseconds: read from one microsecond earlier, and
+        # compare the exact times below.
+        since = None if after is None else microseconds(after) - 1
+        who = await self._unit.identify(app_name, user_id, session_id)
+        found = await self._unit.run(
+            reads.GetSession(who, events.decode, limit, since, self._caches_events)
         )
         if found is None:
             return None
@@ -345,10 +346,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long.
         """
         check_ids(app_name, user_id or "", "")
-        if user_id is None:
-            views = await self._store.list_app(app_name, skip=self._skip)
-        else:
-            views = await self._store.list_user(app_name, user_id, skip=self._skip)
+        who = await self._unit.identify(app_name, user_id or "")
+        listing = reads.ListAppSessions if user_id is None else reads.ListUserSessions
+        views = await self._unit.run(listing(who, skip=self._skip))
         views.sort(
             key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
         )
@@ -392,15 +392,17 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         check_ids(app_name, user_id or "", "")
         _check_page(limit, order)
-        page = await self._store.list_page(
-            app_name,
-            user_id,
-            _parse_position(after),
+        position = _parse_position(after)
+        listing = reads.ListPage(
+            await self._unit.identify(app_name, user_id or ""),
+            position,
+            of_app=user_id is None,
             limit=limit,
             newest=order == "newest",
             with_state=include_state,
             skip=self._skip,
         )
+        page = await self._unit.run(listing)
         listed = self._sessions(app_name, page.views, include_state=include_state)
         return SessionPage(listed, _position_text(page.next))
 
@@ -433,7 +435,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 states.
         """
         check_ids(app_name, "", "")
-        page = await self._store.find(
+        page = await self._index.find(
             app_name,
             key,
             _as_stored(value),
@@ -478,7 +480,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         check_ids(app_name, "", "")
         _check_page(limit, order)
-        page = await self._store.find(
+        page = await self._index.find(
             app_name,
             key,
             _as_stored(value),
@@ -490,7 +492,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         return SessionPage(self._sessions(app_name, page.views), _position_text(page.next))
 
     def _sessions(
-        self, app_name: str, views: list[View], *, include_state: bool = True
+        self, app_name: str, views: list[reads.View], *, include_state: bool = True
     ) -> list[Session]:
         """Return *views* as `Session` objects of ADK.
 
@@ -518,7 +520,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long.
         """
         check_ids(app_name, user_id, session_id)
-        await self._store.delete(app_name, user_id, session_id)
+        who = await self._unit.identify(app_name, user_id, session_id)
+        await self._unit.run(writes.DeleteSession(who))
 
     @accessed("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
@@ -529,7 +532,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long.
         """
         check_ids(app_name, user_id, "")
-        return loads(await self._store.user_state(app_name, user_id), "the user's state")
+        who = await self._unit.identify(app_name, user_id)
+        return loads(await self._unit.run(reads.GetUserState(who)), "the user's state")
 
     @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -590,21 +594,19 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             session.state.update(event.actions.state_delta or {})
             session.events.append(event)
 
+        new = writes.NewEvent(
+            events.encode(event), time_us, scopes.app, scopes.user, scopes.session
+        )
+        await self._index.declare_configured(session.app_name)
+        who = await self._unit.identify(session.app_name, session.user_id, session.id)
         try:
-            await self._store.append(
-                session.app_name,
-                session.user_id,
-                session.id,
-                expected,
-                NewEvent(events.encode(event), time_us, scopes.app, scopes.user, scopes.session),
-                stored,
-            )
-        except MissingSession:
+            stored(await self._unit.run(writes.AppendEvent(who, expected, new, stored)))
+        except writes.MissingSession:
             raise SessionNotFoundError("Session not found.") from None
-        except StaleRevision:
+        except writes.StaleRevision:
             raise StaleSessionError(STALE) from None
 
-    async def _expected_of_unmarked(self, session: Session) -> Expected:
+    async def _expected_of_unmarked(self, session: Session) -> writes.Expected:
         """Return the row id and the revision of the stored session.
 
         Call this method if *session* has no `_storage_update_marker`: the marker would contain the
@@ -616,9 +618,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 an object without events, this error is raised only if the stored session has
                 events and another time of its last update.
         """
-        found = await self._store.get(
-            session.app_name, session.user_id, session.id, events.decode, limit=1
-        )
+        who = await self._unit.identify(session.app_name, session.user_id, session.id)
+        found = await self._unit.run(reads.GetSession(who, events.decode, limit=1))
         if found is None:
             raise SessionNotFoundError("Session not found.")
         view, last = found
@@ -629,7 +630,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         same_time = not known and stored.updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(STALE)
-        return Expected(stored.id, stored.revision)
+        return writes.Expected(stored.id, stored.revision)
 
     async def flush(self) -> None:
         """Do nothing: `append_event` returns after the event is stored."""
@@ -638,7 +639,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """Close the connections and discard all keys; the next call opens the database again."""
         if self._audit_trail is not None:
             self._audit_trail.close()
-        await self._store.close()
+        await self._unit.close()
 
 
 def _unsupported(name: str) -> Callable[..., Never]:
@@ -707,6 +708,10 @@ def ids_for_audit(unit: UnitOfWork, audit: Audit | None) -> ReadIds | None:
     return blind if audit.ids == "blind" else readable
 
 
+def _has_expired(session: StoredSession) -> bool:
+    return session.has_expired
+
+
 def _lifetime(expires_after: timedelta | None) -> int | None:
     """Return *expires_after* in microseconds; raise ConfigurationError if it is not positive."""
     if expires_after is None:
@@ -726,11 +731,11 @@ def _marker(stored: StoredSession) -> str:
     return f"{stored.id:x}.{stored.revision}"
 
 
-def _parse_marker(marker: str | None) -> Expected:
+def _parse_marker(marker: str | None) -> writes.Expected:
     """Return the row id and the revision in *marker*; -1 for both if `_marker` did not make it."""
     row, _, revision = (marker or "").partition(".")
     try:
-        return Expected(int(row, 16), int(revision))
+        return writes.Expected(int(row, 16), int(revision))
     except ValueError:
         # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.
@@ -750,11 +755,11 @@ def _as_stored(value: object) -> object:
     return loads(encode({"value": value}))["value"]
 
 
-def _position_text(position: Position | None) -> str | None:
+def _position_text(position: reads.Position | None) -> str | None:
     return position and f"{position.user_row:x}.{position.row:x}"
 
 
-def _parse_position(after: str | None) -> Position | None:
+def _parse_position(after: str | None) -> reads.Position | None:
     """Return the position in *after*, which is `SessionPage.next` of the page before, or None.
 
     Raises ValueError if *after* is anything else.
@@ -764,10 +769,10 @@ def _parse_position(after: str | None) -> Position | None:
     match = _POSITION.fullmatch(after) if isinstance(after, str) else None
     if match is None:
         raise ValueError("after must be `next` of the page before")
-    return Position(int(match[1], 16), int(match[2], 16))
+    return reads.Position(int(match[1], 16), int(match[2], 16))
 
 
-def _state(view: View) -> dict[str, Any]:
+def _state(view: reads.View) -> dict[str, Any]:
     """Return the merged states of *view*; raise DecryptionError if the JSON is malformed."""
     stored = view.session
     app = loads(view.app_state, "the app's state")
@@ -784,7 +789,11 @@ def _state(view: View) -> dict[str, Any]:
 
 
 def _session(
-    app_name: str, view: View, history: list[Event] | None = None, *, include_state: bool = True
+    app_name: str,
+    view: reads.View,
+    history: list[Event] | None = None,
+    *,
+    include_state: bool = True,
 ) -> Session:
     """Return ADK's `Session` object for *view*, with the events *history*.
 

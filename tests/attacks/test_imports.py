@@ -17,8 +17,8 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import encode
 from adk_secure_sessions.maintenance import Database, erase_user, verify
-from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
-from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SourceEvent
+from adk_secure_sessions.storage.writes import DeleteSession
 from tests.maintenance.support import APP, OLD, event
 
 COPIED, DELETED, BURIED = "copied", "deleted", "buried"
@@ -60,7 +60,7 @@ class Victim(NamedTuple):
 
 
 async def copy_session(
-    store: Store, name: str, version: str = "1", *, replace: bool = False
+    store: Imports, name: str, version: str = "1", *, replace: bool = False
 ) -> ImportStatus:
     return await store.import_session(
         APP,
@@ -80,7 +80,7 @@ async def build(path: Path) -> Victim:
     async with victim.service() as service:
         await service.prepare_tables()
     async with victim.maintained() as db:
-        store = await db.store()
+        store = db.imports
         index = (await db.keys()).keyring.index
         for name in (COPIED, DELETED, BURIED):
             victim.tags[name] = index.session(APP, USER, name)
@@ -88,7 +88,8 @@ async def build(path: Path) -> Victim:
         await copy_session(store, COPIED)
         await copy_session(store, DELETED)
         await store.import_state(APP, USER, b'{"k":1}')
-        await store.delete(APP, USER, DELETED)
+        deleted = await db.unit.identify(APP, USER, DELETED)
+        await db.unit.run(DeleteSession(deleted))
         await store.tombstone(APP, USER, BURIED)
     return victim
 
@@ -113,9 +114,9 @@ async def another(tmp_path: Path) -> Victim:
 
 
 @pytest.fixture
-async def store(victim: Victim) -> AsyncIterator[Store]:
+async def store(victim: Victim) -> AsyncIterator[Imports]:
     async with victim.maintained() as db:
-        yield await db.store()
+        yield db.imports
 
 
 async def problems(victim: Victim) -> list[str]:
@@ -123,7 +124,7 @@ async def problems(victim: Victim) -> list[str]:
         return [f"{one.table}: {one.detail}" for one in (await verify(db)).problems]
 
 
-async def assert_rejected(victim: Victim, store: Store, name: str) -> None:
+async def assert_rejected(victim: Victim, store: Imports, name: str) -> None:
     with pytest.raises(TamperedError, match="secure_migrated"):
         await store.imported([(APP, USER, name)])
     for version in ("1", "2"):
@@ -150,7 +151,7 @@ MODIFIED = {
 @pytest.mark.parametrize("change", MODIFIED)
 @pytest.mark.parametrize("name", [COPIED, DELETED])
 async def test_modified_row_is_rejected(
-    victim: Victim, store: Store, change: str, name: str
+    victim: Victim, store: Imports, change: str, name: str
 ) -> None:
     column = change.partition(" ")[0]
     statement = f"UPDATE secure_migrated SET {column} = {MODIFIED[change]} WHERE tag = :tag"
@@ -160,7 +161,7 @@ async def test_modified_row_is_rejected(
 
 @pytest.mark.parametrize(("taken", "name"), [(BURIED, COPIED), (COPIED, BURIED), ("user", DELETED)])
 async def test_row_moved_to_another_session_is_rejected(
-    victim: Victim, store: Store, taken: str, name: str
+    victim: Victim, store: Imports, taken: str, name: str
 ) -> None:
     _, *rest = victim.row(victim.tags[taken])
     victim.put((victim.tags[name], *rest))
@@ -169,7 +170,7 @@ async def test_row_moved_to_another_session_is_rejected(
 
 @pytest.mark.parametrize("name", [COPIED, BURIED])
 async def test_inserted_row_of_another_database_is_rejected(
-    victim: Victim, another: Victim, store: Store, name: str
+    victim: Victim, another: Victim, store: Imports, name: str
 ) -> None:
     _, *rest = another.row(another.tags[name])
     victim.put((victim.tags[name], *rest))
@@ -178,7 +179,7 @@ async def test_inserted_row_of_another_database_is_rejected(
 
 @pytest.mark.parametrize("change", MODIFIED)
 async def test_modified_row_of_a_user_is_rejected(
-    victim: Victim, store: Store, change: str
+    victim: Victim, store: Imports, change: str
 ) -> None:
     column = change.partition(" ")[0]
     statement = f"UPDATE secure_migrated SET {column} = {MODIFIED[change]} WHERE tag = :tag"
@@ -198,7 +199,7 @@ async def test_modified_row_of_a_user_is_rejected(
 
 
 async def test_replayed_row_never_lets_an_import_replace_a_session(
-    victim: Victim, store: Store
+    victim: Victim, store: Imports
 ) -> None:
     older = victim.row(victim.tags[COPIED])
     assert await copy_session(store, COPIED, "2", replace=True) is ImportStatus.OLDER
@@ -208,7 +209,7 @@ async def test_replayed_row_never_lets_an_import_replace_a_session(
 
 
 async def test_replayed_row_of_a_user_never_lets_an_import_replace_a_state(
-    victim: Victim, store: Store
+    victim: Victim, store: Imports
 ) -> None:
     older = victim.row(victim.tags["user"])
     await store.import_state(APP, USER, b'{"k":2}', replace=True)
@@ -218,7 +219,7 @@ async def test_replayed_row_of_a_user_never_lets_an_import_replace_a_state(
 
 
 async def test_state_rolled_back_behind_its_import_is_rejected(
-    victim: Victim, store: Store
+    victim: Victim, store: Imports
 ) -> None:
     tag = victim.tags["user"]
     tables = ("secure_users", "secure_witnesses")
@@ -228,18 +229,20 @@ async def test_state_rolled_back_behind_its_import_is_rejected(
         victim.put(row, table)
     async with victim.maintained() as db:  # it has read no later version
         with pytest.raises(TamperedError, match="version 2 was imported: an older row"):
-            await (await db.store()).import_state(APP, USER, b'{"k":3}', replace=True)
+            await db.imports.import_state(APP, USER, b'{"k":3}', replace=True)
     (found,) = await problems(victim)
     assert "an older row was replayed" in found
 
 
-async def test_session_is_not_replaced_if_its_row_was_removed(victim: Victim, store: Store) -> None:
+async def test_session_is_not_replaced_if_its_row_was_removed(
+    victim: Victim, store: Imports
+) -> None:
     victim.run("DELETE FROM secure_migrated")
     assert await copy_session(store, COPIED, "2", replace=True) is ImportStatus.SAME_ID
 
 
 async def test_deleted_session_is_copied_again_if_its_row_was_removed(
-    victim: Victim, store: Store
+    victim: Victim, store: Imports
 ) -> None:
     """Nobody can detect this: docs/limits.md says so."""
     victim.run("DELETE FROM secure_migrated WHERE tag = :tag", tag=victim.tags[DELETED])
@@ -258,10 +261,10 @@ async def test_replayed_list_of_features_does_not_hide_imports(
         query = "SELECT value FROM secure_meta WHERE name = 'features'"
         ((older,),) = connection.execute(query).fetchall()
     async with fresh.maintained() as db:
-        await copy_session(await db.store(), COPIED)
+        await copy_session(db.imports, COPIED)
     fresh.run("UPDATE secure_meta SET value = :older WHERE name = 'features'", older=older)
     async with fresh.maintained() as db:
-        store = await db.store()
+        store = db.imports
         with pytest.raises(WrongKeyError, match="an older list was replayed"):
             await store.imported([(APP, USER, COPIED)])
         (found,) = (await verify(db)).problems
@@ -272,10 +275,10 @@ async def test_replayed_list_of_features_does_not_hide_imports(
 
 
 async def test_made_up_or_replayed_mark_of_a_complete_migration_is_rejected(
-    victim: Victim, another: Victim, store: Store
+    victim: Victim, another: Victim, store: Imports
 ) -> None:
     async with another.maintained() as db:
-        await (await db.store()).complete_migration()
+        await db.imports.complete_migration()
     with closing(sqlite3.connect(another.path)) as connection:
         query = "SELECT value FROM secure_meta WHERE name = 'migration'"
         ((theirs,),) = connection.execute(query).fetchall()
@@ -297,7 +300,7 @@ async def test_removed_table_of_imports_is_noticed(victim: Victim) -> None:
                 await (opened.keys() if isinstance(opened, Database) else opened.prepare_tables())
 
 
-async def test_modified_row_of_an_erased_user_is_rejected(victim: Victim, store: Store) -> None:
+async def test_modified_row_of_an_erased_user_is_rejected(victim: Victim, store: Imports) -> None:
     async with victim.maintained() as db, victim.service() as service:
         await erase_user(db, APP, USER)
         await service.create_session(app_name=APP, user_id=USER)  # the user comes back

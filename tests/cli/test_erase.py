@@ -68,7 +68,7 @@ def test_source_of_a_migration_is_named(file_url: str) -> None:  # noqa: F811
 
     async def prepare() -> None:
         async with Database(file_url, AesGcmBackend(OLD)) as db:
-            await (await db.store()).prepare_imports()
+            await db.imports.prepare_imports()
 
     asyncio.run(prepare())
     erase = ["erase-user", "--db", file_url, *ADA, *confirmed(file_url)]

@@ -371,7 +371,7 @@ async def test_imported_sessions_and_states_are_found(
     await create(service, "own", ticket=0)
     await fill(db)
     async with Database(**arguments) as target:  # a process that has not been told the keys
-        store = await target.store()
+        store = target.imports
 
         async def imported(name: str, state: dict[str, Any], version: str) -> ImportStatus:
             return await store.import_session(

@@ -25,10 +25,9 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
-from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SourceEvent
 from adk_secure_sessions.storage.opening import MIGRATION, create_table_of, stored_features
 from adk_secure_sessions.storage.schema import migrated
-from adk_secure_sessions.storage.store import Store
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, create, delete, each_kind, event
 from tests.faults import Point, lost, with_faults
@@ -67,8 +66,8 @@ async def db(kind: Kind, url: URL, service: BaseSessionService) -> AsyncIterator
 
 
 @pytest.fixture
-async def store(db: Database) -> Store:
-    return await db.store()
+async def store(db: Database) -> Imports:
+    return db.imports
 
 
 def history(number: int) -> list[Event]:
@@ -80,7 +79,7 @@ def micros(one: Event) -> int:
 
 
 async def imported(
-    store: Store,
+    store: Imports,
     session_id: str = "s",
     *,
     user_id: str = USER,
@@ -113,7 +112,7 @@ async def is_clean(db: Database) -> bool:
 
 @pytest.mark.parametrize("state", [{"k": 1}, LARGE], ids=["small", "large"])
 async def test_imported_session_is_like_one_that_a_service_wrote(
-    service: BaseSessionService, store: Store, db: Database, state: dict[str, Any]
+    service: BaseSessionService, store: Imports, db: Database, state: dict[str, Any]
 ) -> None:
     past = history(3)
     written = await create(service, state=state)
@@ -139,7 +138,7 @@ async def test_imported_session_is_like_one_that_a_service_wrote(
 
 
 async def test_session_is_replaced_only_if_no_service_has_changed_it(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     first, second = history(2), history(3)
     assert await store.imported([IDS]) == {}
@@ -171,7 +170,7 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
 
 
 async def test_states_are_set_exactly(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     assert await imported(store) is ImportStatus.NEW
     for user in (None, USER):
@@ -201,7 +200,7 @@ async def test_states_are_set_exactly(
 
 
 async def test_session_of_several_requests_is_one_import(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     one = event("small", timestamp=START)
     wide = event("x" * 3_000_000, timestamp=START)
@@ -217,13 +216,13 @@ async def test_session_of_several_requests_is_one_import(
 
 @pytest.mark.parametrize("replace", [False, True])
 async def test_import_after_a_lost_answer_is_stored_once(
-    service: BaseSessionService, kind: Kind, url: URL, store: Store, replace: bool
+    service: BaseSessionService, kind: Kind, url: URL, store: Imports, replace: bool
 ) -> None:
     if replace:
         await imported(store, of=history(1))
     db, faults = with_faults(lambda: maintained(url, kind))
     async with db:
-        again = await db.store()
+        again = db.imports
         await again.prepare_imports()
         plan = faults.data.after(Point.WRITE, lost())
         result = await imported(again, of=history(3), version="2", replace=replace)
@@ -239,7 +238,7 @@ async def test_import_after_a_lost_answer_is_stored_once(
     assert found.state == {"user:k": 2}
 
 
-async def test_impossible_time_is_rejected(store: Store) -> None:
+async def test_impossible_time_is_rejected(store: Imports) -> None:
     for at in (10**19, -(10**19)):
         with pytest.raises(ValueError, match="not a possible time"):
             await store.import_session(
@@ -249,7 +248,7 @@ async def test_impossible_time_is_rejected(store: Store) -> None:
 
 
 async def test_imported_session_expires(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     now = time.time_ns() // 1000
     for name, expires_at in (("expired", now - 1), ("later", now + 60_000_000)):
@@ -266,7 +265,7 @@ async def test_imported_session_expires(
 
 
 async def test_cancelled_import_is_whole_or_absent(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     await imported(store, "first")
     for number in range(6):
@@ -281,7 +280,7 @@ async def test_cancelled_import_is_whole_or_absent(
     assert await is_clean(db)
 
 
-async def test_tasks_import_sessions_of_one_new_user(store: Store, db: Database) -> None:
+async def test_tasks_import_sessions_of_one_new_user(store: Imports, db: Database) -> None:
     results = await asyncio.gather(
         *(imported(store, f"s{n % 12}", of=history(n % 3)) for n in range(24))
     )
@@ -291,7 +290,7 @@ async def test_tasks_import_sessions_of_one_new_user(store: Store, db: Database)
 
 
 async def test_nothing_is_imported_after_a_tombstone(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     await store.tombstone(APP, USER, "s")
     await store.tombstone(APP, USER, "s")
@@ -307,7 +306,7 @@ async def test_nothing_is_imported_after_a_tombstone(
 
 
 async def test_nothing_of_an_erased_user_is_imported(
-    service: BaseSessionService, store: Store, db: Database, kind: Kind
+    service: BaseSessionService, store: Imports, db: Database, kind: Kind
 ) -> None:
     await imported(store, of=history(2))
     await store.import_state(APP, USER, b'{"k":1}')
@@ -329,7 +328,7 @@ async def test_nothing_of_an_erased_user_is_imported(
 
 
 async def test_separated_copy_has_no_imports(
-    service: BaseSessionService, store: Store, db: Database
+    service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     await imported(store, of=history(2))
     await store.complete_migration()
@@ -344,30 +343,32 @@ async def test_separated_copy_has_no_imports(
 
 
 async def test_process_that_stops_before_the_feature_is_added_leaves_a_usable_database(
-    service: BaseSessionService, store: Store, db: Database, kind: Kind, url: URL
+    service: BaseSessionService, store: Imports, db: Database, kind: Kind, url: URL
 ) -> None:
     assert not await store.has_imports()
     await db.change(lambda connection: create_table_of(MIGRATION, connection, may_create=True))
     assert not await store.has_imports()
     async with maintained(url, kind) as other:
         assert await is_clean(other)
-        assert await imported(await other.store()) is ImportStatus.NEW
+        assert await imported(other.imports) is ImportStatus.NEW
     assert await store.has_imports()
     await create(service)
 
 
-async def test_removed_table_is_reported(store: Store, db: Database, kind: Kind, url: URL) -> None:
+async def test_removed_table_is_reported(
+    store: Imports, db: Database, kind: Kind, url: URL
+) -> None:
     await imported(store)
     await db.change(lambda connection: migrated.drop(connection))
     async with maintained(url, kind) as other:
         with pytest.raises(ConfigurationError, match="secure_migrated was removed: restore it"):
-            await other.store()
+            await other.keys()
 
 
 async def test_table_is_not_created_if_the_application_forbids_it(
     db: Database, kind: Kind, url: URL
 ) -> None:
-    store = Store(db.unit, create_tables=False)
+    store = Imports(db.unit, create_table=False)
     names = {"mariadb": "mysql"}
     name = names.get(url.get_backend_name(), url.get_backend_name())
     with pytest.raises(ConfigurationError, match=rf"docs/sql/{name}-migration\.sql"):
@@ -380,11 +381,11 @@ async def test_table_is_not_created_if_the_application_forbids_it(
 
 
 async def test_table_of_another_program_is_rejected(
-    db: Database, store: Store, kind: Kind, url: URL
+    db: Database, store: Imports, kind: Kind, url: URL
 ) -> None:
     await db.change(
         lambda connection: connection.execute(sa.text("CREATE TABLE secure_migrated (x INTEGER)"))
     )
     async with maintained(url, kind) as other:
         with pytest.raises(ConfigurationError, match="was not created by adk-secure-sessions"):
-            await other.store()
+            await other.keys()

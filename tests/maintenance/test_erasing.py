@@ -440,7 +440,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
         db, faults = with_faults(lambda: Database(db_engine=engine, backend=BACKEND))
         async with db:
             await init(db)
-            store = await db.store()
+            store = db.imports
             await store.prepare_imports()
             if stops_at == "the second request":
                 faults.data.before(Point.APPLY, begin_erasure, nth=2)
@@ -457,7 +457,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
         assert (left["secure_users"], left["secure_sessions"], left["secure_events"]) == (0, 0, 0)
         await assert_clean(url)
         async with Database(url, BACKEND) as db:
-            imported = await (await db.store()).imported([(APP, "ada", "other")])
+            imported = await db.imports.imported([(APP, "ada", "other")])
             assert imported[APP, "ada", "other"].is_tombstone
 
 

@@ -103,11 +103,11 @@ async def test_close_during_an_operation_that_meets_a_new_master_key_does_no_har
         async with Database(url, AesGcmBackend(KEY)) as db:
             await rotate_master(db)
 
-        opened = service._store.unit._opened
+        opened = service._unit._opened
         assert opened is not None
 
         async def close() -> None:  # what `close` does first, before it waits for operations
-            service._store.unit._opened = None
+            service._unit._opened = None
 
         plan = faults.data.after(Point.READ, close)
         found = await service.list_sessions(app_name="a")

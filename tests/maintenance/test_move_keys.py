@@ -596,12 +596,12 @@ async def test_mark_of_a_complete_migration_moves_with_the_keys(files: Pair) -> 
     """Without the mark, services would read plaintext sessions of the source again."""
     await prepare(files, INTO)
     async with Database(for_service(files.data), AES) as db:
-        await (await db.store()).complete_migration()
+        await db.imports.complete_migration()
     mark = marks(files.data)["migration"]
     await move(files, INTO)
     assert marks(files.keys)["migration"] == mark
     assert "migration" not in marks(files.data)
     async with database(files) as db:
-        assert await (await db.store()).migration_is_complete()
+        assert await db.imports.migration_is_complete()
     await move(files, BACK)
     assert marks(files.data)["migration"] == mark

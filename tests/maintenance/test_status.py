@@ -11,6 +11,7 @@ from adk_secure_sessions.maintenance import (
     rotate_root,
     status,
 )
+from adk_secure_sessions.storage.writes import DeleteSession
 from tests.maintenance.support import APP, NEW, OLD, OTHER, fill, plaintext_backend, query, run_sql
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(NEW)
@@ -82,7 +83,7 @@ async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL)
     await fill(url, AES)
     async with Database(url, AES) as db:
         assert (await status(db)).migration is None
-        store = await db.store()
+        store = db.imports
         await store.prepare_imports()
         assert (await status(db)).migration == MigrationStatus(0, 0, False, None)
         for number in range(3):
@@ -98,7 +99,7 @@ async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL)
             )
         await store.import_state(APP, "cyd", b"{}")
         await store.import_state(APP, None, b"{}")
-        await store.delete(APP, "ada", "copy 2")
+        await db.unit.run(DeleteSession(await db.unit.identify(APP, "ada", "copy 2")))
         await store.tombstone(APP, "ada", "deleted before")
         await store.tombstone(APP, "erased")
         assert (await status(db)).migration == MigrationStatus(3, 2, False, None)

@@ -35,7 +35,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS, claim_data_key
 from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.features.search_index_checks import CorrectIndexed
+from adk_secure_sessions.storage.features.searches import CorrectIndexed
 from adk_secure_sessions.storage.queries import HOLD_KEY
 from tests.galera import NODES, Galera
 from tests.processes import children, results
@@ -439,7 +439,7 @@ async def test_user_imported_while_another_node_erases_the_user_stays_erased(
     cluster: Cluster,
 ) -> None:
     async def copy(db: Database, user_id: str) -> ImportStatus:
-        store = await db.store()
+        store = db.imports
         return await store.import_session(
             APP,
             user_id,

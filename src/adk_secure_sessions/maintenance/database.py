@@ -21,6 +21,8 @@ from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.maintenance.description import Description, describe
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
+from adk_secure_sessions.storage.features.imports import Imports
+from adk_secure_sessions.storage.features.searches import SearchIndex
 from adk_secure_sessions.storage.opening import AUDIT, Survey, look, open_existing, survey_existing
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -112,7 +114,8 @@ class Database(KeyMaterial, ClosedByWith):
         self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
         # Whether the trail had records although the features did not list it: see `has_trail_rows`.
         self.trail_was_unlisted: bool = False
-        self._store = Store(self.unit)
+        self.index: SearchIndex = SearchIndex(self.unit)
+        self.imports: Imports = Imports(self.unit)
         self.has_keys: bool = backend is not None
         self.limits: Limits = Limits()
 
@@ -201,9 +204,8 @@ class Database(KeyMaterial, ClosedByWith):
         return await self.unit.keys()
 
     async def store(self) -> Store:
-        """Return a `Store`, the class with which services read and write sessions."""
         await self.keys()
-        return self._store
+        return Store(self.unit)
 
     async def renew_keyring(self) -> Keyring:
         """Read the keyring again and return it.  Call this method after master keys changed."""
@@ -248,7 +250,7 @@ class Database(KeyMaterial, ClosedByWith):
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
         self.trail.close()
-        await self._store.close()
+        await self.unit.close()
 
     async def _record_command(self, keyring: Keyring) -> None:
         """If the database has an audit trail, store there that the running command has started.

@@ -113,7 +113,7 @@ async def erase_user(
     has_app = bool(await db.read(_APP, {"tag": ids.app_tag}))
     was_migrated = await _may_have_imports(db)
     if was_migrated and not dry_run:
-        await (await db.store()).tombstone(app_name, user_id)
+        await db.imports.tombstone(app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
     erasing = _Erasing(tag, dry_run, db.limits)
     if db.key_executor is db.executor:

@@ -15,8 +15,9 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.storage.reads import GetStoredSession
 from adk_secure_sessions.storage.schema import sessions
-from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.writes import DeleteSession
 
 
 @dataclass
@@ -83,7 +84,6 @@ async def purge(
             raise ConfigurationError("older_than must not be negative")
         before = now - older_than // timedelta(microseconds=1)
     due = Due(before, now)
-    store = await db.store()
     ((total,),) = await db.read(_number_of_due(), due.parameters)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
@@ -95,7 +95,7 @@ async def purge(
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     await meter.advance()
                     continue
-                is_deleted = await _delete(store, ids, due, dry_run)
+                is_deleted = await _delete(db, ids, due, dry_run)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, located.row)
                 done.bad += 1
@@ -108,15 +108,16 @@ async def purge(
     return done
 
 
-async def _delete(store: Store, ids: SessionIds, due: Due, dry_run: bool) -> bool:
+async def _delete(db: Database, ids: SessionIds, due: Due, dry_run: bool) -> bool:
     """Delete the session if it is still due; a dry run deletes nothing.
 
     Return whether the session was deleted or, in a dry run, would be deleted.
     """
+    who = await db.unit.identify(*ids[:3])
     if not dry_run:
-        return await store.delete(*ids[:3], condition=due.includes)
-    found = await store.stored(*ids[:3])
-    return found is not None and due.includes(found)
+        return await db.unit.run(DeleteSession(who, due.includes))
+    found = await db.unit.run(GetStoredSession(who, lambda *_: None, 0))
+    return found is not None and due.includes(found[0].session)
 
 
 @functools.cache

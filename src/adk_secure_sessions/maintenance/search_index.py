@@ -28,7 +28,7 @@ from adk_secure_sessions.storage.features.search_index import (
     state_of_mark,
     withdraw,
 )
-from adk_secure_sessions.storage.features.search_index_checks import CorrectIndexed
+from adk_secure_sessions.storage.features.searches import CorrectIndexed
 from adk_secure_sessions.storage.pages import Span, spans
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -107,8 +107,7 @@ async def fill_index(
     _check(app_name, keys)
     add_facts(app=app_name)
     await db.survey()
-    store = await db.store()
-    tags = await store.declare_indexed(app_name, keys)
+    tags = await db.index.declare(app_name, keys)
     of_users = any(key.startswith(USER_PREFIX) for key in keys)
     total = await count_rows(db, sessions, *([users] if of_users else []))
     run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
@@ -120,7 +119,7 @@ async def fill_index(
     done.problems = tuple(run.problems.kept)
     done.complete = skip_unreadable or not run.problems.count
     if done.complete:
-        await store.complete_indexed(tags)
+        await db.index.complete(tags)
     run.meter.finish()
     return done
 

@@ -260,7 +260,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     genuine = None
     if is_complete and await _index(db) is not None:
         try:
-            genuine = await (await db.store()).migration_is_complete()
+            genuine = await db.imports.migration_is_complete()
         except WrongKeyError:
             genuine = False
     return MigrationStatus(int(copied), int(tombstones), is_complete, genuine)

@@ -34,7 +34,7 @@ from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.bindings import Identity, StoredSession, naming
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.search_index import IndexState
-from adk_secure_sessions.storage.features.search_index_checks import CheckIndexed
+from adk_secure_sessions.storage.features.searches import CheckIndexed
 from adk_secure_sessions.storage.opening import COLLECTIONS, MIGRATION, STATE_INDEX, stored_features
 from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MigratedRow, chunks, is_one_of, numbered
@@ -307,7 +307,7 @@ class _Verifier:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
         try:
-            await (await self._db.store()).migration_is_complete()
+            await self._db.imports.migration_is_complete()
         except WrongKeyError as error:
             self.problems.add(meta.TABLE, meta.MIGRATION_MARK, Reason.MISMATCH, str(error))
 

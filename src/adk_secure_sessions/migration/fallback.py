@@ -56,6 +56,7 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage.features.imports import ImportStatus
+from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
@@ -135,7 +136,7 @@ class PlaintextFallbackService(BaseSessionService):
         self._service = service
         self._access_ids = service._access_ids
         self._audit_trail = service._audit_trail
-        self._store = service._store
+        self._store = Store(service._unit, service._index, create_table=service._creates_tables)
         self._source = source
         self._read_timeout = read_timeout
         # Cancelled queries that have not ended.  asyncio keeps no reference to a task, so Python

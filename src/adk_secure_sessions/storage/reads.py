@@ -15,9 +15,7 @@ from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
-from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import (
@@ -28,7 +26,6 @@ from adk_secure_sessions.storage.bindings import (
     RowCache,
     StoredSession,
 )
-from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.histories import History, size_of_event
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
@@ -346,8 +343,8 @@ class ListPage(ReadOperation):
     """Read at most *limit* sessions of a user, or of an app, without events.
 
     The sessions are in order of creation.  Sessions of an app are sorted by the creation of their
-    user first.  `attempt` may return fewer than *limit* sessions even if more follow: collections
-    and expired sessions count towards *limit*, but are omitted.
+    user first.  Collections and expired sessions are omitted: if fewer than *limit* sessions are
+    returned, no session follows.
 
     Args:
         who: The ids of the app and the user.  If *of_app* is True, the user is not used.
@@ -383,19 +380,31 @@ class ListPage(ReadOperation):
             of_app=self._of_app, newest=self._newest, snapshots=self._with_state
         )
 
-    def _parameters(self) -> dict[str, object]:
+    def _parameters(self, after: Position) -> dict[str, object]:
         parameters: dict[str, object] = {
             "app_tag": self.who.app_tag,
             "limit": self._limit + 1,  # the additional row shows that a page follows
-            "after_user": self._after.user_row,
-            "after_row": self._after.row,
+            "after_user": after.user_row,
+            "after_row": after.row,
         }
         if not self._of_app:
             parameters["user_tag"] = self.who.user_tag
         return parameters
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Page:
-        found = await self._read(attempt, executors, self._forms(), self._parameters())
+        views: list[View] = []
+        after: Position | None = self._after
+        while after is not None:
+            part, after = await self._part(attempt, executors, after)
+            views += part
+            if len(views) > self._limit or (len(views) == self._limit and after is not None):
+                last = views[self._limit - 1].session
+                return Page(views[: self._limit], Position(last.user_row, last.id))
+        return Page(views, None)
+
+    async def _part(self, attempt: Attempt, executors: Executors, position: Position) -> Page:
+        """Read one part of the page, in which collections and expired sessions are omitted."""
+        found = await self._read(attempt, executors, self._forms(), self._parameters(position))
         self._check(attempt, found)
         if self._of_app:
             users = await _users_of_app(attempt, executors, found, skip=self._skip)
@@ -419,84 +428,6 @@ class ListPage(ReadOperation):
 
     def _check(self, attempt: Attempt, found: Found) -> None:
         """Check the rows of the query before the sessions are decrypted."""
-
-
-class NotIndexed(Exception):
-    """The search index does not have all sessions with the key that a search asks for."""
-
-
-class Lookup:
-    """A search for the sessions whose state has a value, with the tags of the key and the value.
-
-    Args:
-        keyring: The keyring of the database.
-        app_name: The app of the sessions.
-        key: A key that `search_index.check_key` accepts.
-        value: The value: a JSON value, as it would be stored.
-    """
-
-    def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
-        self.of_users: bool = key.startswith(USER_PREFIX)
-        self.key_tag: bytes = keyring.index.state_key(app_name, key)
-        self._canonical = search_index.canonical(value)
-        self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
-        self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
-
-    def matches(self, view: View) -> bool:
-        """Return whether the state of *view* has the value.
-
-        If a state is malformed, return True, so that the caller finds the error.
-        """
-        session = view.session
-        states = (
-            [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
-        )
-        try:
-            for state in map(loads, states):
-                if self._name in state:
-                    return search_index.canonical(state[self._name]) == self._canonical
-        except DecryptionError:
-            return True
-        return False
-
-
-class FindPage(ListPage):
-    """Read at most *limit* sessions that the search index lists for *lookup*; see `ListPage`.
-
-    The index is not authenticated, so the page may contain sessions whose state does not match.
-    The page says nothing about sessions that it does not contain.
-
-    Raises:
-        NotIndexed: Some sessions with the key may not be in the index.
-    """
-
-    def __init__(
-        self,
-        who: Identity,
-        after: Position | None,
-        lookup: Lookup,
-        *,
-        limit: int,
-        newest: bool,
-        skip: bool,
-    ) -> None:
-        super().__init__(
-            who, after, of_app=True, limit=limit, newest=newest, with_state=True, skip=skip
-        )
-        self._lookup = lookup
-
-    def _forms(self) -> QueryForms:
-        return sql.page_of_found_sessions(of_users=self._lookup.of_users, newest=self._newest)
-
-    def _parameters(self) -> dict[str, object]:
-        tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
-        return super()._parameters() | tags
-
-    def _check(self, attempt: Attempt, found: Found) -> None:
-        index = attempt.keys.keyring.index
-        marks = (search_index.state_of_mark(index, *mark[1:]) for mark in found.indexed)
-        if search_index.IndexState.COMPLETE not in marks:
-            raise NotIndexed
 
 
 class GetUserState(ReadOperation):

@@ -11,9 +11,10 @@ wrong is rejected.  See docs/format-tools.md, "Migration".
 
 import hmac
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -30,8 +31,25 @@ from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.bindings import Attempt, Identity, KeySource, Owner, StoredSession
 from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.features import search_index
+from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.features.searches import SearchIndex
+from adk_secure_sessions.storage.opening import (
+    EXPIRY,
+    MIGRATION,
+    MigrationEnd,
+    mark_migration,
+    migration_end,
+    withdraw_migration,
+)
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
-from adk_secure_sessions.storage.queries import Found, MigratedRow, WitnessRow
+from adk_secure_sessions.storage.queries import (
+    Found,
+    MigratedRow,
+    WitnessRow,
+    chunks,
+    migrated_rows,
+    numbered,
+)
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
@@ -41,6 +59,7 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
 )
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     OVERLAY_LIMIT,
     Changes,
@@ -52,6 +71,8 @@ from adk_secure_sessions.storage.writes import (
     snapshot_change,
     user_columns,
 )
+
+SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
 
 # One request inserts at most this many events and bytes.  A larger event is inserted alone.
 _EVENTS_AT_ONCE = 5000
@@ -153,7 +174,7 @@ class Imported:
     def has_source(self, version: str) -> bool:
         """Return whether the session was imported with this *version*.
 
-        This is the case if `Store.import_session` was given *version* as *source_version*.
+        This is the case if `Imports.import_session` was given *version* as *source_version*.
         """
         return hmac.compare_digest(self._source_of(self.tag, encode_text(version)), self.source)
 
@@ -668,3 +689,253 @@ def _update(old: MigratedRow, new: MigratedRow) -> Change:
     columns: Mapping[str, Any] = old._asdict()
     at = {f"at_{name}": value for name, value in columns.items()}
     return Change(sql.UPDATE_MIGRATED, at | new._asdict())
+
+
+class Imports:
+    """Stores what is imported into a database, and tells what was imported before.
+
+    Args:
+        unit: Runs the operations.
+        index: The search index, if this process is configured to index keys.
+        create_table: Whether the table `secure_migrated` may be created.
+    """
+
+    def __init__(
+        self, unit: UnitOfWork, index: SearchIndex | None = None, *, create_table: bool = True
+    ) -> None:
+        self._unit = unit
+        self._index = index
+        self._expiry = Feature(unit, EXPIRY)
+        self._feature = Feature(unit, MIGRATION, create_table=create_table)
+
+    async def prepare_imports(self) -> None:
+        """Create the table `secure_migrated` and add the feature `migration`, if they are missing.
+
+        `import_session`, `import_state` and `tombstone` do the same.
+
+        Raises ConfigurationError if the table is missing, and this process may not create it.
+        """
+        await self._feature.ensure()
+
+    async def import_session(
+        self,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        *,
+        state: bytes,
+        events: Sequence[SourceEvent],
+        created_at: int,
+        updated_at: int,
+        source_version: str,
+        expires_at: int | None = None,
+        replace: bool = False,
+    ) -> ImportStatus:
+        """Store a session of another database with all its events, in one transaction.
+
+        If the rows of its app and its user are missing, they are created with empty states.  Call
+        `import_state` after all sessions were imported.  Several tasks may call this method at the
+        same time, which is several times as fast.
+
+        If the session is stored already, or was deleted, the session may be left unchanged:
+        `ImportStatus` lists the cases.
+
+        Args:
+            app_name: The app.
+            user_id: The user.
+            session_id: The session.
+            state: The session's own state, as JSON that `states.encode` returns.
+            events: All events, oldest first; the times are those of `Event.timestamp`.
+            created_at: Microseconds UTC.
+            updated_at: The session's last update, in microseconds UTC.
+            source_version: A text that differs after each change of the session in the source.
+            expires_at: When the session expires, in microseconds UTC; None if it does not expire.
+            replace: Replace the session if it was imported before from another version, and no
+                service has changed it since.
+
+        The caller must check that the ids are within the limits of services.
+
+        Raises:
+            ValueError: A time is not possible.
+            TamperedError: A row was tampered with, and nothing was changed.
+        """
+        await self._feature.ensure()
+        if self._index is not None:
+            await self._index.declare_configured(app_name)
+        if expires_at is not None:
+            await self._expiry.ensure()
+        who = await self._unit.identify(app_name, user_id, session_id)
+        seals = await self._seals()
+        expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
+        times = (created_at, updated_at, expiry)
+        source = seals.source(who.session_tag, encode_text(source_version))
+        operation = ImportSession(who, seals, state, events, times, source, replace=replace)
+        return (await self._unit.run(operation)).result
+
+    async def import_state(
+        self, app_name: str, user_id: str | None, state: bytes, *, replace: bool = False
+    ) -> ImportStatus:
+        """Set the state of a user, or of an app if *user_id* is None, exactly to *state*.
+
+        *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  If
+        the app or the user is not stored, create the row.  An empty state, as `import_session`
+        creates it, is replaced even if *replace* is False.
+
+        If *replace* is True, also replace a state that was imported before, provided that no
+        service has changed the state since.  `ImportStatus` lists the cases in which the stored
+        state is left unchanged.
+
+        Raises:
+            TamperedError: A row was tampered with, and nothing was changed.
+        """
+        await self._feature.ensure()
+        if self._index is not None:
+            await self._index.declare_configured(app_name)
+        who = await self._unit.identify(app_name, user_id or "")
+        of_user = user_id is not None
+        operation = ImportState(who, await self._seals(), state, of_user=of_user, replace=replace)
+        return await self._unit.run(operation)
+
+    async def imported(self, ids: Iterable[SessionIds]) -> dict[SessionIds, Imported]:
+        """Return the rows of `secure_migrated` for those of the sessions *ids* that have a row.
+
+        These are the sessions that were imported, and those that must not be imported.  If a
+        session's user was erased, the session must not be imported: the result for the session is
+        then a tombstone (see `Imported.is_tombstone`).
+
+        Raises:
+            TamperedError: A row of `secure_migrated` was tampered with.
+            WrongKeyError: The list of features was tampered with.
+        """
+        wanted = list(ids)
+        if not await self._feature.is_added():
+            return {}
+        seals = await self._seals()
+        index = seals.keyring.index
+        of_users = {ids[:2]: index.user(*ids[:2]) for ids in wanted}
+        erased = await self._imported(users.name, seals, of_users.values())
+        tags = {ids: index.session(*ids) for ids in wanted}
+        rows = await self._imported(sessions.name, seals, tags.values())
+        found: dict[SessionIds, Imported] = {}
+        for one, tag in tags.items():
+            of_user = erased.get(of_users[one[:2]])
+            if of_user and of_user.is_tombstone:
+                stored = rows[tag].stored if tag in rows else None
+                found[one] = replace(of_user, tag=tag, stored=stored)
+            elif tag in rows:
+                found[one] = rows[tag]
+        return found
+
+    async def imported_states(
+        self, owners: Iterable[tuple[str, str | None]]
+    ) -> dict[tuple[str, str | None], Imported]:
+        """Return the rows of `secure_migrated` for those of the *owners* that have a row.
+
+        These are the users and apps whose state was imported, and the users whose state must not be
+        imported.  An element of *owners* is an app name and a user id; the user id is None for the
+        state of the app.
+
+        Raises:
+            TamperedError: A row of `secure_migrated` was tampered with.
+            WrongKeyError: The list of features was tampered with.
+        """
+        wanted = list(owners)
+        if not await self._feature.is_added():
+            return {}
+        seals = await self._seals()
+        index = seals.keyring.index
+        found: dict[tuple[str, str | None], Imported] = {}
+        for table in (apps, users):
+            tags = {
+                (app, user): index.app(app) if user is None else index.user(app, user)
+                for app, user in wanted
+                if (user is None) is (table is apps)
+            }
+            rows = await self._imported(table.name, seals, tags.values())
+            found |= {owner: rows[tag] for owner, tag in tags.items() if tag in rows}
+        return found
+
+    async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
+        """Store a tombstone: a row that forbids importing the session.
+
+        If *session_id* is None, the tombstone forbids importing the user's state and all sessions
+        of the user.
+
+        Call this before deleting the session, or the user's rows.  Otherwise, an import could
+        restore them.  After this call for a user, every running import of the user has either been
+        committed, or stores nothing.
+        """
+        await self._feature.ensure()
+        who = await self._unit.identify(app_name, user_id, session_id or "")
+        seals = await self._seals()
+        if session_id is not None:
+            await self._unit.run(AddTombstone(who, seals))
+            return
+        await self._unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
+
+    async def has_imports(self) -> bool:
+        """Return whether the database has the feature `migration`, which the first import adds.
+
+        Raises:
+            WrongKeyError: The list of features was tampered with.
+        """
+        return await self._feature.is_added()
+
+    async def complete_migration(self) -> None:
+        """Store the mark that everything was imported; see `migration_is_complete`."""
+        await self._feature.ensure()
+        keyring = (await self._unit.keys()).keyring
+        await self._unit.change_keys(partial(mark_migration, MigrationEnd.COMPLETE, keyring))
+
+    async def withdraw_migration(self) -> bool:
+        """Remove the mark that `complete_migration` has stored; return whether there was one.
+
+        A mark that `mark_source_erased` has stored is not removed.
+        """
+        keyring = (await self._unit.keys()).keyring
+        if await self._migration_end() is not MigrationEnd.COMPLETE:
+            return False  # do not begin to write: the account may only be able to read
+        return await self._unit.change_keys(partial(withdraw_migration, keyring))
+
+    async def mark_source_erased(self) -> None:
+        """Store the mark that sessions of the source may have been deleted after their import.
+
+        Without this mark, a later migration from the same source could replace or delete the only
+        copies of these sessions.  The mark is never removed again.
+        """
+        await self._feature.ensure()
+        keyring = (await self._unit.keys()).keyring
+        await self._unit.change_keys(partial(mark_migration, MigrationEnd.SOURCE_ERASED, keyring))
+
+    async def source_is_erased(self) -> bool:
+        """Return whether `mark_source_erased` was called for this database.
+
+        Raises:
+            WrongKeyError: The mark was tampered with.
+        """
+        return await self._migration_end() is MigrationEnd.SOURCE_ERASED
+
+    async def migration_is_complete(self) -> bool:
+        """Return whether a mark of `complete_migration` or of `mark_source_erased` is stored.
+
+        Raises:
+            WrongKeyError: The mark was tampered with.
+        """
+        return await self._migration_end() is not None
+
+    async def _migration_end(self) -> MigrationEnd | None:
+        keyring = (await self._unit.keys()).keyring
+        return await self._unit.change_keys(partial(migration_end, keyring), commit=False)
+
+    async def _seals(self) -> Seals:
+        return Seals((await self._unit.keys()).keyring)
+
+    async def _imported(
+        self, table: str, seals: Seals, tags: Iterable[bytes]
+    ) -> dict[bytes, Imported]:
+        found: dict[bytes, Imported] = {}
+        for part in chunks(dict.fromkeys(tags)):
+            for row in await self._unit.read(migrated_rows(table, len(part)), numbered(part)):
+                one = seals.imported(row)
+                found[one.tag] = one
+        return found

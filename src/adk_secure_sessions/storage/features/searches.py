@@ -1,0 +1,292 @@
+"""The search index: which keys are indexed, searches, and correcting the rows."""
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Executors, Steps
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.formats.states import USER_PREFIX, loads
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage import bindings
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.bindings import Attempt, Identity
+from adk_secure_sessions.storage.clusters import claim_session, claim_user
+from adk_secure_sessions.storage.features import search_index
+from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.features.search_index import Differences, IndexState
+from adk_secure_sessions.storage.opening import STATE_INDEX
+from adk_secure_sessions.storage.owner_changes import OwnerChanges
+from adk_secure_sessions.storage.queries import Found, QueryForms
+from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation, View
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
+
+
+class SearchIndex:
+    """The search index of a database.
+
+    Args:
+        unit: Runs the operations.
+        keys: Keys of the state that are indexed for each app to which this process writes.
+        create_table: Whether the table of the index may be created.
+
+    Raises:
+        ConfigurationError: A key cannot be indexed.
+    """
+
+    def __init__(
+        self, unit: UnitOfWork, keys: Sequence[str] = (), *, create_table: bool = True
+    ) -> None:
+        if isinstance(keys, str):
+            raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
+        self.keys: tuple[str, ...] = tuple(keys)
+        for key in self.keys:
+            search_index.check_key(key)
+        self._unit = unit
+        self._feature = Feature(unit, STATE_INDEX, create_table=create_table)
+        # The apps whose keys were declared, and the keyring that was current then.
+        self._declared: tuple[Keyring | None, set[str]] = (None, set())
+
+    async def find(
+        self,
+        app_name: str,
+        key: str,
+        value: object,
+        after: Position | None,
+        *,
+        limit: int,
+        newest: bool,
+        skip: bool,
+    ) -> Page:
+        """Return at most *limit* sessions of an app whose state contains *key* with *value*.
+
+        *key* is a key of the session's state, or `user:` and a key of the user's state.  *value* is
+        a JSON value, as it would be stored.  The other arguments are those of `ListPage`.
+
+        Raises:
+            ConfigurationError: *key* cannot be indexed, or its index is not complete.
+        """
+        search_index.check_key(key)
+        who = await self._unit.identify(app_name)
+        lookup = Lookup((await self._unit.keys()).keyring, app_name, key, value)
+        for declares in (False, key in self.keys):  # perhaps the app has no sessions yet
+            if declares:
+                await self.declare_configured(app_name)
+            if await self._feature.is_added():
+                operation = FindPage(who, after, lookup, limit=limit, newest=newest, skip=skip)
+                try:
+                    return await self._unit.run(operation)
+                except NotIndexed:
+                    pass
+        raise ConfigurationError(
+            f"the search index of the state key {key!r} of the app {app_name!r} is not complete: "
+            "name the key in indexed_state_keys of all services, restart them, and run "
+            "`adk-secure-sessions index fill`"
+        )
+
+    async def declare(self, app_name: str, keys: Iterable[str]) -> frozenset[bytes]:
+        """Store that *keys* of the state are indexed, and return their tags.
+
+        From now on, this process and each process that opens the database later maintains the rows
+        of these keys.  If the app has no sessions yet, it can be searched by these keys at once.
+
+        Raises:
+            ConfigurationError: A key cannot be indexed, or the table is missing and this process
+                may not create it.
+        """
+        wanted = list(keys)
+        for key in wanted:
+            search_index.check_key(key)
+        await self._feature.ensure()
+        opened = await self._unit.keys()
+        keyring = opened.keyring
+        tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
+        if tags:
+            app_tag = keyring.index.app(app_name)
+            await self._unit.change(partial(search_index.declare, keyring, app_tag, tags))
+        # The keyring may have been read again, by now or before the marks were committed.
+        for one in (keyring, opened.keyring):
+            one.indexed_keys.update(tags)
+        return tags
+
+    async def complete(self, tags: Iterable[bytes]) -> None:
+        """Store that each session or user has its rows of the keys with these *tags*."""
+        keyring = (await self._unit.keys()).keyring
+        await self._unit.change(partial(search_index.complete, keyring, list(tags)))
+
+    async def declare_configured(self, app_name: str) -> None:
+        """Declare the keys that this process is configured to index, once for each app."""
+        if not self.keys:
+            return
+        keyring = (await self._unit.keys()).keyring
+        seen, declared = self._declared
+        if seen is not keyring:
+            declared = set()
+        elif app_name in declared:
+            return
+        await self.declare(app_name, self.keys)
+        self._declared = (keyring, {*declared, app_name})
+
+
+class NotIndexed(Exception):
+    """The search index does not have all sessions with the key that a search asks for."""
+
+
+class Lookup:
+    """A search for the sessions whose state has a value, with the tags of the key and the value.
+
+    Args:
+        keyring: The keyring of the database.
+        app_name: The app of the sessions.
+        key: A key that `search_index.check_key` accepts.
+        value: The value: a JSON value, as it would be stored.
+    """
+
+    def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
+        self.of_users: bool = key.startswith(USER_PREFIX)
+        self.key_tag: bytes = keyring.index.state_key(app_name, key)
+        self._canonical = search_index.canonical(value)
+        self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
+        self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
+
+    def matches(self, view: View) -> bool:
+        """Return whether the state of *view* has the value.
+
+        If a state is malformed, return True, so that the caller finds the error.
+        """
+        session = view.session
+        states = (
+            [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
+        )
+        try:
+            for state in map(loads, states):
+                if self._name in state:
+                    return search_index.canonical(state[self._name]) == self._canonical
+        except DecryptionError:
+            return True
+        return False
+
+
+class FindPage(ListPage):
+    """Read at most *limit* sessions whose state has the value of *lookup*; see `ListPage`.
+
+    The index is not authenticated, so the state of each session that it lists is compared.  The
+    page says nothing about sessions that the index does not list.
+
+    Raises:
+        NotIndexed: Some sessions with the key may not be in the index.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        after: Position | None,
+        lookup: Lookup,
+        *,
+        limit: int,
+        newest: bool,
+        skip: bool,
+    ) -> None:
+        super().__init__(
+            who, after, of_app=True, limit=limit, newest=newest, with_state=True, skip=skip
+        )
+        self._lookup = lookup
+
+    def _forms(self) -> QueryForms:
+        return sql.page_of_found_sessions(of_users=self._lookup.of_users, newest=self._newest)
+
+    def _parameters(self, after: Position) -> dict[str, object]:
+        tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
+        return super()._parameters(after) | tags
+
+    async def _part(self, attempt: Attempt, executors: Executors, position: Position) -> Page:
+        page = await super()._part(attempt, executors, position)
+        return page._replace(views=list(filter(self._lookup.matches, page.views)))
+
+    def _check(self, attempt: Attempt, found: Found) -> None:
+        index = attempt.keys.keyring.index
+        marks = (search_index.state_of_mark(index, *mark[1:]) for mark in found.indexed)
+        if IndexState.COMPLETE not in marks:
+            raise NotIndexed
+
+
+class CheckIndexed(ReadOperation):
+    """Compare the rows of a session, or of a user, with the state.
+
+    `attempt` returns the row id in `secure_state_index` and the differences; None if the session
+    or the user does not exist.
+
+    Args:
+        who: The ids of the session.
+        keys: The tags of the keys to compare.
+        of_user: Whether to compare the rows of the user, and not those of the session.
+    """
+
+    reads_keys = True
+
+    def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
+        super().__init__(who)
+        self._keys = frozenset(keys)
+        self._of_user = of_user
+
+    async def attempt(
+        self, attempt: Attempt, executors: Executors
+    ) -> tuple[int, Differences] | None:
+        forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
+        found = await self._read(attempt, executors, forms)
+        return _differences(attempt, found, self._keys, of_user=self._of_user)
+
+
+class CorrectIndexed(Write[int]):
+    """Correct the rows of a session, or of a user, and return the number of changed rows.
+
+    The arguments are those of `CheckIndexed`.
+    """
+
+    change = "index"
+
+    def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
+        super().__init__(who)
+        self._keys = frozenset(keys)
+        self._of_user = of_user
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> int:
+        # No other transaction may change the state between the read and the changes.
+        return await super().attempt(attempt._replace(locks_rows=True), executors)
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_USER] if self._of_user else [sql.LOCK_SESSION]
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
+        forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
+        found = yield from read_found(attempt, forms)
+        compared = _differences(attempt, found, self._keys, of_user=self._of_user)
+        if compared is None or not compared[1].total:
+            return 0
+        row_id, differences = compared
+        first, *rest = differences.changes(row_id)
+        # On a cluster, the lock of the row is known to one node only.
+        who = attempt.who
+        claim = claim_user(who.user_tag) if self._of_user else claim_session(who.session_tag)
+        yield from apply_changes([*claim, first, *rest])
+        return differences.total
+
+
+def _differences(
+    attempt: Attempt, found: Found, keys: frozenset[bytes], *, of_user: bool
+) -> tuple[int, Differences] | None:
+    user = bindings.open_user(attempt, found)
+    if of_user:
+        if user is None:
+            return None
+        row_id = search_index.row_of_user(user.id)
+        right = search_index.entries(attempt, USER_PREFIX, loads(user.state), keys)
+    else:
+        session = bindings.open_session(attempt, found, user)
+        if session is None:
+            return None
+        row_id = session.id
+        right = search_index.entries(attempt, "", search_index.state_of(session), keys)
+    return row_id, Differences.between(found.indexed, right, keys)
