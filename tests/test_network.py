@@ -25,13 +25,13 @@ USE = """
 import asyncio, sys
 from google.adk.events import Event
 from google.genai import types
-from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, EncryptedMemoryService
-from adk_secure_sessions import EncryptedSessionService, generate_key
+from adk_secure_sessions import AesGcmBackend, ArtifactStore, EncryptedArtifactService
+from adk_secure_sessions import EncryptedMemoryService, EncryptedSessionService, generate_key
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
 
 IDS = {"app_name": "clinic", "user_id": "ada", "session_id": "visit"}
 
-async def use(url, key, store, **options):
+async def use(url, key, store, options=None):
     async with EncryptedSessionService(url, AesGcmBackend(key)) as service:
         session = await service.create_session(**IDS, state={"user:n": 1})
         part = types.Part(text="hello")
@@ -42,7 +42,7 @@ async def use(url, key, store, **options):
         memory = EncryptedMemoryService(service)
         await memory.add_session_to_memory(session)
         await memory.search_memory(app_name="clinic", user_id="ada", query="hello")
-        artifacts = EncryptedArtifactService(service, store, **options)
+        artifacts = EncryptedArtifactService(service, ArtifactStore(store, options=options))
         await artifacts.save_artifact(**IDS, filename="scan", artifact=part)
         assert (await artifacts.load_artifact(**IDS, filename="scan")).text == "hello"
     async with Database(url, AesGcmBackend(key)) as db:

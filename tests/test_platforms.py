@@ -23,7 +23,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.cli import main
 from adk_secure_sessions.db.sqlite import file_uri
 from adk_secure_sessions.integrations import adk
-from adk_secure_sessions.integrations.object_store import open_store
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.migration.adk_target import create_private_file, new_private_file
 from tests.pages import ROOT
 
@@ -77,7 +77,7 @@ def test_service_uri_keeps_windows_paths(path: str) -> None:
 
 @pytest.mark.parametrize("path", WINDOWS_PATHS)
 def test_windows_path_is_a_directory_of_artifacts_and_no_url(path: str) -> None:
-    open_store(path, "p")
+    ArtifactStore(path).blobs("p")
     assert Path(path, "p").is_dir()
 
 
@@ -110,7 +110,7 @@ async def test_directory_by_two_names_is_the_same_database(tmp_path: Path) -> No
         f"sqlite:///{tmp_path}/private/var/sessions.db", backend
     ) as service:
         assert await service.get_session(app_name="clinic", user_id="ada", session_id="s")
-    open_store(tmp_path / "var" / "artifacts", "p")
+    ArtifactStore(tmp_path / "var" / "artifacts").blobs("p")
 
 
 # --- functions that Windows does not have --------------------------------------------------------

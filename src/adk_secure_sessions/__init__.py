@@ -43,11 +43,13 @@ from adk_secure_sessions.lru import Caches
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
     from adk_secure_sessions.service import EncryptedSessionService, SessionPage, StaleSessionError
 
 __all__ = [
     "AesGcmBackend",
+    "ArtifactStore",
     "ArtifactStoreError",
     "Audit",
     "AwsKmsKey",
@@ -90,6 +92,7 @@ __all__ = [
 # These names are imported on first use, because they import google-adk.  Importing google-adk takes
 # seconds, and the command line does not need it.
 _MODULES = {
+    "ArtifactStore": "integrations.object_store",
     "EncryptedArtifactService": "integrations.artifacts",
     "EncryptedMemoryService": "integrations.memory",
     "EncryptedSessionWrapper": "integrations.wrapper",

@@ -25,7 +25,7 @@ from adk_secure_sessions.formats.blobs import (
     encrypted_size,
 )
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
-from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from adk_secure_sessions.integrations.object_store import ArtifactStore, BlobStore
 from tests.benchmarks.ciphers import Run, time_runs
 from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.harness import Operation, interleave
@@ -114,7 +114,7 @@ def _place(
 @pytest.fixture(params=BLOB_STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     url, options = _place(request, request.param, tmp_path)
-    return open_store(url, "p", options=options)
+    return ArtifactStore(url, options=options).blobs("p")
 
 
 async def _one(piece: bytes) -> AsyncIterator[bytes]:
@@ -184,7 +184,7 @@ async def test_repeated_reads(
     async with EncryptedSessionService(database, AesGcmBackend(os.urandom(32))) as sessions:
 
         def opened() -> EncryptedArtifactService:
-            return EncryptedArtifactService(sessions, url, options=options)
+            return EncryptedArtifactService(sessions, ArtifactStore(url, options=options))
 
         artifacts = opened()
         await artifacts.save_artifact(**what, artifact=part)

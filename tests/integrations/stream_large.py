@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
 )
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
-from adk_secure_sessions.integrations.object_store import open_store
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.integrations.object_server import s3_options
 
 MB = 1_000_000
@@ -56,7 +56,9 @@ async def stream(where: str, address: str, count: int) -> None:
     if where.startswith("artifacts:"):
         await stream_artifact(where.removeprefix("artifacts:"), count)
         return
-    store = open_store(where, "p", options=s3_options(address) if where.startswith("s3") else None)
+    store = ArtifactStore(
+        where, options=s3_options(address) if where.startswith("s3") else None
+    ).blobs("p")
     written, found = hashlib.sha256(), hashlib.sha256()
     name, encryptor = secrets.token_hex(16), BlobEncryptor()
     size = await store.put_stream(name, encrypt_stream(encryptor, source(count, written)))

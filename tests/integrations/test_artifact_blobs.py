@@ -21,6 +21,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.maintenance import Database, erase_user, retire, separate, verify
 from tests.clocks import shifted
 from tests.integrations import s3
@@ -408,9 +409,9 @@ async def test_marked_blobs_of_a_bucket_are_deleted_when_their_mark_is_old(
 ) -> None:
     here: dict[str, Any] = {"app_name": "a", "user_id": "ada", "filename": "user:x"}
     server.clear()
-    place, options = f"s3://{BUCKET}/ada", server.options
+    place = ArtifactStore(f"s3://{BUCKET}/ada", options=server.options)
     async with EncryptedSessionService(url, BACKEND) as sessions, Database(url, BACKEND) as db:
-        service = EncryptedArtifactService(sessions, place, options=options)
+        service = EncryptedArtifactService(sessions, place)
         for _ in range(2):
             await service.save_artifact(**here, artifact=types.Part(text="x"))
         await service.delete_artifact(**here)
@@ -419,17 +420,17 @@ async def test_marked_blobs_of_a_bucket_are_deleted_when_their_mark_is_old(
         blobs = {key.split("/")[2] for key in keys} - {"deleted"}
         marked = {f"ada/{prefix}/deleted/{name}" for name in blobs}
         assert set(keys) == {f"ada/{prefix}/{name}/0" for name in blobs} | marked
-        assert (await purge_blobs(db, place, options=options)).numbers == (0, 2, 0, 0, 0)
+        assert (await purge_blobs(db, place)).numbers == (0, 2, 0, 0, 0)
         server.make_older(MONTH + DAY)
         # S3's request to delete is a POST; the first one deletes what `purge_blobs` has stored to
         # read the clock.
         server.failures.append(Failure(500, "InternalError", "POST"))
         with pytest.raises(ArtifactStoreError):
-            await purge_blobs(db, place, options=options)
-        assert (await purge_blobs(db, place, options=options)).numbers == (2, 0, 0, 0, 0)
+            await purge_blobs(db, place)
+        assert (await purge_blobs(db, place)).numbers == (2, 0, 0, 0, 0)
         assert len(server.keys()) == 1  # the trace of the run that failed
         server.make_older(MONTH + DAY)
-        assert (await purge_blobs(db, place, options=options)).numbers == (0, 0, 0, 0, 0)
+        assert (await purge_blobs(db, place)).numbers == (0, 0, 0, 0, 0)
         assert server.keys() == []
 
 

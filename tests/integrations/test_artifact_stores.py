@@ -21,6 +21,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
 from tests.integrations import s3
 from tests.integrations.object_server import BUCKET, CLOSED, SECRET, Failure, ObjectServer
@@ -58,7 +59,8 @@ def artifacts_in(
     sessions: EncryptedSessionService, server: ObjectServer, bucket: str = BUCKET, **changes: Any
 ) -> EncryptedArtifactService:
     options = server.options | changes
-    return EncryptedArtifactService(sessions, server.url("ada", bucket), options=options, timeout=5)
+    store = ArtifactStore(server.url("ada", bucket), options=options, timeout=5)
+    return EncryptedArtifactService(sessions, store)
 
 
 def blob(data: bytes) -> types.Part:
@@ -128,7 +130,7 @@ async def test_concurrent_saves_get_distinct_versions(url: str, server: ObjectSe
 
 
 async def test_maintenance_includes_artifacts(url: str, server: ObjectServer) -> None:  # noqa: F811
-    where = server.url("ada")
+    where = ArtifactStore(server.url("ada"), options=server.options)
     for user_id in ("needle-user", "bob"):
         async with EncryptedSessionService(url, BACKEND) as sessions:
             artifacts = artifacts_in(sessions, server)
@@ -137,10 +139,10 @@ async def test_maintenance_includes_artifacts(url: str, server: ObjectServer) ->
         assert (await verify(db)).bad == 0
         await rotate_data(db)
         await retire(db)
-        assert (await check_blobs(db, where, options=server.options)).numbers == (2, 2, 0, 0, 0, 0)
+        assert (await check_blobs(db, where)).numbers == (2, 2, 0, 0, 0, 0)
         await erase_user(db, "clinic", "needle-user")
-        assert (await check_blobs(db, where, options=server.options)).numbers == (1, 1, 0, 0, 1, 0)
-        purged = await purge_blobs(db, where, options=server.options)
+        assert (await check_blobs(db, where)).numbers == (1, 1, 0, 0, 1, 0)
+        purged = await purge_blobs(db, where)
         assert purged.numbers == (0, 0, 0, 1, 0)  # the blob was written today
         assert (await verify(db)).bad == 0
     assert len(server.keys()) == 2
@@ -240,8 +242,8 @@ async def test_store_that_answers_too_late(
     server: ObjectServer,
     file_url: str,  # noqa: F811
 ) -> None:
-    where, options = server.url(), server.options
-    artifacts = EncryptedArtifactService(sessions, where, options=options, timeout=0.3)
+    where = ArtifactStore(server.url(), options=server.options, timeout=0.3)
+    artifacts = EncryptedArtifactService(sessions, where)
     server.delay = 0.6
     with pytest.raises(ArtifactStoreError) as info:
         await artifacts.save_artifact(**HERE, artifact=blob(b"data"))
@@ -250,7 +252,7 @@ async def test_store_that_answers_too_late(
     server.delay = 0.0
     await asyncio.sleep(1)  # the server may still store the object
     async with Database(file_url, BACKEND) as db:
-        found = await check_blobs(db, where, options=options)
+        found = await check_blobs(db, where)
     assert (found.blobs, found.bad) == (0, 0)
     assert found.unused == len(server.keys())
 
@@ -271,7 +273,7 @@ async def test_artifact_is_deleted_while_the_store_fails(
     assert await artifacts.load_artifact(**HERE) is None
     assert len(server.keys()) == 1
     async with Database(file_url, BACKEND) as db:
-        found = await check_blobs(db, server.url("ada"), options=server.options)
+        found = await check_blobs(db, ArtifactStore(server.url("ada"), options=server.options))
     assert (found.unused, found.bad) == (1, 0)
 
 

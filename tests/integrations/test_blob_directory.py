@@ -10,7 +10,7 @@ import pytest
 
 from adk_secure_sessions import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.integrations import blob_directory
-from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from adk_secure_sessions.integrations.object_store import ArtifactStore, BlobStore
 
 PREFIX = "0ada57141459e0f9"
 NAME, OTHER = "0" * 32, "1" * 32
@@ -24,7 +24,7 @@ def store(
     """A store that uses descriptors, and one that uses paths, as on Windows."""
     if request.param == "paths":
         monkeypatch.setattr(blob_directory, "_HAS_DESCRIPTORS", False)
-    return open_store(tmp_path / "blobs", PREFIX)
+    return ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def put(store: BlobStore, name: str = NAME) -> None:
 
 
 async def read(store: BlobStore, name: str = NAME) -> bytes:
-    return await store.get_range(name, len(CONTENT), 0, len(CONTENT))
+    return b"".join([piece async for piece in store.get_stream(name, len(CONTENT))])
 
 
 async def names(store: BlobStore) -> list[str]:
@@ -136,7 +136,7 @@ async def test_link_in_place_of_the_prefix_is_not_followed(
         with pytest.raises(ArtifactStoreError, match="symbolic link"):
             await call()
     with pytest.raises(ArtifactStoreError, match="symbolic link"):
-        open_store(tmp_path / "blobs", PREFIX)
+        ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
     assert [path.name for path in moved.iterdir()] == [NAME]
     assert (moved / NAME / "0").read_bytes() == CONTENT
 
@@ -146,7 +146,7 @@ async def test_directory_that_the_operator_gave_may_be_a_link(
 ) -> None:
     await put(store)
     (tmp_path / "link").symlink_to(tmp_path / "blobs")
-    linked = open_store(tmp_path / "link", PREFIX)
+    linked = ArtifactStore(tmp_path / "link").blobs(PREFIX)
     assert await read(linked) == CONTENT
     await put(linked, OTHER)
     assert await names(linked) == [NAME, OTHER]
@@ -157,7 +157,7 @@ async def test_directory_that_the_operator_gave_may_be_a_link(
 async def test_blob_that_becomes_a_link_during_its_deletion_is_not_followed(
     tmp_path: Path, victim: Path
 ) -> None:
-    store = open_store(tmp_path / "blobs", PREFIX)
+    store = ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
     await put(store)
     path, real = tmp_path / "blobs" / PREFIX / NAME, blob_directory._deletable
 

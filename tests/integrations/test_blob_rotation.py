@@ -24,6 +24,7 @@ from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_b
 from adk_secure_sessions.integrations.artifact_versions import versions_of
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.writes import Expected
@@ -294,8 +295,8 @@ async def test_run_that_meets_a_failing_store_loses_nothing_and_is_continued(
     server.clear()
     method, is_marking = request_that_fails[:3], request_that_fails != request_that_fails[:3]
     failure = Failure(500, "InternalError", method, "/deleted/" if is_marking else "")
-    place, options = f"s3://{object_server.BUCKET}/{method}", server.options
-    service = EncryptedArtifactService(sessions, place, options=options)
+    place = ArtifactStore(f"s3://{object_server.BUCKET}/{method}", options=server.options)
+    service = EncryptedArtifactService(sessions, place)
     await save(service, 0, 1, 2)
 
     def progress(done: int, total: int) -> None:
@@ -305,19 +306,19 @@ async def test_run_that_meets_a_failing_store_loses_nothing_and_is_continued(
 
     async with Database(url, BACKEND) as db:
         with pytest.raises(ArtifactStoreError) as info:
-            await rotate_data_and_blobs(db, place, options=options, progress=progress)
+            await rotate_data_and_blobs(db, place, progress=progress)
         assert info.value.retryable
         server.failures.clear()
         await assert_versions(service, 3)
-        done = await rotate_data_and_blobs(db, place, options=options)
+        done = await rotate_data_and_blobs(db, place)
         assert done.resumed
         assert done.blobs == (1 if is_marking else 2)
         await assert_versions(service, 3)
         server.make_older(MONTH + timedelta(days=1))
-        await purge_blobs(db, place, options=options)
+        await purge_blobs(db, place)
         server.make_older(MONTH + timedelta(days=1))
-        await purge_blobs(db, place, options=options)
-        found = await check_blobs(db, place, options=options)
+        await purge_blobs(db, place)
+        found = await check_blobs(db, place)
         assert (found.blobs, found.missing, found.unused, found.bad) == (3, 0, 0, 0)
 
 

@@ -60,7 +60,7 @@ async def fill_and_forget(url: str, place: sa.URL) -> tuple[list[Any], list[Any]
 
 async def reads_and_writes(url: str) -> list[Callable[[], Awaitable[object]]]:  # noqa: F811
     sessions = EncryptedSessionService(url, BACKEND)
-    memory = ours(sessions, cache_users=0)
+    memory = ours(sessions, cache_entries=0)
 
     def call(what: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[object]]:
         async def then_close() -> object:

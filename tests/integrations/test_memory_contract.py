@@ -40,7 +40,7 @@ async def service(
         return
     if request.param in ("sqlite", "cold"):
         async with EncryptedSessionService(file_url, BACKEND) as sessions:
-            yield ours(sessions, cache_users=0 if request.param == "cold" else 64)
+            yield ours(sessions, cache_entries=0 if request.param == "cold" else 100_000)
         return
     server: Server = request.getfixturevalue(request.param)
     with server.database() as url:

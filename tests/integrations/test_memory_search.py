@@ -119,7 +119,7 @@ async def test_random_changes_leave_what_adk_has(
         expected = await memories(theirs, query)
         readers: list[BaseMemoryService] = [mine]
         if chance.random() < 0.3:
-            readers += [other, EncryptedMemoryService(sessions, cache_users=0)]
+            readers += [other, EncryptedMemoryService(sessions, cache_entries=0)]
         for reader in readers:
             assert await memories(reader, query) == expected
 

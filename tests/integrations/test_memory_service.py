@@ -176,16 +176,16 @@ async def test_two_processes_adding_at_once_lose_nothing(file_url: str) -> None:
 
 
 async def test_cache_is_limited(sessions: EncryptedSessionService) -> None:
-    memory = ours(sessions, cache_users=2, cache_entries=5)
+    memory = ours(sessions, cache_entries=205)  # two users with 5 entries
     for user in "abc":
         await add(memory, text_event(f"cat {user}"), user=user)
-    kept = (await memory._cache())._memories
+    kept = (await memory._cache())._entries
     assert list(kept) == [(APP, "b"), (APP, "c")]
     await add(memory, *(text_event(f"cat {n}") for n in range(5)), user="b")
     assert await found(memory, "cat", "b") == [f"cat {n}" for n in range(5)]
     assert list(kept) == [(APP, "b")]
-    await add(memory, *(text_event(f"cat {n}") for n in range(6)), user="b")
-    assert len(await found(memory, "cat", "b")) == 6
+    await add(memory, *(text_event(f"dog {n}") for n in range(110)), user="b")
+    assert len(await found(memory, "cat", "b")) == 5
     assert not kept
 
 

@@ -30,9 +30,9 @@ from adk_secure_sessions.integrations import object_store
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory
 from adk_secure_sessions.integrations.object_store import (
     OBJECT_LENGTH,
+    ArtifactStore,
     BlobStore,
     StoredBlob,
-    open_store,
 )
 from tests.integrations import s3
 from tests.integrations.object_server import (
@@ -48,6 +48,10 @@ from tests.integrations.object_server import (
 PREFIX = "0ada57141459e0f9"
 SMALL_OBJECT = 1000  # instead of 8 MiB, in tests of blobs with many objects
 SIZES = [1, SMALL_OBJECT - 1, SMALL_OBJECT, SMALL_OBJECT + 1, 3 * SMALL_OBJECT, 5500]
+
+
+async def read_range(store: BlobStore, name: str, size: int, start: int, stop: int) -> bytes:
+    return b"".join([piece async for piece in store.get_stream(name, size, start, stop)])
 
 
 @pytest.fixture(scope="session")
@@ -70,9 +74,9 @@ def server(s3_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectSe
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     if request.param == "s3":
         server = request.getfixturevalue("server")
-        return open_store(server.url("team"), PREFIX, options=server.options)
+        return ArtifactStore(server.url("team"), options=server.options).blobs(PREFIX)
     where = tmp_path / "blobs" if request.param == "directory" else "memory://"
-    return open_store(where, PREFIX)
+    return ArtifactStore(where).blobs(PREFIX)
 
 
 @pytest.fixture
@@ -120,7 +124,7 @@ async def test_every_range_is_read_alone(store: BlobStore, small_objects: None) 
     for start in (0, 1, 999, 1000, 1001, 2500, 3499, 3500):
         for stop in (start, start + 1, 1000, 2000, 3500):
             if start <= stop <= 3500:
-                assert await store.get_range(name, 3500, start, stop) == data[start:stop]
+                assert await read_range(store, name, 3500, start, stop) == data[start:stop]
 
 
 async def test_encrypted_blob_goes_through_the_store(store: BlobStore) -> None:
@@ -174,7 +178,7 @@ async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore)
     assert len(again) == 2
     assert again[marked] >= first[marked]
     assert await listed(store) == blobs
-    assert await store.get_range(marked, 1, 0, 1) == b"x"
+    assert await read_range(store, marked, 1, 0, 1) == b"x"
     await store.delete(marked)
     assert await store.marks() == again
     for name in again:
@@ -197,7 +201,7 @@ async def test_marks_of_another_prefix_are_not_listed(tmp_path: Path, server: Ob
     roots: tuple[Path | str, ...] = (tmp_path, server.url())
     for root in roots:
         options = server.options if isinstance(root, str) else None
-        one, other = (open_store(root, prefix, options=options) for prefix in ("a", "ab"))
+        one, other = (ArtifactStore(root, options=options).blobs(prefix) for prefix in ("a", "ab"))
         await other.mark(new_name())
         assert (await one.marks(), len(await other.marks())) == ({}, 1)
 
@@ -206,7 +210,7 @@ async def test_blobs_of_another_prefix_are_not_listed(tmp_path: Path, server: Ob
     roots: tuple[Path | str, ...] = (tmp_path, server.url())
     for root in roots:
         options = server.options if isinstance(root, str) else None
-        one, other = (open_store(root, prefix, options=options) for prefix in ("a", "ab"))
+        one, other = (ArtifactStore(root, options=options).blobs(prefix) for prefix in ("a", "ab"))
         await other.put_stream(new_name(), pieces_of(b"x"))
         assert (await listed(one), len(await listed(other))) == ([], 1)
 
@@ -214,16 +218,16 @@ async def test_blobs_of_another_prefix_are_not_listed(tmp_path: Path, server: Ob
 async def test_foreign_objects_are_not_listed(tmp_path: Path, server: s3.Server) -> None:
     server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/readme.txt", Body=b"x")
     server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/{new_name()}/x/0", Body=b"x")
-    assert await listed(open_store(f"s3://{BUCKET}", PREFIX, options=server.options)) == []
-    directory = open_store(tmp_path, PREFIX)
+    assert await listed(ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)) == []
+    directory = ArtifactStore(tmp_path).blobs(PREFIX)
     (tmp_path / PREFIX / "readme.txt").write_text("x")
     (tmp_path / PREFIX / "folder").mkdir()
     assert await listed(directory) == []
 
 
 async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -> None:
-    bucket = open_store(f"s3://{BUCKET}", PREFIX, options=server.options)
-    directory = open_store(tmp_path, PREFIX)
+    bucket = ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)
+    directory = ArtifactStore(tmp_path).blobs(PREFIX)
     for store in (bucket, directory):
         await store.mark(new_name())
     below = f"{PREFIX}/deleted"
@@ -255,7 +259,7 @@ async def test_missing_blob_is_rejected(store: BlobStore) -> None:
         await read(store, new_name(), 10)
     assert info.value.reason is Reason.MISSING
     with pytest.raises(TamperedError, match="missing"):
-        await store.get_range(new_name(), 10, 3, 4)
+        await read_range(store, new_name(), 10, 3, 4)
 
 
 @pytest.mark.parametrize("size", [1, 999, 2000, 2499, 2501, 3000, 9000])
@@ -270,14 +274,17 @@ async def test_blob_of_another_length_is_rejected(
         assert info.value.reason is Reason.MISMATCH
     if size > 2500:
         with pytest.raises(TamperedError):
-            await store.get_range(name, size, size - 1, size)
+            await read_range(store, name, size, size - 1, size)
 
 
 @pytest.mark.parametrize("kind", ["directory", "memory"])  # moto's memory would count as ours
 async def test_object_of_any_size_is_not_read_into_memory(
     kind: str, tmp_path: Path, small_objects: None
 ) -> None:
-    store, name = open_store("memory://" if kind == "memory" else tmp_path, PREFIX), new_name()
+    store, name = (
+        ArtifactStore("memory://" if kind == "memory" else tmp_path).blobs(PREFIX),
+        new_name(),
+    )
     with mock.patch.object(object_store, "OBJECT_LENGTH", 20_000_000):
         await store.put_stream(name, pieces_of(bytes(10_000_000), 1_000_000))
     tracemalloc.start()
@@ -334,7 +341,7 @@ async def test_reader_that_stops_early_ends_the_read(store: BlobStore, small_obj
 
 
 async def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
-    store, name, piece = open_store(tmp_path, PREFIX), new_name(), bytes(1_000_000)
+    store, name, piece = ArtifactStore(tmp_path).blobs(PREFIX), new_name(), bytes(1_000_000)
 
     async def source() -> AsyncIterator[bytes]:
         for _ in range(60):
@@ -354,7 +361,7 @@ async def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
 
 def open_bucket(server: ObjectServer, bucket: str = BUCKET, **changes: Any) -> BlobStore:
     options = server.options | changes
-    return open_store(server.url(bucket=bucket), PREFIX, options=options, timeout=5)
+    return ArtifactStore(server.url(bucket=bucket), options=options, timeout=5).blobs(PREFIX)
 
 
 FAILURES: dict[str, tuple[Failure, str, bool]] = {
@@ -426,7 +433,7 @@ async def test_unreachable_store_is_our_error(server: ObjectServer) -> None:
 
 
 async def test_store_that_does_not_answer_is_our_error(server: ObjectServer) -> None:
-    store = open_store(server.url(), PREFIX, options=server.options, timeout=0.2)
+    store = ArtifactStore(server.url(), options=server.options, timeout=0.2).blobs(PREFIX)
     server.delay = 1
     start = time.monotonic()
     with pytest.raises(ArtifactStoreError) as info:
@@ -460,8 +467,8 @@ async def test_store_works_in_another_event_loop(store: BlobStore) -> None:
 
 FORK = """
 import asyncio, os, sys
-from adk_secure_sessions.integrations.object_store import open_store
-store = open_store(sys.argv[1], "p")
+from adk_secure_sessions.integrations.object_store import ArtifactStore
+store = ArtifactStore(sys.argv[1]).blobs("p")
 async def use():
     return await store.size("0" * 32)
 asyncio.run(use())
@@ -499,7 +506,7 @@ def mode(path: Path) -> int:
 
 async def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     name = new_name()
-    await open_store(tmp_path / "new" / "blobs", PREFIX).put_stream(name, pieces_of(b"x"))
+    await ArtifactStore(tmp_path / "new" / "blobs").blobs(PREFIX).put_stream(name, pieces_of(b"x"))
     path = tmp_path / "new"
     for part in ("blobs", PREFIX, name):
         assert mode(path) == 0o700
@@ -509,13 +516,13 @@ async def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
 
 async def test_mode_of_a_directory_that_exists_stays(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
-    open_store(tmp_path, PREFIX)
+    ArtifactStore(tmp_path).blobs(PREFIX)
     assert (mode(tmp_path), mode(tmp_path / PREFIX)) == (0o750, 0o700)
 
 
 async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
     name, synced = new_name(), []
-    store = open_store(tmp_path, PREFIX)
+    store = ArtifactStore(tmp_path).blobs(PREFIX)
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -540,7 +547,7 @@ async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> 
 async def test_failure_of_the_file_system_is_our_error(
     tmp_path: Path, code: int, text: str, retryable: bool
 ) -> None:
-    store = open_store(tmp_path / "needle", PREFIX)
+    store = ArtifactStore(tmp_path / "needle").blobs(PREFIX)
     with (
         mock.patch("os.fsync", side_effect=OSError(code, "needle")),
         pytest.raises(ArtifactStoreError, match=text) as info,
@@ -554,11 +561,11 @@ async def test_failure_of_the_file_system_is_our_error(
 def test_file_where_the_directory_should_be_is_our_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArtifactStoreError, match="not a directory"):
-        open_store(tmp_path / "file", PREFIX)
+        ArtifactStore(tmp_path / "file").blobs(PREFIX)
 
 
 async def test_link_in_place_of_a_blob_is_not_followed(tmp_path: Path) -> None:
-    name, store = new_name(), open_store(tmp_path / "blobs", PREFIX)
+    name, store = new_name(), ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
     (tmp_path / "secret").write_text("content")
     (tmp_path / "blobs" / PREFIX / name).mkdir()
     (tmp_path / "blobs" / PREFIX / name / "0").symlink_to(tmp_path / "secret")
@@ -571,7 +578,7 @@ async def test_link_in_place_of_a_blob_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 async def test_pipe_in_place_of_a_blob_does_not_stop_the_reader(tmp_path: Path) -> None:
-    name, store = new_name(), open_store(tmp_path, PREFIX)
+    name, store = new_name(), ArtifactStore(tmp_path).blobs(PREFIX)
     (tmp_path / PREFIX / name).mkdir()
     os.mkfifo(tmp_path / PREFIX / name / "0")
     with pytest.raises(SecureSessionError):
@@ -579,7 +586,7 @@ async def test_pipe_in_place_of_a_blob_does_not_stop_the_reader(tmp_path: Path) 
 
 
 async def test_what_a_killed_writer_left_is_listed_and_deleted(tmp_path: Path) -> None:
-    store, empty, partial = open_store(tmp_path, PREFIX), "0" * 32, "1" * 32
+    store, empty, partial = ArtifactStore(tmp_path).blobs(PREFIX), "0" * 32, "1" * 32
     (tmp_path / PREFIX / empty).mkdir()
     (tmp_path / PREFIX / partial).mkdir()
     (tmp_path / PREFIX / partial / "0").write_bytes(b"half")
@@ -595,7 +602,7 @@ async def test_relative_directory_stays_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store, name = open_store("blobs", PREFIX), new_name()
+    store, name = ArtifactStore("blobs").blobs(PREFIX), new_name()
     await store.put_stream(name, pieces_of(b"x"))
     monkeypatch.chdir("/")
     assert await store.size(name) == 1
@@ -609,10 +616,10 @@ def test_file_urls_and_paths_are_directories(tmp_path: Path) -> None:
 
     names: list[Path | str] = [str(tmp_path / "a b"), tmp_path / "a b", (tmp_path / "a b").as_uri()]
     for number, store in enumerate(names):
-        opened = open_store(store, f"p{number}")
+        opened = ArtifactStore(store).blobs(f"p{number}")
         assert isinstance(opened._objects, BlobDirectory)
         assert (tmp_path / "a b" / f"p{number}").is_dir()
-    open_store(LocalStore(tmp_path), "p")
+    ArtifactStore(LocalStore(tmp_path)).blobs("p")
     assert (tmp_path / "p").is_dir()
 
 
@@ -632,20 +639,20 @@ REJECTED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("store", "text"), REJECTED.values(), ids=REJECTED)
 def test_store_that_cannot_be_opened_is_named(store: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text) as info:
-        open_store(store, PREFIX)
+        ArtifactStore(store).blobs(PREFIX)
     assert_says_nothing(info.value)
 
 
 @pytest.mark.parametrize("options", [{"no_such_option": "needle"}, {"timeout": 3, "needle": 1}])
 def test_unknown_option_is_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="check its options") as info:
-        open_store(f"s3://{BUCKET}", PREFIX, options=options)
+        ArtifactStore(f"s3://{BUCKET}", options=options).blobs(PREFIX)
     assert_says_nothing(info.value)
 
 
 def test_directory_has_no_options(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no options"):
-        open_store(tmp_path, PREFIX, options={"region": "x"})
+        ArtifactStore(tmp_path, options={"region": "x"}).blobs(PREFIX)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "memory"])
@@ -657,12 +664,12 @@ def test_missing_library_is_named_with_the_command_that_installs_it(
         ConfigurationError,
         match=r"this artifact store needs obstore: pip install 'obstore>=0.8'",
     ):
-        open_store(f"{scheme}://bucket", PREFIX)
+        ArtifactStore(f"{scheme}://bucket").blobs(PREFIX)
 
 
 def test_directory_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    open_store(tmp_path, PREFIX)
+    ArtifactStore(tmp_path).blobs(PREFIX)
 
 
 PLAIN = "http://10.0.0.1:9000"
@@ -675,14 +682,14 @@ def test_plain_http_of_the_environment_is_rejected_unless_allowed(
     monkeypatch.setenv(name, PLAIN)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     with pytest.raises(ConfigurationError, match="an artifact store begins with https://"):
-        open_store(f"s3://{BUCKET}", PREFIX)
-    open_store(f"s3://{BUCKET}", PREFIX, allow_http=True)
+        ArtifactStore(f"s3://{BUCKET}").blobs(PREFIX)
+    ArtifactStore(f"s3://{BUCKET}", allow_http=True).blobs(PREFIX)
 
 
 @pytest.mark.parametrize("address", [PLAIN, "HTTP://10.0.0.1", "http://127.0.0.1.example.com"])
 def test_plain_http_of_an_option_is_rejected(address: str) -> None:
     with pytest.raises(ConfigurationError, match="begins with https://"):
-        open_store(f"s3://{BUCKET}", PREFIX, options={"endpoint": address, "region": "x"})
+        ArtifactStore(f"s3://{BUCKET}", options={"endpoint": address, "region": "x"}).blobs(PREFIX)
 
 
 async def test_environment_names_the_store_and_its_credentials(
@@ -692,7 +699,7 @@ async def test_environment_names_the_store_and_its_credentials(
     monkeypatch.setenv("AWS_REGION", REGION)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    store, name = open_store(f"s3://{BUCKET}/some/where/", PREFIX), new_name()
+    store, name = ArtifactStore(f"s3://{BUCKET}/some/where/").blobs(PREFIX), new_name()
     await store.put_stream(name, pieces_of(b"x"))
     assert server.keys() == [f"some/where/{PREFIX}/{name}/0"]
     assert SECRET not in repr(store) + repr(vars(store)) + repr(store._objects)
@@ -702,7 +709,7 @@ async def test_store_of_obstore_can_be_given(server: s3.Server) -> None:
     from obstore.store import S3Store
 
     made = S3Store(BUCKET, client_options={"allow_http": True}, **server.options)
-    store, name = open_store(made, PREFIX), new_name()
+    store, name = ArtifactStore(made).blobs(PREFIX), new_name()
     await store.put_stream(name, pieces_of(b"x"))
     assert server.keys() == [f"{PREFIX}/{name}/0"]
 
@@ -715,13 +722,13 @@ async def test_store_of_obstore_can_be_given(server: s3.Server) -> None:
     ],
 )
 def test_other_clouds_can_be_opened(url: str, options: dict[str, Any]) -> None:
-    open_store(url, PREFIX, options=options)
+    ArtifactStore(url, options=options).blobs(PREFIX)
 
 
 @pytest.mark.parametrize("prefix", ["", "a/b", "..", "a b", "x" * 65])
 def test_prefix_is_one_simple_name(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(ValueError, match="a prefix is"):
-        open_store(tmp_path, prefix)
+        ArtifactStore(tmp_path).blobs(prefix)
 
 
 # --- large ---------------------------------------------------------------------------------------

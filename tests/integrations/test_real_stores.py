@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from adk_secure_sessions.integrations.object_store import ArtifactStore, BlobStore
 from tests.integrations import real_stores, test_artifact_stores, test_object_store
 from tests.integrations.object_server import ObjectServer
 from tests.integrations.test_artifact_stores import sessions  # noqa: F401 - a fixture
@@ -82,7 +82,7 @@ def server(running: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServ
 
 @pytest.fixture
 def store(server: ObjectServer) -> BlobStore:
-    return open_store(server.url("team"), PREFIX, options=server.options)
+    return ArtifactStore(server.url("team"), options=server.options).blobs(PREFIX)
 
 
 @pytest.fixture

@@ -34,10 +34,13 @@ def verify(db: "Database", as_json: bool, store: str, allow_http: bool) -> None:
           --store ./artifacts
     """
     from adk_secure_sessions.integrations import artifact_blobs
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
     found = run(
         db,
-        lambda opened: artifact_blobs.check_blobs(opened, store, allow_http=allow_http),
+        lambda opened: artifact_blobs.check_blobs(
+            opened, ArtifactStore(store, allow_http=allow_http)
+        ),
         again=None,
     )
     finish(found, as_json, [] if found.bad else ["no blob is missing"])
@@ -79,11 +82,15 @@ def purge(
           --store ./artifacts --dry-run
     """
     from adk_secure_sessions.integrations import artifact_blobs
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
     done = run(
         db,
         lambda opened: artifact_blobs.purge_blobs(
-            opened, store, older_than=older_than, dry_run=dry_run, allow_http=allow_http
+            opened,
+            ArtifactStore(store, allow_http=allow_http),
+            older_than=older_than,
+            dry_run=dry_run,
         ),
         again=None if dry_run else AGAIN,
     )

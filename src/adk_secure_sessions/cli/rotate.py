@@ -133,8 +133,12 @@ def data(
     work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
     if store is not None:
         from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
+        from adk_secure_sessions.integrations.object_store import ArtifactStore
 
-        work = partial(rotate_data_and_blobs, store=store, allow_http=allow_http)
+        def work(opened: "Database", **options: Any) -> Awaitable[Any]:
+            place = ArtifactStore(store, allow_http=allow_http)
+            return rotate_data_and_blobs(opened, place, **options)
+
     done = _rotate(db, "data", work, dry_run=dry_run, **options)
     _show(done, as_json, data_rotation_lines(done, dry_run), dry_run=dry_run)
 

@@ -10,12 +10,11 @@ was not called, both reject the URI instead of opening a service that stores pla
 """
 
 import asyncio
-import importlib
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -271,9 +270,11 @@ def artifact_service(
         )
     if _describes.get():
         return cast("BaseArtifactService", parsed)
-    make = _class_of("artifacts", "EncryptedArtifactService")
-    service: BaseArtifactService = make(_shared(parsed), parsed.blobs, allow_http=parsed.allow_http)
-    return service
+    from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
+
+    store = ArtifactStore(parsed.blobs, allow_http=parsed.allow_http)
+    return EncryptedArtifactService(_shared(parsed), store)
 
 
 @hides_locals
@@ -287,8 +288,9 @@ def memory_service(
     parsed = parse(uri)
     if _describes.get():
         return cast("BaseMemoryService", parsed)
-    service: BaseMemoryService = _class_of("memory", "EncryptedMemoryService")(_shared(parsed))
-    return service
+    from adk_secure_sessions.integrations.memory import EncryptedMemoryService
+
+    return EncryptedMemoryService(_shared(parsed))
 
 
 @hides_locals
@@ -301,21 +303,6 @@ def register() -> None:
         registry.register_session_service(scheme, session_service)
         registry.register_artifact_service(scheme, artifact_service)
         registry.register_memory_service(scheme, memory_service)
-
-
-def _class_of(module: str, name: str) -> Callable[..., Any]:
-    """Import a module of this package, and return the class *name*.
-
-    The module is imported only if a URI needs the class.
-    """
-    full = f"{__package__}.{module}"
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(full), name)
-        return found
-    except ModuleNotFoundError as error:
-        if error.name != full:
-            raise
-        raise ConfigurationError(f"this release of adk-secure-sessions has no {name}") from None
 
 
 # --- One service for each database ----------------------------------------------------------------

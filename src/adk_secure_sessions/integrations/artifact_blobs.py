@@ -9,12 +9,10 @@ its mark is old enough.  If another copy of the database still names the blob, `
 withdraws the mark there before that.
 """
 
-import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -22,7 +20,7 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_versions import is_artifact, versions_of
-from adk_secure_sessions.integrations.object_store import BlobStore, open_store
+from adk_secure_sessions.integrations.object_store import AnyStore, BlobStore, opened
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
@@ -30,9 +28,6 @@ from adk_secure_sessions.maintenance.walk import SessionIds, located_sessions
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 
 _COPY = (
@@ -102,10 +97,7 @@ class BlobPurge(Result):
 @command
 async def check_blobs(
     db: Database,
-    store: "str | os.PathLike[str] | ObjectStore",
-    *,
-    options: Mapping[str, Any] | None = None,
-    allow_http: bool = False,
+    store: AnyStore,
 ) -> BlobCheck:
     """Find blobs that are missing or have a wrong length, and blobs that no artifact names.
 
@@ -114,17 +106,16 @@ async def check_blobs(
 
     Args:
         db: The database, with every backend whose records it may hold.
-        store: The store of the contents: see `EncryptedArtifactService`.
-        options: Arguments of the store: see `object_store.open_store`.
-        allow_http: Whether the URL of a store on another machine may begin with `http://`.
+        store: The store of the contents: a path, or an `ArtifactStore`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used.
         ArtifactStoreError: The store failed.
     """
-    opened, prefix = await open_of_database(db, store, options, allow_http)
-    stored = {blob.name: blob.size async for blob in opened.list()}
-    marks = await opened.marks()  # before the rows: a row is deleted before its blob is marked
+    place = opened(store)
+    blobs, prefix = await blobs_of_database(db, place)
+    stored = {blob.name: blob.size async for blob in blobs.list()}
+    marks = await blobs.marks()  # before the rows: a row is deleted before its blob is marked
     problems = Problems()
     done = BlobCheck()
     named: set[str] = set()
@@ -137,9 +128,9 @@ async def check_blobs(
             named.add(blob.name)
             size = stored.get(blob.name)
             if blob.prefix != prefix:  # the blob of a database of which this one is a copy
-                size = await opened_at(store, blob.prefix, options, allow_http).size(blob.name)
+                size = await place.blobs(blob.prefix, create=False).size(blob.name)
             elif size is None:  # the blob may have been stored after the listing
-                size = await opened.size(blob.name)
+                size = await blobs.size(blob.name)
             row = f"{found.at.session_row}, {version.item}"
             if size != encrypted_size(blob.size):
                 done.missing += 1
@@ -164,12 +155,10 @@ _MIN_AGE = timedelta(hours=48)
 @command
 async def purge_blobs(
     db: Database,
-    store: "str | os.PathLike[str] | ObjectStore",
+    store: AnyStore,
     *,
     older_than: timedelta = timedelta(days=30),
     dry_run: bool = False,
-    options: Mapping[str, Any] | None = None,
-    allow_http: bool = False,
 ) -> BlobPurge:
     """Delete blobs that no version of an artifact names, and that were marked long enough ago.
 
@@ -190,13 +179,11 @@ async def purge_blobs(
 
     Args:
         db: The database, with every backend whose records it may hold.
-        store: The store of the contents: see `EncryptedArtifactService`.
+        store: The store of the contents: a path, or an `ArtifactStore`.
         older_than: The minimum age of a mark, at least 48 hours.  It must be longer than the time
             between two runs on each database that uses this store, and longer than the age of the
             oldest backup that you would restore.
         dry_run: Count the blobs, but write nothing.
-        options: Arguments of the store: see `object_store.open_store`.
-        allow_http: Whether the URL of a store on another machine may begin with `http://`.
 
     Raises:
         ConfigurationError: The store or the database cannot be used, or *older_than* is too short.
@@ -205,14 +192,14 @@ async def purge_blobs(
     """
     if older_than < _MIN_AGE:
         raise ConfigurationError("older_than of blobs must be at least 48 hours")
-    opened, _ = await open_of_database(db, store, options, allow_http, create=not dry_run)
+    blobs, _ = await blobs_of_database(db, store, create=not dry_run)
     # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
     # mark of a blob whose row is deleted in the meantime is not withdrawn.
-    written = {blob.name: blob.modified async for blob in opened.list()}
+    written = {blob.name: blob.modified async for blob in blobs.list()}
     if dry_run:
-        marks, now = await opened.marks(), time.time()
+        marks, now = await blobs.marks(), time.time()
     else:
-        marks, now = await opened.marks_and_time()
+        marks, now = await blobs.marks_and_time()
     problems = Problems()
     named = {
         version.blob.name
@@ -223,7 +210,7 @@ async def purge_blobs(
     withdrawn = marks.keys() & named
     if not dry_run:
         for name in withdrawn:
-            await opened.unmark(name)
+            await blobs.unmark(name)
     done = BlobPurge(withdrawn=len(withdrawn), kept=len(named))
     done.bad, done.problems = problems.count, tuple(problems.kept)
     if withdrawn or problems.count:
@@ -231,52 +218,38 @@ async def purge_blobs(
     await reject_orphans(db)
     # Read the marks again: reading the rows may have taken hours, and a run on another copy of the
     # database may have withdrawn marks since.
-    again = await opened.marks()
+    again = await blobs.marks()
     old = now - older_than.total_seconds()
     due = [name for name in marks.keys() & again.keys() if again[name] < old]
     young = now - _LONGEST_UPLOAD.total_seconds()
     new = [name for name in written.keys() - named - marks.keys() if written[name] < young]
     if not dry_run:
         for name in new:
-            await opened.mark(name)
+            await blobs.mark(name)
         for name in due:
             if name in written:  # otherwise, the blob was deleted by a run that was killed here
-                await opened.delete(name)
-            await opened.unmark(name)
+                await blobs.delete(name)
+            await blobs.unmark(name)
     done.deleted = len(written.keys() & due)
     done.marked = len(written.keys() & marks.keys()) - done.deleted + len(new)
     return done
 
 
-async def open_of_database(
-    db: Database,
-    store: "str | os.PathLike[str] | ObjectStore",
-    options: Mapping[str, Any] | None,
-    allow_http: bool,
-    *,
-    create: bool = False,
+async def blobs_of_database(
+    db: Database, store: AnyStore, *, create: bool = False
 ) -> tuple[BlobStore, str]:
-    """Open the part of *store* that contains the blobs of *db*.
+    """Open the part of *store* that contains the blobs of *db*; return it and its prefix.
 
-    Return this part, and its prefix: the id of the database in hexadecimal.  If *create* is True,
-    create the part's directory: a copy of a database has none after `separate`.  A missing
-    directory of the whole store is an error in any case.
+    The prefix is the id of the database in hexadecimal.  If *create* is True, create the part's
+    directory: a copy of a database has none after `separate`.  A missing directory of the whole
+    store is an error in any case.
     """
     prefix = (await Collections(db.unit).database_id()).hex()
-    opened = opened_at(store, prefix, options, allow_http)
+    place = opened(store)
+    blobs = place.blobs(prefix, create=False)
     if create:
-        opened = open_store(store, prefix, options=options, allow_http=allow_http)
-    return opened, prefix
-
-
-def opened_at(
-    store: "str | os.PathLike[str] | ObjectStore",
-    prefix: str,
-    options: Mapping[str, Any] | None,
-    allow_http: bool,
-) -> BlobStore:
-    """Open the part of *store* with *prefix*; a missing directory is not created."""
-    return open_store(store, prefix, options=options, allow_http=allow_http, create=False)
+        blobs = place.blobs(prefix)
+    return blobs, prefix
 
 
 async def artifacts_of(

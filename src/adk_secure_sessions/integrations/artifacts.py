@@ -5,12 +5,11 @@ bucket contains the content of a version: see docs/format.md, "Blobs".
 """
 
 import logging
-import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion
@@ -45,13 +44,10 @@ from adk_secure_sessions.integrations.artifact_versions import (
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import TIMEOUT, BlobStore, open_store
+from adk_secure_sessions.integrations.object_store import AnyStore, BlobStore, opened
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.tracebacks import hides_locals
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -101,21 +97,15 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     def __init__(
         self,
         session_service: EncryptedSessionService,
-        store: "str | os.PathLike[str] | ObjectStore",
-        *,
-        options: Mapping[str, Any] | None = None,
-        allow_http: bool = False,
-        timeout: float = TIMEOUT,
+        store: AnyStore,
     ) -> None:
         """Use the database and the keys of *session_service*.
 
         Args:
             session_service: The service whose database also stores the rows of artifacts.
             store: The store of the contents: a directory, or `s3://BUCKET/PREFIX`,
-                `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, or a store of `obstore`.
-            options: Options of the store: see `object_store.open_store`.
-            allow_http: Whether the URL of a store on another machine may begin with `http://`.
-            timeout: Seconds for each request to the store.
+                `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, or a store of `obstore`; or one of
+                these with options, as an `ArtifactStore`.
 
         Raises:
             ConfigurationError: The store cannot be used as given.
@@ -123,10 +113,9 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         self._collections = session_service.collections
         self._access_ids = session_service._access_ids
         self._audit_trail = session_service._audit_trail
-        self._arguments = (store, dict(options or {}), allow_http, timeout)
+        self._place = opened(store)
         self._stores: dict[str, BlobStore] = {}
-        self._store("0" * 32)  # if the store cannot be used, raise an error now, not at first use
-        self._stores.clear()
+        self._place.blobs("0" * 32)  # a directory that cannot be created is an error now
 
     @property
     def stores_plaintext(self) -> bool:
@@ -189,9 +178,10 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 belongs to another session or user, or more than 5 references follow each other.
         """
         for _ in range(_MAX_REFERENCES + 1):
-            part = await self._load(app_name, user_id, filename, session_id, version)
-            if part is None:
+            found = await self._version(app_name, user_id, filename, session_id, version)
+            if found is None:
                 return None
+            part = await self._part(found)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
                 # When ADK rewinds a session to a time before the artifact existed, it cannot delete
@@ -363,23 +353,13 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         }
         encode_item(values)  # raises ValueError before anything is stored
         blob = None if pieces is None else await self._upload(pieces)
-        # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
-        return await self._append(app_name, user_id, collection, values, blob)
-
-    async def _append(
-        self,
-        app_name: str,
-        user_id: str,
-        collection: str,
-        values: dict[str, Any],
-        blob: Blob | None,
-    ) -> int:
         numbers: list[int] = []
 
         def item(found: Collection) -> bytes:
             numbers.append(version_count(found) if found.size else 0)
             return encode_item(new_item(values, blob, found))
 
+        # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
         await self._collections.append(app_name, user_id, collection, item)
         return numbers[-1]
 
@@ -419,27 +399,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             last = count - number
             limit = last if limit < last else max(limit + 1, found.size - number)
 
-    async def _load(
-        self,
-        app_name: str,
-        user_id: str,
-        filename: str,
-        session_id: str | None,
-        number: int | None,
-    ) -> types.Part | None:
-        """Return the part of the version *number*, or of the latest version if *number* is None.
-
-        Return None if there is no such version.
-        """
-        found = await self._version(app_name, user_id, filename, session_id, number)
-        return None if found is None else await self._part(found)
-
     async def _part(self, version: Version) -> types.Part:
-        """Return the part of *version*, with its content.
-
-        Raises:
-            ConfigurationError: The installed google-adk cannot read the part.
-        """
+        """Return the part of *version*, with its content."""
         is_text = version.is_text
         part = _restored({**version.part, "text": None} if is_text else version.part)
         if part is None:
@@ -482,10 +443,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
 
     def _store(self, prefix: str) -> BlobStore:
         if prefix not in self._stores:
-            store, options, allow_http, timeout = self._arguments
-            self._stores[prefix] = open_store(
-                store, prefix, options=options, allow_http=allow_http, timeout=timeout
-            )
+            self._stores[prefix] = self._place.blobs(prefix)
         return self._stores[prefix]
 
 
@@ -511,12 +469,7 @@ async def _recording_rejections(
 
 
 def _collection_name(app_name: str, user_id: str, filename: str, session_id: str | None) -> str:
-    """Return the name of the collection of an artifact.
-
-    Raises:
-        InputValidationError: The artifact belongs to a session, and *session_id* is None.
-        ValueError: A name is not a string, or is too long.
-    """
+    """Check the arguments, and return the name of the collection of the artifact."""
     check_ids(app_name, user_id, session_id or "", filename=filename)
     if not filename:
         raise InputValidationError("filename must not be empty.")
@@ -528,11 +481,7 @@ def _collection_name(app_name: str, user_id: str, filename: str, session_id: str
 
 
 def _part(artifact: object) -> types.Part:
-    """Return *artifact* as a part.  google-adk's `ensure_part` would quote and log its values.
-
-    Raises:
-        InputValidationError: *artifact* is neither a part nor a dictionary that describes one.
-    """
+    """Return *artifact* as a part.  google-adk's `ensure_part` would quote and log its values."""
     if isinstance(artifact, types.Part):
         return artifact
     if isinstance(artifact, dict):
@@ -550,8 +499,7 @@ def _content(part: types.Part) -> bytes | None:
 def _part_values(part: types.Part) -> dict[str, Any]:
     """Return *part* as JSON values, without the bytes or the text that are stored as a blob.
 
-    Raises:
-        ValueError: The part would change when it is stored and read back.
+    Raises ValueError if the part would change when it is stored and read back.
     """
     bare = part.model_copy()
     is_text = part.inline_data is None and part.text is not None
@@ -602,12 +550,7 @@ def _checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
 def _check_reference(
     part: types.Part, app_name: str, user_id: str, session_id: str | None
 ) -> artifact_util.ParsedArtifactUri | None:
-    """Return the target if *part* refers to another artifact; otherwise None.
-
-    Raises:
-        InputValidationError: The reference is malformed, or the target belongs to another session
-            or user.
-    """
+    """Return the target if *part* refers to another artifact of its scope; otherwise None."""
     if not artifact_util.is_artifact_ref(part):
         return None
     assert part.file_data is not None

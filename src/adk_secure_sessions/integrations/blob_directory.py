@@ -50,29 +50,20 @@ _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_f
 
 
 class StoredObject(NamedTuple):
-    """One object of a blob, or a mark, as a method of `object_store.Objects` yields it.
+    """One object of a blob, or a mark, as a method of `object_store.Objects` yields it."""
 
-    Attributes:
-        name: The name of the blob.
-        number: The number of the object; None for a mark, and for anything else that is stored
-            under the blob's name.
-        size: The size in bytes.
-        modified: When the object was last modified, in seconds since 1970.
-    """
-
-    name: str
-    number: int | None
-    size: int
-    modified: float
+    name: str  # of the blob
+    number: int | None  # None for a mark, and for anything else that is stored under this name
+    size: int  # bytes
+    modified: float  # seconds since 1970, by the store's clock
 
 
 class BlobDirectory:
     """Stores the objects of blobs as files `NAME/K` in one directory: see `object_store.Objects`.
 
     NAME is the name of the blob, and K is the number of the object.  Marks are files
-    `deleted/NAME`.  The class creates directories
-    with the mode 0700, and files with the mode 0600.  The directory itself must not be a symbolic
-    link; its parents may be links.
+    `deleted/NAME`.  Directories get the mode 0700, and files 0600.  The directory itself must not
+    be a symbolic link; its parents may be links.
     """
 
     def __init__(self, directory: Path, *, create: bool = True) -> None:
@@ -346,17 +337,11 @@ def _read_file(descriptor: int, size: int, start: int, stop: int) -> bytes | Non
     if status.st_size != size:
         return b""
     os.lseek(descriptor, start, os.SEEK_SET)
-    return _read_exactly(lambda length: os.read(descriptor, length), stop - start)
-
-
-def _read_exactly(read: Callable[[int], bytes | None], length: int) -> bytes:
-    pieces = []
-    while length:
-        piece = read(length)
-        if not piece:
-            break
-        pieces.append(piece)
-        length -= len(piece)
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:
+        pieces = []
+        while start < stop and (piece := file.read(stop - start)):
+            pieces.append(piece)
+            start += len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
@@ -472,12 +457,9 @@ def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
                 status = entry.stat(follow_symlinks=False)
                 if not _NUMBER.fullmatch(entry.name) or stat.S_ISDIR(status.st_mode):
                     continue
-                if stat.S_ISREG(status.st_mode):
-                    found.append(
-                        StoredObject(name, int(entry.name), status.st_size, status.st_mtime)
-                    )
-                else:
-                    found.append(StoredObject(name, None, 0, status.st_mtime))
+                is_file = stat.S_ISREG(status.st_mode)
+                number, size = (int(entry.name), status.st_size) if is_file else (None, 0)
+                found.append(StoredObject(name, number, size, status.st_mtime))
     except OSError as error:
         # If the blob was deleted or replaced by a link in the meantime, ignore the error, so that
         # other blobs can still be listed.

@@ -11,10 +11,8 @@ At any time, the rows name a complete blob, even if the run is killed between tw
 case, no row names the other blob, and `blobs purge` marks it.
 """
 
-import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Mapping
 
 import sqlalchemy as sa
 
@@ -32,11 +30,7 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
-from adk_secure_sessions.integrations.artifact_blobs import (
-    artifacts_of,
-    open_of_database,
-    opened_at,
-)
+from adk_secure_sessions.integrations.artifact_blobs import artifacts_of, blobs_of_database
 from adk_secure_sessions.integrations.artifact_versions import (
     Blob,
     Version,
@@ -44,7 +38,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import BlobStore
+from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, BlobStore, opened
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
@@ -54,21 +48,16 @@ from adk_secure_sessions.storage.schema import COLLECTION, events, sessions
 from adk_secure_sessions.storage.writes import MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
 
 @command
 async def rotate_data_and_blobs(
     db: Database,
-    store: "str | os.PathLike[str] | ObjectStore",
+    store: AnyStore,
     *,
     dry_run: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
     rows_per_second: float | None = None,
-    options: Mapping[str, Any] | None = None,
-    allow_http: bool = False,
 ) -> DataRotation:
     """Do the same as `rotate_data`, then re-encrypt the contents of all artifacts with new keys.
 
@@ -82,25 +71,20 @@ async def rotate_data_and_blobs(
 
     Args:
         db: The database, with every backend whose records it may have.
-        store: The store of the contents: see `EncryptedArtifactService`.
+        store: The store of the contents: a path, or an `ArtifactStore`.
         dry_run: Count the records and contents that would be re-encrypted, but write nothing.
         restart: Begin a new rotation even if another one is unfinished.
         progress: Called with the number of rows processed and the number of all rows.
         rows_per_second: The maximum number of rows to process per second.
-        options: Arguments of the store: see `object_store.open_store`.
-        allow_http: Whether the URL of a store on another machine may begin with `http://`.
 
     Raises:
         ArtifactStoreError: The store failed.  The next run continues.
         SecureSessionError: See `rotate_data`.
     """
-    opened, prefix = await open_of_database(db, store, options, allow_http, create=not dry_run)
-    stored = {blob.name: blob.size async for blob in opened.list()} if dry_run else {}
-
-    def store_of(other: str) -> BlobStore:
-        return opened if other == prefix else opened_at(store, other, options, allow_http)
-
-    run = _BlobRotationRun(db, prefix, store_of, stored, dry_run=dry_run)
+    place = opened(store)
+    blobs, prefix = await blobs_of_database(db, place, create=not dry_run)
+    stored = {blob.name: blob.size async for blob in blobs.list()} if dry_run else {}
+    run = _BlobRotationRun(db, prefix, place, stored, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result()
 
@@ -115,19 +99,15 @@ class _BlobRotationRun(DataRotationRun):
     The run re-encrypts the contents after all passes over the rows.  By then, services encrypt new
     items with the new data keys, so an artifact that is saved later needs no re-encryption.
 
-    Args:
-        db: The database.
-        prefix: The prefix under which the run stores new blobs: the id of the database.
-        store_of: A function that returns the store of the blobs under a prefix.
-        stored: In a dry run, the sizes of the stored blobs under *prefix* by name; else empty.
-        dry_run: Whether to write nothing.
+    *prefix* is where the run stores new blobs: the id of the database.  *stored* are the sizes of
+    the stored blobs under *prefix* by name in a dry run; else it is empty.
     """
 
     def __init__(
         self,
         db: Database,
         prefix: str,
-        store_of: Callable[[str], BlobStore],
+        place: ArtifactStore,
         stored: Mapping[str, int],
         *,
         dry_run: bool,
@@ -135,7 +115,7 @@ class _BlobRotationRun(DataRotationRun):
         super().__init__(db, dry_run=dry_run)
         self._collections = Collections(db.unit)
         self._prefix = prefix
-        self._store_of = store_of
+        self._place = place
         self._stored = stored
         self._blobs = 0
         self._bytes = 0
@@ -147,6 +127,9 @@ class _BlobRotationRun(DataRotationRun):
             .result()
             ._replace(blobs=self._blobs, blob_bytes=self._bytes, bad_blobs=self._bad)
         )
+
+    def _store_of(self, prefix: str) -> BlobStore:
+        return self._place.blobs(prefix, create=False)
 
     async def _count_rows(self) -> int:
         ((items,),) = await self._db.read(_ITEMS, {})
@@ -229,14 +212,12 @@ class _BlobRotationRun(DataRotationRun):
             async for _ in self._plaintext(new):
                 pass
         except TamperedError as error:
-            detail = error.detail
-        else:
-            return new
-        await store.delete(name)
-        raise ArtifactStoreError(
-            f"the artifact store: a new blob was not stored as it was sent: {detail}; check the "
-            "store, and who can write to it"
-        )
+            await store.delete(name)
+            raise ArtifactStoreError(
+                f"the artifact store: a new blob was not stored as it was sent: {error.detail}; "
+                "check the store, and who can write to it"
+            ) from None
+        return new
 
     async def _plaintext(self, blob: Blob) -> AsyncIterator[bytes]:
         decryptor = BlobDecryptor(blob.key, blob.size)

@@ -9,7 +9,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from google.adk.events import Event
 from google.adk.memory import BaseMemoryService
@@ -40,12 +40,12 @@ from adk_secure_sessions.formats.memory_items import (
 )
 from adk_secure_sessions.integrations.memory_index import (
     Entry,
-    Memories,
     Turns,
     UserMemory,
     entry_values,
 )
 from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.lru import SizedLru
 from adk_secure_sessions.service import (
     EncryptedSessionService,
     check_ids,
@@ -56,6 +56,7 @@ from adk_secure_sessions.storage.schema import events
 from adk_secure_sessions.storage.writes import Expected, MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 
+_USER_SIZE = 100  # entries, as which a user without entries counts in the cache
 _CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
 # The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
 # other entries of its item again.
@@ -127,11 +128,7 @@ class _New(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The content of the next item.
-
-    *add* are the entries to add to *scope*, *drop* are the entries to drop, and *deleted* are the
-    ids that must not be added again.
-    """
+    """The content of the next item; the ids in *deleted* must not be added again."""
 
     scope: Scope | None = None
     add: Sequence[_New] = ()
@@ -153,9 +150,9 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
     Args:
         session_service: The service whose database and keys are used.  To close the connections,
             close the session service.
-        cache_users: Maximum number of users whose decrypted memory is cached.  This cache is
-            emptied together with the caches of the session service (see `Caches.seconds`).
-        cache_entries: Maximum number of cached entries of all users together.
+        cache_entries: Maximum number of decrypted entries in the cache, of all users together; a
+            user counts as 100 more.  This cache is emptied together with the caches of the session
+            service (see `Caches.seconds`).
         ranker: An object that chooses the memories that `search_memory` returns, instead of the
             search by words.
 
@@ -167,7 +164,6 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         self,
         session_service: EncryptedSessionService,
         *,
-        cache_users: int = 64,
         cache_entries: int = 100_000,
         ranker: MemoryRanker | None = None,
     ) -> None:
@@ -179,7 +175,6 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         self._collections = session_service.collections
         self._access_ids = session_service._access_ids
         self._audit_trail = session_service._audit_trail
-        self._cache_users = cache_users
         self._cache_entries = cache_entries
         self._ranker = ranker
         self._reads = LoopLocks()
@@ -425,7 +420,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     with memory.lock:
                         if memory.at == at:
                             memory.apply([(item, adk_version)], new)
-                    cache.put((app_name, user_id), memory)
+                    _put(cache, (app_name, user_id), memory)
                     await memory.clean_index()
                     if len(item.add) == len(planned.add):
                         return
@@ -459,12 +454,10 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
 
     # --- read ------------------------------------------------------------------------------------
 
-    async def _cache(self) -> Memories:
-        return await self._collections.cache(
-            self, lambda: Memories(self._cache_users, self._cache_entries)
-        )
+    async def _cache(self) -> "_Cache":
+        return await self._collections.cache(self, lambda: SizedLru(self._cache_entries))
 
-    async def _current(self, cache: Memories, app_name: str, user_id: str) -> UserMemory | None:
+    async def _current(self, cache: "_Cache", app_name: str, user_id: str) -> UserMemory | None:
         """Return the user's memory as it is stored now; None if nothing is stored.
 
         If the memory is cached, read only the number of stored items, and then only the new items.
@@ -501,11 +494,11 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     if memory.at != at:
                         continue  # another thread has applied these items to the memory
                     memory.apply(items, found.at)
-                cache.put(user, memory)
+                _put(cache, user, memory)
                 await memory.clean_index()
                 return memory
 
-    async def _read_all(self, cache: Memories, user: tuple[str, str]) -> UserMemory | None:
+    async def _read_all(self, cache: "_Cache", user: tuple[str, str]) -> UserMemory | None:
         found = await self._collections.get(*user, COLLECTION_NAME)
         if found is None:
             return None
@@ -514,20 +507,21 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         for item in await _decoded(found):
             memory.apply([item], found.at)
             await turns.end()
-        cache.put(user, memory)
+        _put(cache, user, memory)
         return memory
 
 
 reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
 
+_Cache: TypeAlias = SizedLru[tuple[str, str], UserMemory]
+
+
+def _put(cache: _Cache, user: tuple[str, str], memory: UserMemory) -> None:
+    cache.put(user, memory, len(memory.entries) + _USER_SIZE)
+
 
 async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
-    """Return the items of *found*, each with the version of google-adk that wrote it.
-
-    Raises:
-        TamperedError: The record of a replaced item is not its latest record.
-        DecryptionError: An item is malformed.
-    """
+    """Return the items of *found*, each with the version of google-adk that wrote it."""
     row, first = found.at.session_row, found.size - len(found.items)
     items = []
     turns = Turns()
@@ -579,9 +573,6 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
     """Return the entries of *memory* that *ranker* chooses for *query*.
 
     Entries that are deleted while the ranker runs are omitted.
-
-    Raises:
-        ConfigurationError: The ranker returned anything else than entries that it was given.
     """
     with memory.lock:
         entries = list(memory.entries.items())
@@ -649,11 +640,7 @@ def _from_memories(
 
 
 def _content(content: types.Content, name: str, number: int) -> bytes:
-    """Return the JSON of *content*, which errors call `name[number].content`.
-
-    Raises:
-        ValueError: google-adk could not read the JSON back.
-    """
+    """Return the JSON of *content*, which errors call `name[number].content`."""
     serializer = types.Content.__pydantic_serializer__
     try:
         data: bytes = serializer.to_json(content, exclude_none=True, warnings="error")
@@ -673,16 +660,14 @@ def _content(content: types.Content, name: str, number: int) -> bytes:
     try:
         validated(types.Content, json_text.loads(data))
     except ValueError:
-        problem = f"{name} holds a value of a wrong type: google-adk could not read it back"
-        raise ValueError(problem) from None
+        raise ValueError(
+            f"{name} holds a value of a wrong type: google-adk could not read it back"
+        ) from None
     return data
 
 
 def _metadata(values: Mapping[str, object] | None, name: str) -> bytes | None:
-    """Return the JSON of *values*, which errors call *name*; None if there are no values.
-
-    Raises ValueError if a key is not a string, or a value cannot be converted or exceeds a limit.
-    """
+    """Return the JSON of *values*, which errors call *name*; None if there are no values."""
     if not values:
         return None
     if not all(isinstance(key, str) for key in values):

@@ -15,7 +15,6 @@ from asyncio import sleep
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
 
 from google.adk.memory.memory_entry import MemoryEntry
 from google.adk.version import __version__ as adk_version
@@ -65,32 +64,21 @@ class Turns:
 
 
 class Entry:
-    """An entry of a user's memory.  Its representation shows no content.
-
-    Attributes:
-        item: The number of the item that added the entry.
-        place: The position of the entry in the field `add` of that item.
-        id: The id of the event or of the memory.
-        author: The author; None if there is none.
-        timestamp: Seconds since 1970 for an event; for a memory, the text that the caller of
-            `add_memory` has passed.
-        content: The JSON of google-adk's `Content`.
-        metadata: The JSON of the custom metadata, or None if there is none.
-        writer: The version of google-adk that wrote the item.
-    """
+    """An entry of a user's memory.  Its representation shows no content."""
 
     __slots__ = ("author", "content", "id", "item", "metadata", "place", "timestamp", "writer")
 
     def __init__(self, item: int, place: int, values: JsonObject, writer: str) -> None:
-        self.item: int = item
-        self.place: int = place
+        self.item = item  # the number of the item that added the entry
+        self.place = place  # in the field `add` of that item
         self.id: str = values["id"]
         self.author: str | None = values.get("author")
+        # Seconds since 1970 for an event; for a memory, the text that `add_memory` was given.
         self.timestamp: float | str | None = values.get("timestamp")
-        self.content: bytes = json_text.dumps(values["content"])
+        self.content = json_text.dumps(values["content"])  # of google-adk's `Content`
         metadata = values.get("metadata")
-        self.metadata: bytes | None = json_text.dumps(metadata) if metadata else None
-        self.writer: str = writer
+        self.metadata = json_text.dumps(metadata) if metadata else None
+        self.writer = writer  # the version of google-adk that wrote the item
 
     def text(self) -> str:
         """Return the texts of the content, separated by spaces."""
@@ -164,20 +152,15 @@ class UserMemory:
     """The memory of one user, built from the items 0 to `at.revision - 1` of the collection.
 
     Several threads may use this object.  They hold `lock` while they change or search it.
-
-    Attributes:
-        lock: The lock.
-        at: The row id of the collection, and the number of items that were applied.
-        entries: The entries by key.  If a search counts the same number of words in two entries,
-            the entry with the lower key comes first, as in google-adk.
-        deleted: Ids that must not be added again.
     """
 
     def __init__(self, at: Expected) -> None:
-        self.lock: threading.Lock = threading.Lock()
-        self.at: Expected = at
+        self.lock = threading.Lock()
+        self.at = at  # the row id of the collection, and the number of applied items
+        # By key.  Of two entries with the same count of words, the one with the lower key comes
+        # first, as in google-adk.
         self.entries: dict[int, Entry] = {}
-        self.deleted: set[str] = set()
+        self.deleted: set[str] = set()  # ids that must not be added again
         self._items: list[MemoryItem] = []  # with an empty field `add`: `entries` has the entries
         self._keys: list[list[int | None]] = []  # per item: its entries' keys; None if dropped
         self._scopes: dict[Scope, dict[int, Entry]] = {}
@@ -416,43 +399,3 @@ def _is_latin(character: str) -> bool:
     if character.isascii():
         return character.isalnum() or character == "_"
     return unicodedata.name(character, "").startswith("LATIN")
-
-
-class Memories:
-    """A cache of the memories of the users that were used last.
-
-    Args:
-        users: Maximum number of users.
-        entries: Maximum number of entries of all users together.  A single memory with more
-            entries is not cached.
-    """
-
-    def __init__(self, users: int, entries: int) -> None:
-        self._users = users
-        self._entries = entries
-        self._memories: dict[Any, UserMemory] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: Any) -> UserMemory | None:
-        """Return the memory of the user that *key* identifies; None if no memory is cached."""
-        with self._lock:
-            memory = self._memories.pop(key, None)
-            if memory is not None:
-                self._memories[key] = memory
-            return memory
-
-    def put(self, key: Any, memory: UserMemory) -> None:
-        """Cache *memory*; while a limit is exceeded, remove the least recently used memory."""
-        with self._lock:
-            self._memories.pop(key, None)
-            self._memories[key] = memory
-            entries = sum(len(one.entries) for one in self._memories.values())
-            for oldest in list(self._memories):
-                if len(self._memories) <= self._users and entries <= self._entries:
-                    return
-                entries -= len(self._memories.pop(oldest).entries)
-
-    def drop(self, key: Any) -> None:
-        """Remove the memory of the user that *key* identifies."""
-        with self._lock:
-            self._memories.pop(key, None)

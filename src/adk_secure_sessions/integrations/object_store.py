@@ -13,11 +13,13 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     ConfigurationError,
@@ -27,6 +29,7 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.integrations.blob_directory import DELETED, BlobDirectory, StoredObject
 from adk_secure_sessions.keys.remote import check_transport, require
 from adk_secure_sessions.loops import wait_ignoring_cancel
+from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -44,13 +47,7 @@ _STATUS = re.compile(r"status code: ([0-9]{3})")
 
 
 class StoredBlob(NamedTuple):
-    """A blob in the store, which may be incomplete.
-
-    Attributes:
-        name: The name of the blob.
-        size: The total number of bytes of its objects.
-        modified: When the last object was written, in seconds since 1970, by the store's clock.
-    """
+    """A blob in the store, which may be incomplete; *modified* is the time of its last object."""
 
     name: str
     size: int
@@ -80,7 +77,8 @@ class Objects(Protocol):
 class BlobStore:
     """Stores, reads, lists and deletes the blobs under one prefix of an object store.
 
-    A `BlobStore` can be used in several event loops.  Unless the blobs are in a directory, do not
+    Every method raises `ArtifactStoreError` if the store fails.  A `BlobStore` can be used in
+    several event loops.  Unless the blobs are in a directory, do not
     use it in a process that was forked after the library `obstore` was first used.
     """
 
@@ -88,14 +86,10 @@ class BlobStore:
         self._objects = objects
 
     async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> int:
-        """Store *pieces* as the blob *name*, and return the number of bytes.
+        """Store *pieces* as the blob *name*, durably, and return the number of bytes.
 
-        When this method returns, the blob is durable.  If *pieces* or the store fails, or if the
-        caller is cancelled, the objects that were already stored are deleted.
-
-        Raises:
-            ArtifactStoreError: The store failed.
-            Exception: *pieces* raised this error.
+        If *pieces* or the store fails, or if the caller is cancelled, the objects that were already
+        stored are deleted.
         """
         _check_name(name)
         uploads: set[asyncio.Task[None]] = set()
@@ -157,16 +151,9 @@ class BlobStore:
     ) -> AsyncIterator[bytes]:
         """Yield bytes *start* to *stop* - 1 of the blob *name*, or all, in pieces of up to 8 MiB.
 
-        Args:
-            name: The name of the blob.
-            size: The number of bytes of the whole blob, from the record that names the blob.  Do
-                not pass the size that the store reports: an attacker may have modified the store.
-            start: The position of the first byte.
-            stop: The position after the last byte; by default *size*.
-
-        Raises:
-            TamperedError: An object of the blob is missing or has another length.
-            ArtifactStoreError: The store failed.
+        *size* is the number of bytes of the whole blob, from the record that names the blob, not
+        from the store: an attacker may have modified the store.  Raises TamperedError if an object
+        is missing or has another length.
         """
         _check_name(name)
         stop = size if stop is None else stop
@@ -194,10 +181,6 @@ class BlobStore:
         begin, end = max(0, start - first), min(length, stop - first)
         return await self._objects.get(name, number, length, begin, end)
 
-    async def get_range(self, name: str, size: int, start: int, stop: int) -> bytes:
-        """Return bytes *start* to *stop* - 1 of the blob *name*; see `get_stream`."""
-        return b"".join([piece async for piece in self.get_stream(name, size, start, stop)])
-
     async def size(self, name: str) -> int | None:
         """Return the total size of the objects of the blob *name*; None if there is no object."""
         _check_name(name)
@@ -208,47 +191,29 @@ class BlobStore:
         """Delete all objects of the blob *name*; if there are none, do nothing.
 
         If a row may ever have named the blob, call `mark` instead: a copy of the database, or a
-        backup, may still name it.  Only `blobs purge` deletes a marked blob.
-
-        Raises:
-            ArtifactStoreError: The store failed.
+        backup, may still name it.
         """
         _check_name(name)
         await self._objects.delete(name)
 
     async def mark(self, name: str) -> None:
-        """Mark the blob *name* as deleted, now.
-
-        Raises:
-            ArtifactStoreError: The store failed.
-        """
+        """Mark the blob *name* as deleted, now."""
         _check_name(name)
         await self._objects.mark(name)
 
     async def unmark(self, name: str) -> None:
-        """Withdraw the mark of the blob *name*; if there is none, do nothing.
-
-        Raises:
-            ArtifactStoreError: The store failed.
-        """
+        """Withdraw the mark of the blob *name*; if there is none, do nothing."""
         _check_name(name)
         await self._objects.unmark(name)
 
     async def marks(self) -> dict[str, float]:
-        """Return when each marked blob was marked, in seconds since 1970, by the store's clock.
-
-        Raises:
-            ArtifactStoreError: The store failed.
-        """
+        """Return when each marked blob was marked, in seconds since 1970, by the store's clock."""
         return {found.name: found.modified async for found in self._objects.marks()}
 
     async def marks_and_time(self) -> tuple[dict[str, float], float]:
         """Return `marks`, and what the store's clock shows now.
 
         To read the clock, this method stores and deletes a mark of a blob that does not exist.
-
-        Raises:
-            ArtifactStoreError: The store failed.
         """
         probe = secrets.token_hex(16)
         await self._objects.mark(probe)
@@ -259,11 +224,7 @@ class BlobStore:
         return marks, marks.pop(probe)
 
     async def list(self) -> AsyncIterator[StoredBlob]:
-        """Yield all blobs, including incomplete blobs of interrupted uploads.
-
-        Raises:
-            ArtifactStoreError: The store failed.
-        """
+        """Yield all blobs, including incomplete blobs of interrupted uploads."""
         blob: StoredBlob | None = None
         async for found in self._objects.list():  # the objects of one blob are adjacent
             if blob is not None and blob.name == found.name:
@@ -299,23 +260,14 @@ def _check_name(name: str) -> None:
 # --- opening -------------------------------------------------------------------------------------
 
 
-def open_store(
-    store: "str | os.PathLike[str] | ObjectStore",
-    prefix: str,
-    *,
-    options: Mapping[str, Any] | None = None,
-    allow_http: bool = False,
-    timeout: float = TIMEOUT,
-    create: bool = True,
-) -> BlobStore:
-    """Open the blobs under *prefix* in *store*.
+@hides_locals
+class ArtifactStore(KeyMaterial):
+    """The place of the contents of artifacts, with the options to open it.
 
     Args:
         store: A path or `file:///DIRECTORY`, which is created if it is missing;
             `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `memory://`; or a
             store of the library `obstore`.
-        prefix: The first part of the name of every object.  Each database has its own prefix, so
-            several databases can share a store.
         options: Arguments for the store's class in `obstore`, such as `endpoint`, `region`,
             `access_key_id` and `secret_access_key` for S3.  Options that are not given come from
             the environment (`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID`, ...).
@@ -323,39 +275,65 @@ def open_store(
             Without TLS, anybody on the network can read the names of blobs, and delete or replace
             blobs.
         timeout: Seconds for each request, including its retries.
-        create: Whether to create a missing directory.
 
     Raises:
         ConfigurationError: The store cannot be used as given, or the extra `artifacts` is not
             installed.
-        ArtifactStoreError: The directory cannot be created.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", prefix):
-        raise ValueError("a prefix is 1 to 64 letters, digits, _ and -")
-    if not timeout > 0:
-        raise ConfigurationError("timeout (in seconds) must be above 0")
-    if not isinstance(store, str | os.PathLike):
+
+    def __init__(
+        self,
+        store: "str | os.PathLike[str] | ObjectStore",
+        *,
+        options: Mapping[str, Any] | None = None,
+        allow_http: bool = False,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if not timeout > 0:
+            raise ConfigurationError("timeout (in seconds) must be above 0")
+        self._timeout = timeout
+        self._directory: Path | None = None
+        self._remote: ObjectStore | None = None
+        if isinstance(store, str | os.PathLike):
+            self._directory = _directory_of(store)
+            if self._directory is None:
+                require("artifacts", "obstore", user="this artifact store")
+                self._remote = _open_url(os.fspath(store), dict(options or {}), allow_http, timeout)
+            elif options:
+                raise ConfigurationError("a directory of artifacts has no options")
+            return
         require("artifacts", "obstore", user="this store")
         from obstore.store import LocalStore
 
         if isinstance(store, LocalStore) and store.prefix is not None:
-            return BlobStore(_directory(Path(store.prefix), prefix, create))
-        _check_store_object(store)
-        return BlobStore(_Remote(store, prefix, timeout))
-    directory = _directory_of(store)
-    if directory is not None:
-        if options:
-            raise ConfigurationError("a directory of artifacts has no options")
-        return BlobStore(_directory(directory, prefix, create))
-    require("artifacts", "obstore", user="this artifact store")
-    opened = _open_url(os.fspath(store), dict(options or {}), allow_http, timeout)
-    return BlobStore(_Remote(opened, prefix, timeout))
+            self._directory = Path(store.prefix)
+        else:
+            _check_store_object(store)
+            self._remote = store
+
+    def blobs(self, prefix: str, *, create: bool = True) -> BlobStore:
+        """Open the blobs under *prefix*; each database has its own prefix.
+
+        If *create* is False, a missing directory of the whole store raises ConfigurationError, and
+        the directory of *prefix* is not created.  Raises ArtifactStoreError if the directory cannot
+        be created.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", prefix):
+            raise ValueError("a prefix is 1 to 64 letters, digits, _ and -")
+        if self._remote is not None:
+            return BlobStore(_Remote(self._remote, prefix, self._timeout))
+        assert self._directory is not None
+        if not create and not self._directory.is_dir():
+            raise ConfigurationError("the directory of artifacts does not exist: check its path")
+        return BlobStore(BlobDirectory(self._directory / prefix, create=create))
 
 
-def _directory(directory: Path, prefix: str, create: bool) -> BlobDirectory:
-    if not create and not directory.is_dir():
-        raise ConfigurationError("the directory of artifacts does not exist: check its path")
-    return BlobDirectory(directory / prefix, create=create)
+# What the functions that take a store accept; a path or a store of obstore needs no options.
+AnyStore: TypeAlias = "str | os.PathLike[str] | ObjectStore | ArtifactStore"
+
+
+def opened(store: AnyStore) -> ArtifactStore:
+    return store if isinstance(store, ArtifactStore) else ArtifactStore(store)
 
 
 def _directory_of(store: "str | os.PathLike[str]") -> Path | None:
@@ -406,7 +384,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     milliseconds = max(1, round(timeout * 1000))
     client: dict[str, Any] = {"connect_timeout": "5s", "timeout": f"{milliseconds}ms"}
     client |= options.pop("client_options", None) or {}
-    retries = {"max_retries": 3, "retry_timeout": _seconds(timeout)}
+    retries: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=timeout)}
     retries |= options.pop("retry_config", None) or {}
     arguments = {
         "prefix": parts.path.strip("/") or None,
@@ -419,11 +397,9 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
         for name, value in os.environ.items()
         if name.upper().startswith(_VARIABLES[scheme])
     }
-    made: Any = None
-    plain: list[str] = []
     try:
         # This object only shows the configuration, which obstore reads from the environment, too.
-        made = classes[scheme](parts.netloc, **arguments)
+        made: Any = classes[scheme](parts.netloc, **arguments)
         plain = _plain_addresses(made.config) or _plain_addresses(variables)
         # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
         client["allow_http"] = bool(plain)
@@ -448,12 +424,6 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
 
 # obstore reads the environment variables whose names begin with these prefixes.
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-
-
-def _seconds(seconds: float) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=seconds)
 
 
 def _plain_addresses(settings: Mapping[str, Any]) -> list[str]:
