@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -112,26 +112,14 @@ _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the pr
 
 
 class ServiceUri(NamedTuple):
-    """The parts of a URI.
-
-    Attributes:
-        db_url: The URL of the database.
-        backends: The names of the backends.  The first one writes; the others only decrypt.
-        keys: Key specs of the root keys; the first one wraps new master keys.
-        key_db: The URL of the key database; None if there is no key database.
-        blobs: The store for the contents of artifacts, a path or the URL of a bucket; None if the
-            URI has no option `blobs`.
-        allow_http: Whether the store in *blobs* may be on another machine without TLS.
-
-    The other attributes are arguments of `EncryptedSessionService`.
-    """
+    """The parts of a URI; the last four are arguments of `EncryptedSessionService`."""
 
     db_url: str
-    backends: tuple[str, ...]
-    keys: tuple[str, ...]
+    backends: tuple[str, ...]  # names; the first one writes, and the others only decrypt
+    keys: tuple[str, ...]  # key specs of the root keys; the first one wraps new master keys
     key_db: str | None
-    blobs: str | None
-    allow_http: bool = False
+    blobs: str | None  # the store for the contents of artifacts: a path, or the URL of a bucket
+    allow_http: bool = False  # whether this store may be on another machine without TLS
     audit: Audit | None = None
     cache: Caches = Caches()
     indexed_state_keys: tuple[str, ...] = ()

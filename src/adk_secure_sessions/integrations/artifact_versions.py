@@ -32,45 +32,26 @@ _ID = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Blob(KeyMaterial):
-    """The blob that stores the content of a version, and the key of the blob.
+    """The blob that stores the content of a version, and the key of the blob."""
 
-    Attributes:
-        prefix: The id of the database that wrote the blob, in hex.
-        name: The name of the blob, 32 hex digits.
-        key: The key of the blob.
-        size: The number of bytes of plaintext.
-    """
-
-    prefix: str
-    name: str
+    prefix: str  # the id of the database that wrote the blob, in hex
+    name: str  # 32 hex digits
     key: bytes
-    size: int
+    size: int  # bytes of plaintext
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Version(KeyMaterial):
-    """One version of an artifact, without its content.
+    """One version of an artifact, without its content."""
 
-    Attributes:
-        number: 0 for the first version.
-        part: The `Part` of google-genai as JSON values, without its bytes or text.
-        blob: Where the content is; None for a part that refers to a file.
-        metadata: The caller's metadata.
-        time: When the version was saved, in seconds since 1970.
-        uri: A URI of the version, which contains no name and no id of ADK.
-        item: The number of the item that describes the version.
-        rotation: `DataRotation.since` of the last rotation that re-encrypted the content; None if
-            no rotation has.
-    """
-
-    number: int
-    part: dict[str, Any]
-    blob: Blob | None
+    number: int  # 0 for the first version
+    part: dict[str, Any]  # the `Part` of google-genai as JSON values, without its bytes or text
+    blob: Blob | None  # where the content is; None for a part that refers to a file
     metadata: dict[str, Any]
-    time: float
-    uri: str
-    item: int
-    rotation: int | None
+    time: float  # when the version was saved, in seconds since 1970
+    uri: str  # contains no name and no id of ADK
+    item: int  # the number of the item that describes the version
+    rotation: int | None  # `DataRotation.since` of the last re-encryption of the content
 
     @property
     def is_text(self) -> bool:
@@ -119,9 +100,6 @@ def versions_of(collection: Collection) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order.
 
     If *collection* has only the last items of an artifact, the result may lack some versions.
-
-    Raises:
-        TamperedError: An item does not describe a version.
     """
     found: dict[int, Version] = {}
     for described in _described(collection):
@@ -138,10 +116,8 @@ def version_count(collection: Collection) -> int:
 def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> JsonObject:
     """Return the JSON of an item that describes a new version.
 
-    Args:
-        values: The fields `part`, `metadata` and `time`.
-        blob: Where the content is; None for a part that refers to a file.
-        collection: The artifact.  It must contain the last item, unless the artifact is new.
+    *values* has the fields `part`, `metadata` and `time`.  *collection* must contain the last item,
+    unless the artifact is new.
     """
     number = version_count(collection) if collection.size else 0
     values = values | {"version": number, "versions": number + 1}
@@ -154,12 +130,8 @@ def reencrypted_item(
 ) -> bytes:
     """Return the plaintext of an item that describes the version *number* again.
 
-    Args:
-        plaintext: The plaintext of the last item that describes the version.
-        number: The number of the version.
-        versions: How many versions the artifact has.
-        blob: Where the re-encrypted content is.
-        rotation: `DataRotation.since` of the rotation.
+    *plaintext* is that of the last item that describes the version, and *rotation* is
+    `DataRotation.since`.
     """
     _, values = json_text.read_event(plaintext)
     values |= {"blob": _values(blob), "version": number, "versions": versions}

@@ -290,11 +290,7 @@ def _sync(descriptor: int) -> None:
 
 
 def _read(directory: Path, name: str, number: int, size: int, start: int, stop: int) -> bytes:
-    """Return bytes *start* to *stop* - 1 of an object of the blob *name*.
-
-    Raises:
-        TamperedError: The object is missing, is not a file, or does not have *size* bytes.
-    """
+    """Return bytes *start* to *stop* - 1 of an object of *name*, which must have *size* bytes."""
     data: bytes | None = None
     try:
         with _prefix(directory, _PASS) as prefix, prefix.child(name, _PASS) as blob:

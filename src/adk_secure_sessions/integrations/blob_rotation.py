@@ -187,13 +187,7 @@ class _BlobRotationRun(DataRotationRun):
     async def _rotate_version(
         self, ids: SessionIds, found: Collection, version: Version, old: Blob
     ) -> Collection:
-        """Replace the blob of *version*, and return the artifact with all its items.
-
-        Raises:
-            _Superseded: The artifact was deleted, or the version has another blob now.
-            TamperedError: The old blob is missing or was tampered with.
-            ArtifactStoreError: The store failed.
-        """
+        """Replace the blob of *version*, and return the artifact with all its items."""
         new = await self._copied(old)
         # If this fails, keep the new blob: an attempt whose answer was lost may have stored the
         # item.  If no item names the blob, `blobs purge` marks it.
@@ -244,11 +238,7 @@ class _BlobRotationRun(DataRotationRun):
                 return found._replace(at=at, items=(*found.items, item))
 
     async def _reread(self, ids: SessionIds, found: Collection, version: Version) -> Collection:
-        """Return the artifact with all its items.
-
-        Raises:
-            _Superseded: The artifact was deleted, or the version has another blob now.
-        """
+        """Return the artifact with all its items, if the version still has the same blob."""
         again = await self._collections.get(*ids[:3])
         if again is None or again.at.session_row != found.at.session_row:
             raise _Superseded

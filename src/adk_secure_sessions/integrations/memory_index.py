@@ -89,11 +89,7 @@ class Entry:
         return entry_values(self.id, self.author, self.timestamp, self.content, self.metadata)
 
     def memory(self, session_row: int) -> MemoryEntry:
-        """Return the entry as a `MemoryEntry` of google-adk.
-
-        Raises:
-            ConfigurationError: The installed google-adk cannot read the content.
-        """
+        """Return the entry as a `MemoryEntry` of google-adk."""
         try:
             content = validated(types.Content, json_text.loads(self.content))
         except ValueError:

@@ -361,13 +361,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         session.events.append(event)
 
     async def _stored_of(self, session: Session) -> Session:
-        """Read the inner service's session for a *session* that was rebuilt, for example from JSON.
-
-        Raises:
-            SessionNotFoundError: The session is not stored.
-            StaleSessionError: See `append_event`.
-            TamperedError: The inner service has returned the session of somebody else.
-        """
+        """Read the inner session for a *session* that was rebuilt, for example from JSON."""
         stored = await self._inner.get_session(
             app_name=session.app_name, user_id=session.user_id, session_id=session.id
         )
@@ -475,12 +469,8 @@ class _StateScopes(NamedTuple):
 class _Records:
     """Encrypts and decrypts the records of one session.
 
-    Args:
-        keys: The data keys of the app and the user.
-        is_current: Whether all data keys were just read, and not cached.  If True, a data key that
-            is missing does not exist.
-        index: Computes the blind indexes of state keys.
-        who: The ids of the session.
+    If *is_current* is True, all data keys were just read, and not cached: a data key that is
+    missing does not exist.
     """
 
     def __init__(self, keys: StagedKeys, is_current: bool, index: BlindIndex, who: Identity):
@@ -552,11 +542,7 @@ class _Records:
         return session
 
     def open_session_without_events(self, stored: Session) -> Session:
-        """Decrypt the states of *stored*; the returned session has no events.
-
-        Raises:
-            DecryptionError: A value cannot be decrypted, or *stored* is another session.
-        """
+        """Decrypt the states of *stored*; the returned session has no events."""
         who = self._who
         _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
         scopes = self.scopes
@@ -667,11 +653,7 @@ def _text(record: bytes) -> str:
 
 
 def _record(text: object) -> bytes:
-    """Return the record that `_text` has converted to *text*.
-
-    Raises:
-        PlaintextRefusedError: *text* is not text that `_text` returns.
-    """
+    """Return the record that `_text` has converted to *text*."""
     if isinstance(text, str):
         try:
             record = base64.b64decode(text, validate=True)
@@ -699,11 +681,7 @@ def _shown(event_id: str) -> str:
 
 
 def _only_text(stored: Event) -> str:
-    """Return the text of an event that the inner service has stored.
-
-    Raises:
-        PlaintextRefusedError: The event does not consist of exactly one text.
-    """
+    """Return the text of an event that the inner service has stored, its only part."""
     parts: Iterable[types.Part] = (stored.content and stored.content.parts) or ()
     texts = [part.text for part in parts]
     if len(texts) == 1 and texts[0] is not None:
