@@ -3,7 +3,6 @@
 import base64
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,17 +179,6 @@ def test_bucket_without_tls_needs_an_option_of_the_uri_and_is_warned_of(
         adk.artifact_service(uri)
         adk.artifact_service(f"{uri}&allow_http=true")
     assert caplog.messages == []
-
-
-@pytest.mark.parametrize("kind", ["artifact", "memory"])
-@pytest.mark.usefixtures("services")
-def test_missing_module_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = "adk_secure_sessions.integrations."
-    for name in ("artifacts", "memory"):
-        monkeypatch.setitem(sys.modules, package + name, None)
-    make = {"artifact": adk.artifact_service, "memory": adk.memory_service}[kind]
-    with pytest.raises(ConfigurationError, match=r"has no Encrypted(Artifact|Memory)Service"):
-        make(f"{SQLITE}?{ENVIRONMENT_KEY}&blobs=./blobs")
 
 
 def test_class_of_the_service_in_services_yaml_says_what_to_write() -> None:

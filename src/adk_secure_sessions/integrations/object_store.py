@@ -587,6 +587,7 @@ class _Remote:
             for meta in batch:
                 yield str(meta["path"]).removeprefix(f"{self._prefix}/"), meta
 
+    @hides_locals
     async def _call(self, call: Any) -> Any:
         """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""
         global _first_process
