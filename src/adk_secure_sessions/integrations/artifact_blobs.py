@@ -29,7 +29,6 @@ from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
 
-
 _COPY = (
     "another copy of this database has marked them: run `separate` on the copy, which may be this "
     "database"
