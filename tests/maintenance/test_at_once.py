@@ -251,7 +251,7 @@ def succeeds(result: object) -> bool:
     wrong = ["bad", "left", "unchecked", "conflicts", "missing", "problems"]
     if isinstance(result, Retirement | Separated):
         wrong.append("kept")
-    right = ["complete", "is_complete", "cleared"]
+    right = ["is_complete", "cleared"]
     return not any(getattr(result, name, 0) for name in wrong) and all(
         getattr(result, name, True) for name in right
     )

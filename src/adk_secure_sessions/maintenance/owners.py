@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import WrongKeyError
-from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, header
+from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
+from adk_secure_sessions.formats.records import HEADER_LENGTH, header
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.walk import app_name_of
+from adk_secure_sessions.storage.bindings import Owner
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
-from adk_secure_sessions.storage.reads import CheckApp, CheckUser
+from adk_secure_sessions.storage.reads import CheckApp, CheckUser, Headers
 from adk_secure_sessions.storage.schema import apps, users
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
@@ -37,10 +39,8 @@ class KeysByAge(NamedTuple):
 def by_age(rows: Collection[DataKeyRow], named: Collection[int]) -> KeysByAge:
     """Divide *rows*, all data keys of an owner, at the current one.
 
-    Args:
-        rows: At least one data key.  All generations are integers.
-        named: The ids of the data keys that the owner's row names.  If it names none of *rows*,
-            the newest data key counts as the current one.
+    *named* are the ids of the data keys that the owner's row names.  If it names none of *rows*,
+    the newest data key counts as the current one.  All generations must be integers.
     """
     ordered = sorted(rows, key=attrgetter("generation"))
     last = len(ordered) - 1
@@ -53,10 +53,8 @@ class CurrentKeys:
 
     If the database object has keys, the owner's row must be authentic.  If it is not, the newest
     data key counts as the current one.  Without keys, the data key that encrypts the owner's row
-    counts as the current one.
-
-    Attributes:
-        newer: The ids of the data keys that are newer than the current data key of their owner.
+    counts as the current one.  `newer` are the ids of the data keys that are newer than the current
+    data key of their owner.
     """
 
     def __init__(self, db: Database) -> None:
@@ -102,16 +100,39 @@ class CurrentKeys:
         if not self._db.has_keys:
             return [key_id]
         try:
-            for of_user, query in ((False, APP_OF_TAG), (True, USER_OF_TAG)):
-                for _, app_name in await self._db.read(query, {"owner": owner}):
-                    who = await self._db.unit.identify(decode_text(app_name))
-                    check = CheckUser(who._replace(user_tag=owner)) if of_user else CheckApp(who)
-                    found = await self._db.unit.run(check)
-                    if found is not None and found.tag == owner:
-                        return found.key_ids
+            found = await check_owner(self._db, owner)
         except (WrongKeyError, *UNREADABLE):
-            pass
-        return ()
+            return ()
+        return () if found is None else found.owner.key_ids
+
+
+class CheckedOwner(NamedTuple):
+    """An app or user whose row and version witness were decrypted.
+
+    *headers* are the numbers of these records, by table and record header.
+    """
+
+    app_name: str
+    owner: Owner
+    is_user: bool
+    headers: Headers
+
+
+async def check_owner(db: Database, tag: bytes) -> CheckedOwner | None:
+    """Decrypt the app or user with this tag; return None if no row has the tag.
+
+    Raises one of `UNREADABLE` if the row or its version witness is not authentic.
+    """
+    for is_user, query in ((False, _APP_OF_TAG), (True, _USER_OF_TAG)):
+        for row_id, app_name in await db.read(query, {"owner": tag}):
+            name = app_name_of(app_name)
+            who = await db.unit.identify(name)
+            check = CheckUser(who._replace(user_tag=tag)) if is_user else CheckApp(who)
+            owner = await db.unit.run(check)
+            if owner is None or (owner.id, owner.tag) != (row_id, tag):
+                raise TamperedError("its row was removed", reason=Reason.MISSING)
+            return CheckedOwner(name, owner, is_user, check.headers)
+    return None
 
 
 def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
@@ -136,8 +157,8 @@ def _headers(number: int) -> sa.CompoundSelect[Any]:
 
 # The row id and the app's name of the app or user with a tag.
 _OWNER = sa.bindparam("owner", type_=users.c.tag.type)
-APP_OF_TAG = sa.select(apps.c.id, apps.c.app_name).where(apps.c.tag == _OWNER)
-USER_OF_TAG = (
+_APP_OF_TAG = sa.select(apps.c.id, apps.c.app_name).where(apps.c.tag == _OWNER)
+_USER_OF_TAG = (
     sa.select(users.c.id, apps.c.app_name)
     .select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
     .where(users.c.tag == _OWNER)

@@ -1,11 +1,14 @@
 """Count and list rows that cannot be decrypted, and orphaned rows."""
 
 import struct
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.storage.schema import apps, data_keys, users
+
+T = TypeVar("T")
 
 _MAX_LISTED = 1000
 # Errors that decrypting and decoding a row may raise.  The last two errors are raised only for
@@ -39,15 +42,31 @@ class Problem(NamedTuple):
         return f"{where}: {self.detail}"
 
 
-class Problems:
-    """Counts problems, and keeps the first 1000 of them in `kept`."""
+class Listed(Generic[T]):
+    """Counts items, and keeps the first 1000 of them in `kept`."""
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.kept: list[Problem] = []
+        self.kept: list[T] = []
+
+    def append(self, item: T) -> None:
+        self.count += 1
+        if len(self.kept) < _MAX_LISTED:
+            self.kept.append(item)
+
+    def extend(self, items: Iterable[T]) -> None:
+        for item in items:
+            self.append(item)
+
+
+class Problems(Listed[Problem]):
+    """Counts problems, and keeps the first 1000 of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._named: set[tuple[str, str]] = set()
 
-    def extend(self, other: "Problems") -> None:
+    def add_all(self, other: "Problems") -> None:
         """Add the problems of *other*."""
         self.count += other.count
         self.kept += other.kept[: _MAX_LISTED - len(self.kept)]
@@ -77,18 +96,15 @@ class Problems:
             if (table, str(row)) in self._named:
                 return
             self._named.add((table, str(row)))
-        self.count += 1
         rejected = error or TamperedError(detail, reason=reason)
         record_rejected(rejected.located(table, row))
-        if len(self.kept) < _MAX_LISTED:
-            self.kept.append(Problem(table, str(row), reason, detail))
+        self.append(Problem(table, str(row), reason, detail))
 
     def add_error(self, error: Exception, table: str, row: object) -> bool:
         """Add a problem for the row that *error* names or, if *error* names none, for *row*.
 
-        Returns:
-            True if the bad row is that of an app, a user or a data key.  Without this row, other
-            rows cannot be decrypted.
+        Return whether the bad row is that of an app, a user or a data key, without which other
+        rows cannot be decrypted.
         """
         reason, detail = Reason.MALFORMED, "its content is malformed"
         if isinstance(error, DecryptionError):

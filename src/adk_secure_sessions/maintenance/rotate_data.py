@@ -178,7 +178,7 @@ class DataRotationRun(Rotation):
                 problems.add_error(error, table.name, row.id)
             unknown = any(one.reason is Reason.UNKNOWN_KEY for one in problems.kept)
             if is_last or not unknown:
-                self._problems.extend(problems)
+                self._problems.add_all(problems)
                 return
 
     async def _rotate_owner(self, table: sa.Table, row: OwnerTag, *, renews_key: bool) -> None:

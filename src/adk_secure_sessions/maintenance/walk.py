@@ -115,6 +115,14 @@ async def located_sessions(
         yield await _located(db, rows)
 
 
+async def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[LocatedSession]]:
+    """Yield the sessions and collections of one user; see `located_sessions`."""
+    size = db.limits.rows
+    walk = pages(db.read, _OF_USER, sessions.c.id, size, SessionColumns, user_row=user_row)
+    async for rows in walk:
+        yield await _located(db, rows)
+
+
 async def located(db: Database, row_ids: Iterable[int]) -> list[LocatedSession]:
     """Return the sessions and collections with these row ids; see `located_sessions`."""
     return await _located(db, await _with_ids(db, row_ids))
@@ -250,6 +258,7 @@ def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
 
 _SESSIONS = sa.select(*(sessions.c[name] for name in SessionColumns._fields))
 _DUE_SESSIONS = _SESSIONS.where(*purgeable())
+_OF_USER = _SESSIONS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
 
 @functools.cache
