@@ -12,8 +12,8 @@ from adk_secure_sessions.backends import THIRD_PARTY_IDS
 from adk_secure_sessions.crypto import aead
 from adk_secure_sessions.formats import flags, records
 from adk_secure_sessions.keys import blind_index, data_keys, keyring, passphrase
-from adk_secure_sessions.storage import opening
 from adk_secure_sessions.storage import schema as tables
+from adk_secure_sessions.storage import survey
 from adk_secure_sessions.storage import writes as transactions
 from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES
 from examples import make_vectors
@@ -198,10 +198,10 @@ def test_page_gives_the_length_of_a_link() -> None:
 
 def test_page_gives_the_features_of_a_new_database() -> None:
     text = " ".join(section("Features").split())
-    assert f"it MUST store the names `{opening.NO_FEATURES}`" in text
+    assert f"it MUST store the names `{survey.NO_FEATURES}`" in text
     table = section("Features").partition("defines these features")[2]
     listed = {cells[0].partition("`]")[0].strip("[`") for cells in rows(table)}
-    assert listed == opening._KNOWN_FEATURES - {opening.NO_FEATURES}
+    assert listed == set(survey.KNOWN_FEATURES)
 
 
 def test_page_gives_the_marks_and_the_limit_of_collections() -> None:
@@ -209,7 +209,7 @@ def test_page_gives_the_marks_and_the_limit_of_collections() -> None:
     listed = {cells[0]: cells[-1] for cells in rows(section("Collections"))}
     assert listed["`base_revision`"] == f"{minus}{-tables.COLLECTION}"
     assert f"{minus}{-tables.NO_SNAPSHOT} if it has no such row" in section("Tables")
-    assert listed["feature of the database"] == f"`{opening.COLLECTIONS}`"
+    assert listed["feature of the database"] == f"`{survey.COLLECTIONS}`"
     limits = {cells[0]: cells[1] for cells in rows(section("Limits of JSON"))}
     assert limits["name of a collection"] == f"{MAX_NAME_BYTES:,} bytes in UTF-8"
 

@@ -83,7 +83,7 @@ def test_each_entry_is_specific() -> None:
         ("root key ...: Vault is sealed or in maintenance (...); check its ...", "keys/remote.py"),
         ("left out of a listing: ...", "service.py"),
         ("its owner's row was removed", "maintenance/verify.py"),
-        ("key_db_url names a database of sessions ...", "storage/opening.py"),
+        ("key_db_url names a database of sessions ...", "storage/survey.py"),
     ],
 )
 def test_texts_are_found_in_the_source(text: str, place: str) -> None:

@@ -36,8 +36,9 @@ from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.searches import SearchIndex
-from adk_secure_sessions.storage.opening import EXPIRY, open_database
+from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import NEVER, bases, sessions, users
+from adk_secure_sessions.storage.survey import EXPIRY
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
 from adk_secure_sessions.tracebacks import hides_locals

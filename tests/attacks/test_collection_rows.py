@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance import (
     separate,
     verify,
 )
-from adk_secure_sessions.storage import opening
+from adk_secure_sessions.storage import feature_list, survey
 from tests.attacks.world import LONG, PACKED
 from tests.maintenance.support import APP, OLD, event
 
@@ -356,7 +356,7 @@ FEATURES = "SELECT value FROM secure_meta WHERE name = 'features'"
 async def rolled_back(victim: Victim) -> None:
     async with victim.maintained() as db:
         keyring = (await db.keys()).keyring
-        mark = opening.feature_mark(keyring.index, keyring.database_id)
+        mark = feature_list.feature_mark(keyring.index, keyring.database_id)
     victim.run("UPDATE secure_meta SET value = :mark WHERE name = 'features'", mark=mark)
 
 
@@ -399,9 +399,8 @@ async def test_running_service_adds_no_feature_to_a_list_that_was_modified(victi
 
 @pytest.fixture
 def release_without_collections(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    known = opening._KNOWN_FEATURES - {opening.COLLECTIONS}
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "_KNOWN_FEATURES", known)
+        patch.delitem(survey.KNOWN_FEATURES, survey.COLLECTIONS)
         yield
 
 

@@ -25,9 +25,10 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
+from adk_secure_sessions.storage.feature_list import create_table_of
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SourceEvent
-from adk_secure_sessions.storage.opening import MIGRATION, create_table_of, stored_features
 from adk_secure_sessions.storage.schema import migrated
+from adk_secure_sessions.storage.survey import MIGRATION
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, create, delete, each_kind, event
 from tests.faults import Point, lost, with_faults
@@ -335,7 +336,7 @@ async def test_separated_copy_has_no_imports(
     assert await store.migration_is_complete()
     await service.close()  # type: ignore[attr-defined]
     assert (await separate(db)).complete
-    assert MIGRATION not in stored_features(await db.survey())
+    assert MIGRATION not in (await db.survey()).features
     assert not await store.migration_is_complete()
     assert await store.imported([IDS]) == {}
     assert await imported(store, of=history(2)) is ImportStatus.SAME_ID

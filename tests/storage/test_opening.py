@@ -23,18 +23,9 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.keys.keyring import DATA, INDEX, MasterKeyRow
-from adk_secure_sessions.storage import schema
-from adk_secure_sessions.storage.opening import (
-    Part,
-    Survey,
-    check,
-    check_together,
-    look,
-    mark_plaintext,
-    open_database,
-    open_existing,
-    survey_existing,
-)
+from adk_secure_sessions.storage import meta, schema
+from adk_secure_sessions.storage.opening import open_database, open_existing, survey_existing
+from adk_secure_sessions.storage.survey import Part, Survey, check, check_together, look
 from tests.storage.support import ROOT, FakeExecutor, backends, one_database
 
 T = TypeVar("T")
@@ -507,7 +498,7 @@ def test_mark_of_plaintext_is_written_once(database: InMemory) -> None:
     schema.metadata.create_all(database.engine)
     for _ in range(2):
         with database.engine.begin() as connection:
-            mark_plaintext(connection)
+            meta.mark_plaintext(connection)
     assert database.survey().has_plaintext_records
 
 

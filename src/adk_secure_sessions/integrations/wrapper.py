@@ -67,8 +67,9 @@ from adk_secure_sessions.service import (
 )
 from adk_secure_sessions.storage.bindings import Identity
 from adk_secure_sessions.storage.features.feature import Feature
-from adk_secure_sessions.storage.opening import WRAPPER, open_database
+from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.reads import UseKeys
+from adk_secure_sessions.storage.survey import WRAPPER
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import EnsureOwners
 from adk_secure_sessions.telemetry import measured

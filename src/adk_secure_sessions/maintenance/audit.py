@@ -30,10 +30,10 @@ from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.opening import AUDIT
 from adk_secure_sessions.storage.pages import first_rows
 from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
 from adk_secure_sessions.storage.schema import audit_records
+from adk_secure_sessions.storage.survey import AUDIT
 
 UNLISTED = (
     f"{audit_records.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "

@@ -23,7 +23,7 @@ from adk_secure_sessions.maintenance.description import Description, describe
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.features.searches import SearchIndex
-from adk_secure_sessions.storage.opening import AUDIT, Survey, look, open_existing, survey_existing
+from adk_secure_sessions.storage.opening import open_existing, survey_existing
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     audit_records,
@@ -32,6 +32,7 @@ from adk_secure_sessions.storage.schema import (
     sessions,
 )
 from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage.survey import AUDIT, Survey, look_at
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -188,7 +189,7 @@ class Database(KeyMaterial, ClosedByWith):
         """Return whether the database does not exist yet, or has no tables of this package."""
         if any(file is not None and not file.exists() for file in self._files):
             return True  # opening the database would create the file
-        survey = await repeated(lambda: self.executor.define(look, commit=False))
+        survey = await repeated(lambda: look_at(self.executor))
         return survey.format_version is None
 
     async def keys(self) -> DataKeys:

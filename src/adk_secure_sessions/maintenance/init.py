@@ -4,10 +4,10 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.opening import Survey, look, open_database
+from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import metadata
+from adk_secure_sessions.storage.survey import KEY_FILE, Survey, look_at
 from adk_secure_sessions.storage.unit_of_work import repeated
 
 
@@ -52,7 +52,5 @@ async def init(db: Database) -> Initialisation:
 async def _survey_both(db: Database) -> tuple[Survey, Survey]:
     """Return the survey of the database with the data, and of the database with the key tables."""
 
-    async def survey(executor: Executor) -> Survey:
-        return await repeated(lambda: executor.define(look, commit=False))
-
-    return await survey(db.executors.data), await survey(db.executors.keys)
+    data, keys = db.executors
+    return await repeated(lambda: look_at(data)), await repeated(lambda: look_at(keys, KEY_FILE))

@@ -51,21 +51,7 @@ from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import clusters, meta
-from adk_secure_sessions.storage.opening import (
-    MOVING,
-    WRAPPER,
-    Part,
-    Survey,
-    check,
-    check_features,
-    check_together,
-    feature_mark,
-    look,
-    reject_separating,
-    stored_features,
-    survey_data,
-    survey_keys,
-)
+from adk_secure_sessions.storage.feature_list import check_features, feature_mark
 from adk_secure_sessions.storage.pages import first_rows, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
@@ -74,6 +60,18 @@ from adk_secure_sessions.storage.schema import (
     data_keys,
     keyring,
     metadata,
+)
+from adk_secure_sessions.storage.survey import (
+    KEY_FILE,
+    MOVING,
+    SEPARATING,
+    WRAPPER,
+    Part,
+    Survey,
+    check,
+    check_together,
+    look,
+    look_at,
 )
 from adk_secure_sessions.storage.unit_of_work import empty_caches, repeated
 
@@ -181,11 +179,11 @@ class _Move:
         """Return whether another run has ended a move since this run read the data database."""
         if self._first_part is None:
             return False
-        data = await repeated(lambda: survey_data(self._db.executors))
+        data = await repeated(lambda: look_at(self._db.executors.data))
         with_keys = data
         if data.part is Part.DATA:
-            with_keys = await repeated(lambda: survey_keys(self._db.executors))
-        has_ended = MOVING not in stored_features(with_keys)
+            with_keys = await repeated(lambda: look_at(self._db.executors.keys, KEY_FILE))
+        has_ended = MOVING not in with_keys.features
         return has_ended and data.part is not self._first_part
 
     # --- into the key database ---
@@ -197,11 +195,11 @@ class _Move:
         check(keys, Part.KEYS, create_tables=True)
         if data.part is Part.DATA:
             return await self._end_in_key_database(data, keys)
-        reject_separating(data)
+        data.reject_unfinished(SEPARATING)
         opened = await self._open(data, data.keyring)
-        if MOVING in stored_features(data):
+        if MOVING in data.features:
             raise _other_way("db")
-        if WRAPPER in stored_features(data):
+        if WRAPPER in data.features:
             raise ConfigurationError(
                 "EncryptedSessionWrapper uses this database, and cannot use another one for its "
                 "keys: no key was moved"
@@ -211,7 +209,7 @@ class _Move:
         await self._count(self._db.read)
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         marks = {name: data.meta[name] for name in names if name in data.meta}
-        features = stored_features(data) | {MOVING}
+        features = data.features | {MOVING}
         marks[meta.FEATURES] = feature_mark(opened.index, opened.database_id, features)
         marks |= {meta.HOLDS: Part.KEYS.value or "", _RUN: self._run}
         await self._db.change_keys(partial(_prepare_key_database, keys, marks, data.keyring))
@@ -239,7 +237,7 @@ class _Move:
                 "the key database belongs to another database: give an empty key database"
             )
         check_features(keys, opened)
-        if MOVING not in stored_features(keys):
+        if MOVING not in keys.features:
             raise ConfigurationError(
                 "the key database already has keys of this database, and may be in use: check "
                 "db_url, which may name an old copy of the data; or give an empty key database"
@@ -268,7 +266,7 @@ class _Move:
         if is_parked:
             raise _other_way("db")
         opened = await self._open(keys, keys.keyring)
-        features = stored_features(keys)
+        features = keys.features
         # Delete the copies that a killed run in the other direction has left in the data database.
         await self._db.change(partial(_delete_inert_keys, self._run))
         obstacles = await self._clear(self._db.executor, data)
@@ -294,9 +292,9 @@ class _Move:
         check_together(data, keys)
         masters = [_unparked(row) for row in keys.keyring]
         opened = await self._open(keys, masters)
-        reject_separating(keys)
+        keys.reject_unfinished(SEPARATING)
         is_parked = masters != keys.keyring
-        features = stored_features(keys)
+        features = keys.features
         if MOVING in features and not is_parked:
             raise _other_way("key-db")
         await self._db.change(partial(_claim, self._run, Part.DATA.value))
@@ -327,9 +325,9 @@ class _Move:
         Before this call, `_switch_to_data_database` has stored that the valid keys are in the data
         database.
         """
-        reject_separating(data)
+        data.reject_unfinished(SEPARATING)
         opened = await self._open(data, data.keyring)
-        features = stored_features(data)
+        features = data.features
         if keys.database_id is not None:
             if keys.database_id != data.database_id:
                 raise ConfigurationError(
@@ -354,7 +352,7 @@ class _Move:
         both databases have equal keys.
         """
         check_features(keys, opened)
-        was_left = MOVING in features and MOVING in stored_features(keys)
+        was_left = MOVING in features and MOVING in keys.features
         if was_left and all(row.id < 0 for row in keys.keyring):
             read, read_keys = self._db.read, self._db.read_keys
             if await _fingerprint_of(read) == await _fingerprint_of(read_keys):
@@ -372,7 +370,7 @@ class _Move:
 
     async def _survey_data(self) -> Survey:
         """Return the survey of the data database, after a check that the database can be used."""
-        survey = await repeated(lambda: survey_data(self._db.executors))
+        survey = await repeated(lambda: look_at(self._db.executors.data))
         self._first_part = self._first_part or survey.part
         check(survey, Part.DATA if survey.part is Part.DATA else Part.ALL, create_tables=True)
         if survey.database_id is None:
@@ -384,7 +382,7 @@ class _Move:
         return survey
 
     async def _survey_keys(self) -> Survey:
-        survey = await repeated(lambda: survey_keys(self._db.executors))
+        survey = await repeated(lambda: look_at(self._db.executors.keys, KEY_FILE))
         await repeated(lambda: self._db.key_executor.define(_reject_memory, commit=False))
         return survey
 

@@ -26,7 +26,6 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import located_sessions, sessions_of
 from adk_secure_sessions.storage import clusters
-from adk_secure_sessions.storage.opening import WRAPPER, Survey, stored_features
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.reads import CheckSession, Headers
@@ -40,6 +39,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.survey import WRAPPER, Survey
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 K = TypeVar("K")
@@ -154,7 +154,7 @@ def reject_wrapper(survey: Survey, command: str) -> None:
     delete keys that no record uses, but cannot read the records of the wrapper, which another
     session service stores.
     """
-    if WRAPPER in stored_features(survey):
+    if WRAPPER in survey.features:
         raise ConfigurationError(
             f"EncryptedSessionWrapper uses this database, and `{command}` cannot count the records "
             "that another session service stores: no key was deleted"

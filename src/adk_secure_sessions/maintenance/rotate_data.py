@@ -26,8 +26,8 @@ from adk_secure_sessions.maintenance.records import (
 )
 from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.maintenance.walk import OwnerTag, app_name_of, owner_tags
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.bindings import naming
-from adk_secure_sessions.storage.opening import mark_plaintext
 from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
 from adk_secure_sessions.storage.writes import RenewKey
 
@@ -151,9 +151,9 @@ class DataRotationRun(Rotation):
     async def _begin(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
         if self._db.backends.stores_plaintext and not self._dry_run:
-            await self._db.change(mark_plaintext)
+            await self._db.change(meta.mark_plaintext)
             if self._db.executors.has_key_database:
-                await self._db.change_keys(mark_plaintext)
+                await self._db.change_keys(meta.mark_plaintext)
 
     async def _walk(self) -> None:
         self._reencryptor = Reencryptor(self._db, self._problems, dry_run=self._dry_run)

@@ -26,10 +26,10 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.opening import Survey
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys, keyring
+from adk_secure_sessions.storage.survey import Survey
 
 _PASSES = 3  # the maximum number of passes of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time

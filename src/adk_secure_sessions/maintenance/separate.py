@@ -31,17 +31,17 @@ from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.opening import (
+from adk_secure_sessions.storage.feature_list import check_features, feature_mark, separation_marks
+from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
+from adk_secure_sessions.storage.survey import (
+    KEY_FILE,
     MIGRATION,
     SEPARATING,
-    check_features,
-    feature_mark,
-    half_separated,
-    separation_marks,
-    stored_features,
-    survey_keys,
+    Part,
+    check,
+    look_at,
+    separated_from,
 )
-from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
 from adk_secure_sessions.storage.unit_of_work import repeated
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
@@ -164,7 +164,7 @@ async def _was_overtaken(db: Database) -> bool:
     Then another run of `separate` has begun a separation, and what this run has read is outdated.
     """
     known = db.unit.database_id
-    stored = await repeated(lambda: survey_keys(db.executors))
+    stored = await repeated(lambda: look_at(db.key_executor, KEY_FILE))
     return known is not None and stored.meta.get(meta.DATABASE_ID) != known.hex()
 
 
@@ -193,7 +193,7 @@ async def _begin(db: Database) -> None:
     roots = db.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
-    marks = separation_marks(separation, opened.index, new_id, stored_features(survey))
+    marks = separation_marks(separation, opened.index, new_id, survey.features)
     old = (old_id.hex(), survey.meta[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, marks, old)
     if not await db.change_keys(work):
@@ -207,11 +207,15 @@ async def _begin(db: Database) -> None:
 
 async def _finish_ids(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
-    found = await repeated(lambda: half_separated(db.executors))
-    if found is None:
+    if not db.executors.has_key_database:
         return
-    survey, old_id = found
-    assert survey.database_id is not None, "a key database with a separation has an id"
+    data = await repeated(lambda: look_at(db.executor))
+    survey = await repeated(lambda: look_at(db.key_executor, KEY_FILE))
+    old_id = separated_from(survey)
+    if old_id is None or old_id != data.meta.get(meta.DATABASE_ID):
+        return
+    check(survey, Part.KEYS, create_tables=False)
+    assert survey.database_id is not None, "the check requires it"
     writer, roots = db.backends.writer.root_key.key_id, db.backends.roots
     opened: Keyring = await open_keyring(survey.keyring, roots, writer, survey.database_id)
     check_features(survey, opened)
@@ -294,9 +298,9 @@ async def _end(db: Database, opened: Keyring) -> None:
     """Remove the feature `separating`, so that services can start."""
     survey = await db.survey()
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
-    if SEPARATING not in stored_features(survey):
+    if SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it
-    features = stored_features(survey) - {SEPARATING, MIGRATION}
+    features = survey.features - {SEPARATING, MIGRATION}
     mark = feature_mark(opened.index, opened.database_id, features)
     if not await db.change_keys(partial(_remove_separation, survey.meta[meta.FEATURES], mark)):
         raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)

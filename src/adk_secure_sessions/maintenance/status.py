@@ -23,7 +23,6 @@ from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinis
 from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.search_index import IndexState
-from adk_secure_sessions.storage.opening import MIGRATION, SEPARATING, Survey, stored_features
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     apps,
@@ -36,6 +35,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.survey import MIGRATION, SEPARATING, Survey
 from adk_secure_sessions.tracebacks import hides_locals
 
 
@@ -221,7 +221,7 @@ async def status(
         await _state_index(db, survey),
         await _audit_trail(db, survey),
         spare_keys,
-        SEPARATING in stored_features(survey),
+        SEPARATING in survey.features,
     )
 
 
@@ -252,7 +252,7 @@ _TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.
 
 
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
-    if MIGRATION not in stored_features(survey):
+    if MIGRATION not in survey.features:
         return None
     ((copied,),) = await db.read(_COPIED, {})
     ((tombstones,),) = await db.read(_TOMBSTONES, {})

@@ -35,7 +35,6 @@ from adk_secure_sessions.storage.bindings import Identity, StoredSession, naming
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.search_index import IndexState
 from adk_secure_sessions.storage.features.searches import CheckIndexed
-from adk_secure_sessions.storage.opening import COLLECTIONS, MIGRATION, STATE_INDEX, stored_features
 from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MigratedRow, chunks, is_one_of, numbered
 from adk_secure_sessions.storage.reads import CheckApp, CheckLocatedSession
@@ -50,6 +49,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.survey import COLLECTIONS, MIGRATION, STATE_INDEX
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
@@ -267,7 +267,7 @@ class _Verifier:
         missing, somebody has replayed an older list.  With the older list, a release that does not
         know the feature would use the database.
         """
-        listed = stored_features(await self._db.survey())
+        listed = (await self._db.survey()).features
         if self._collections.number and COLLECTIONS not in listed:
             detail = (
                 f"the database has collections, and the feature {COLLECTIONS!r} is not listed: an "

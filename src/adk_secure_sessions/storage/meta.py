@@ -70,6 +70,11 @@ def swap(connection: sa.Connection, name: str, old: str | None, new: str | None)
     return stored in (old, new)
 
 
+def mark_plaintext(connection: sa.Connection) -> None:
+    """Store that the database has plaintext records; call this before the first one is written."""
+    swap(connection, PLAINTEXT, None, "1")
+
+
 def remove_all(connection: sa.Connection) -> None:
     """Empty the table."""
     connection.execute(sa.delete(meta))

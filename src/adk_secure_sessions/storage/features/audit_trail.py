@@ -36,8 +36,8 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.features.feature import Feature
-from adk_secure_sessions.storage.opening import AUDIT
 from adk_secure_sessions.storage.schema import audit_records
+from adk_secure_sessions.storage.survey import AUDIT
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from functools import partial
 from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.storage.opening import (
+from adk_secure_sessions.storage.feature_list import (
     add_feature,
     create_table_of,
     has_feature,

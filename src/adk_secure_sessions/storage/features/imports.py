@@ -32,15 +32,13 @@ from adk_secure_sessions.storage.bindings import Attempt, Identity, KeySource, O
 from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.features.feature import Feature
-from adk_secure_sessions.storage.features.searches import SearchIndex
-from adk_secure_sessions.storage.opening import (
-    EXPIRY,
-    MIGRATION,
+from adk_secure_sessions.storage.features.migration_mark import (
     MigrationEnd,
     mark_migration,
     migration_end,
     withdraw_migration,
 )
+from adk_secure_sessions.storage.features.searches import SearchIndex
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import (
     Found,
@@ -59,6 +57,7 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
 )
+from adk_secure_sessions.storage.survey import EXPIRY, MIGRATION
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     OVERLAY_LIMIT,

@@ -16,10 +16,10 @@ from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.search_index import Differences, IndexState
-from adk_secure_sessions.storage.opening import STATE_INDEX
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found, QueryForms
 from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation, View
+from adk_secure_sessions.storage.survey import STATE_INDEX
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
 

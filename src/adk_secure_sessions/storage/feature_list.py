@@ -1,0 +1,177 @@
+"""The list of features in `secure_meta`, with its MAC, and the tables of features.
+
+A feature is something that not every release knows.  It is added to the list before the first row
+that uses it is stored; afterwards, releases that do not know the feature reject the database.
+"""
+
+import hmac
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.dialects import already_exists, dialect_of, has_table
+from adk_secure_sessions.db.failures import meaning
+from adk_secure_sessions.db.protocol import Conflict
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongKeyError
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.keyring import Keyring, Separation
+from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage.schema import audit_records
+from adk_secure_sessions.storage.survey import (
+    KNOWN_FEATURES,
+    MISPLACED,
+    MOVING,
+    NO_FEATURES,
+    SEPARATING,
+    SEPARATION_FORM,
+    Part,
+    Survey,
+    look,
+    require_features,
+)
+
+REPLACED = "the database was replaced by another one: restart the service"
+
+
+def feature_mark(
+    index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
+) -> str:
+    """Return the value of the row `features` of a database with these *features*."""
+    names = ",".join(sorted(features)) or NO_FEATURES
+    return f"{names} {index.features(database_id, names).hex()}"
+
+
+def check_features(survey: Survey, keyring: Keyring) -> None:
+    """Authenticate the feature list and the stored state of an unfinished run of `separate`.
+
+    Set `keyring.separation` to the stored state, or to None if no separation is unfinished.  Also
+    set `keyring.features` and `keyring.has_audit_table`.
+
+    Raises:
+        WrongKeyError: The feature list or the state was modified.
+    """
+    _check_list(survey, keyring)
+    keyring.separation = None
+    keyring.features = survey.features
+    keyring.has_audit_table = audit_records.name in survey.feature_tables
+    if SEPARATING not in survey.features:
+        return
+    found = SEPARATION_FORM.fullmatch(str(survey.meta.get(meta.SEPARATION)))
+    expected = (
+        b"" if found is None else keyring.index.separation(keyring.database_id, found["text"])
+    )
+    if found is None or not hmac.compare_digest(expected.hex(), found["mac"]):
+        raise WrongKeyError(
+            "the row `separation` of secure_meta was tampered with: copy the database again"
+        )
+    masters = frozenset(map(int, found["masters"].split()))
+    keyring.separation = Separation(bytes.fromhex(found["old"]), int(found["since"]), masters)
+
+
+def separation_marks(
+    separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
+) -> dict[str, str]:
+    """Return the texts, by name, that `separate` stores in `secure_meta` when it begins.
+
+    *new_id* is the new id of the database, and *features* are the features of the database.
+    """
+    masters = " ".join(map(str, sorted(separation.masters)))
+    text = f"{separation.old_id.hex()} {separation.since} {masters}"
+    return {
+        meta.DATABASE_ID: new_id.hex(),
+        meta.FEATURES: feature_mark(index, new_id, features | {SEPARATING}),
+        meta.SEPARATION: f"{text} {index.separation(new_id, text).hex()}",
+    }
+
+
+def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> None:
+    """Add *feature* to the stored features; if it is stored already, do nothing.
+
+    Raises:
+        WrongKeyError: The stored features were modified.
+        ConfigurationError: The row `features` is missing or malformed; or a run of `separate` or
+            `move-keys` has not ended; or the keys are in a key database, and *connection* is not;
+            or *keyring* is the keyring of another database.
+        Conflict: Another process has changed the stored features at the same time.
+    """
+    survey = look(connection)
+    if survey.part is Part.DATA:
+        raise ConfigurationError(MISPLACED[Part.ALL, Part.DATA])
+    survey.reject_unfinished(SEPARATING, MOVING)
+    _check_list(survey, keyring)
+    if feature in survey.features:
+        return
+    mark = feature_mark(keyring.index, keyring.database_id, survey.features | {feature})
+    if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], mark):
+        raise Conflict  # another process has changed the features since `look` read them
+
+
+def has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bool:
+    """Return whether the authenticated list of features contains *feature*; see `add_feature`."""
+    survey = look(connection)
+    _check_list(survey, keyring)
+    return feature in survey.features
+
+
+def _check_list(survey: Survey, keyring: Keyring) -> None:
+    if survey.meta.get(meta.DATABASE_ID) != keyring.database_id.hex():
+        raise ConfigurationError(REPLACED)
+    names, mac = require_features(survey)
+    expected = keyring.index.features(keyring.database_id, names)
+    if not hmac.compare_digest(expected.hex(), mac):
+        raise WrongKeyError(
+            "the row `features` of secure_meta was tampered with: restore that table from a backup"
+        )
+
+
+# --- the tables of features ----------------------------------------------------------------------
+
+
+def _table_of(feature: str) -> sa.Table:
+    table = KNOWN_FEATURES[feature]
+    assert table is not None, f"{feature} has no table"
+    return table
+
+
+def has_rows_of(feature: str, connection: sa.Connection) -> bool:
+    """Return whether the table of *feature* exists and has rows."""
+    table = _table_of(feature)
+    if not has_table(connection, table):
+        return False
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    return connection.execute(sa.select(one).select_from(table).limit(1)).first() is not None
+
+
+def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool) -> None:
+    """Create the table of *feature* in the data database, if the table does not exist.
+
+    Call this before `add_feature`.  If a process stops before it calls `add_feature`, the database
+    has an empty table and not the feature, so other releases still accept the database.
+
+    Raises:
+        ConfigurationError: The table does not exist, and *may_create* is False or the account may
+            not create it.
+    """
+    table = _table_of(feature)
+    dialect = dialect_of(connection)
+    advice = f"run the statement of docs/sql/{dialect.name}-{feature}.sql"
+    with dialect.exclusively(connection):
+        if has_table(connection, table):
+            return
+        if not may_create:
+            raise ConfigurationError(
+                f"the table {table.name} is missing, and create_tables is False: {advice}"
+            )
+        try:
+            table.create(connection)
+        except sa.exc.DBAPIError as error:
+            if already_exists(error):
+                connection.rollback()
+                if has_table(connection, table):
+                    return  # another process has created the table meanwhile
+            failure = meaning(error)
+            if not isinstance(failure, DatabaseError):
+                raise failure from None
+            raise ConfigurationError(
+                f"the table {table.name} could not be created: {failure}; if the account may not "
+                f"create tables, {advice}"
+            ) from None

@@ -1,0 +1,472 @@
+"""Find out what a database contains, and reject a database that cannot be used.
+
+`look` returns a `Survey`: the tables, the metadata and the keyring of a database.  Nothing in it is
+authenticated.  `check` rejects a database that cannot be used.
+"""
+
+import re
+from collections.abc import Collection
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Executor, Executors
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
+from adk_secure_sessions.keys.keyring import MAX_ROWS, MasterKeyRow
+from adk_secure_sessions.storage import meta, schema
+from adk_secure_sessions.storage.queries import MASTER_KEYS
+from adk_secure_sessions.storage.schema import (
+    DATA_TABLES,
+    FEATURE_TABLES,
+    FORMAT_VERSION,
+    KEY_TABLES,
+    TABLES,
+    audit_records,
+    indexed,
+    keyring,
+    metadata,
+    migrated,
+)
+
+# The features of databases, by the names that the stored list of features contains.
+COLLECTIONS = "collections"  # has collections (artifacts, memory)
+WRAPPER = "wrapper"  # its data keys also encrypt records stored elsewhere
+EXPIRY = "expiry"  # sessions may expire
+MIGRATION = "migration"  # has sessions that `migrate` has copied
+AUDIT = "audit"  # stores an audit trail
+STATE_INDEX = "state-index"  # has keyed hashes of state values
+SEPARATING = "separating"  # is a copy that `separate` has not finished
+MOVING = "moving"  # `move_keys` has not finished moving its keys
+NO_FEATURES = "-"  # stands for an empty list
+# The known features, and the tables of those that have a table.
+KNOWN_FEATURES: dict[str, sa.Table | None] = {
+    COLLECTIONS: None,
+    WRAPPER: None,
+    EXPIRY: None,
+    MIGRATION: migrated,
+    AUDIT: audit_records,
+    STATE_INDEX: indexed,
+    SEPARATING: None,
+    MOVING: None,
+}
+_UNFINISHED = {
+    # A service would encrypt new records with data keys that the original database also has.
+    SEPARATING: (
+        "this copy of a database is being separated: run `adk-secure-sessions separate` again, "
+        "until it has ended"
+    ),
+    # A service would use keys that the command is about to delete.
+    MOVING: (
+        "the keys of this database are being moved: run `adk-secure-sessions move-keys` again, "
+        "until it has ended"
+    ),
+}
+_FEATURE_NAME = "[a-z][-a-z0-9_.]*"
+_FEATURES_FORM = re.compile(
+    rf"(?P<names>-|{_FEATURE_NAME}(?:,{_FEATURE_NAME})*) (?P<mac>[0-9a-f]{{32}})"
+)
+_ID = re.compile("[0-9a-f]{32}")
+# The errors of SQLite for a file that cannot be used have names that begin with one of these.
+_UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
+
+
+class Part(Enum):
+    """The part of our tables that a database has: all tables, the data tables or the key tables.
+
+    The value is stored in row `holds` of `secure_meta`.  A database with all tables has no such
+    row.
+    """
+
+    ALL = None
+    DATA = "data"
+    KEYS = "keys"
+
+    @property
+    def tables(self) -> tuple[sa.Table, ...]:
+        """The tables that belong to this part."""
+        return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
+
+    def missing(self, survey: "Survey") -> frozenset[str]:
+        """Return the names of this part's tables that do not exist."""
+        return survey.missing_tables & {table.name for table in self.tables}
+
+
+class FeatureList(NamedTuple):
+    """The value of the row `features`: the names, separated by commas, and their MAC."""
+
+    text: str
+    mac: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the features."""
+        return frozenset(self.text.split(",")) - {NO_FEATURES}
+
+
+class Survey(NamedTuple):
+    """The tables and the metadata that a database contains.  Nothing in it is authenticated.
+
+    *missing_tables* and *feature_tables* are names: of our tables that do not exist, without those
+    of features, and of the tables of features that do.  *alien_tables* have the name of one of our
+    tables, but lack one of its columns.  *adk_tables* is whether ADK's own tables exist, or those
+    of adk-secure-sessions 1.x, which have the same names.  *is_used* is whether one of our tables
+    other than `secure_meta` and `secure_keyring` has rows.  *keyring* has at most `MAX_ROWS` + 1 of
+    the *keyring_rows* rows of `secure_keyring`.
+    """
+
+    missing_tables: frozenset[str]
+    alien_tables: tuple[str, ...]
+    adk_tables: bool
+    is_used: bool
+    meta: dict[str, str]
+    keyring: list[MasterKeyRow]
+    keyring_rows: int = 0
+    feature_tables: frozenset[str] = frozenset()
+
+    @property
+    def part(self) -> Part | None:
+        """The part that the database has; None if row `holds` has an unknown value."""
+        mark = self.meta.get(meta.HOLDS)
+        return next((part for part in Part if part.value == mark), None)
+
+    @property
+    def format_version(self) -> str | None:
+        """The stored format version; None if the database is new."""
+        return self.meta.get(meta.FORMAT)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any of our tables has rows."""
+        return bool(self.meta or self.keyring or self.is_used)
+
+    @property
+    def has_plaintext_records(self) -> bool:
+        """Whether `secure_meta` says that `NoOpBackend` has written records to the database."""
+        return meta.PLAINTEXT in self.meta
+
+    @property
+    def database_id(self) -> bytes | None:
+        """The random id of the database; None if the database is new.
+
+        Raises ValueError if the stored value is not 32 lower-case hexadecimal digits.
+        """
+        text = self.meta.get(meta.DATABASE_ID)
+        if text is None:
+            return None
+        if not isinstance(text, str) or not _ID.fullmatch(text):
+            raise ValueError("not a database id")
+        return bytes.fromhex(text)
+
+    @property
+    def feature_list(self) -> FeatureList | None:
+        """The stored list of features; None if it is missing or malformed."""
+        found = _FEATURES_FORM.fullmatch(str(self.meta.get(meta.FEATURES)))
+        return None if found is None else FeatureList(found["names"], found["mac"])
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features that the stored list names.
+
+        Raises ConfigurationError if the row `features` is missing or malformed.
+        """
+        return require_features(self).names
+
+    def reject_unfinished(self, *features: str) -> None:
+        """Raise ConfigurationError if the command of one of *features* has not ended."""
+        for feature in features:
+            if self.format_version is not None and feature in self.features:
+                raise ConfigurationError(_UNFINISHED[feature])
+
+
+def require_features(survey: Survey) -> FeatureList:
+    """Return the stored list of features; raise ConfigurationError if it is malformed."""
+    if (found := survey.feature_list) is None:
+        raise ConfigurationError(
+            "the row `features` of secure_meta is missing or malformed: restore that table from a "
+            "backup"
+        )
+    return found
+
+
+# --- looking -------------------------------------------------------------------------------------
+
+
+def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
+    """Return the survey of a database, without changing the database.
+
+    If `secure_keyring` has more than `MAX_ROWS` rows and *known* is not empty, read only the rows
+    with the ids *known*.
+    """
+    survey = _look(connection, known)
+    missing = (survey.part or Part.ALL).missing(survey)
+    is_whole = not missing if survey.meta else not survey.has_rows
+    # On a server, each query of `_look` sees what was committed before it.  If another process
+    # created the database meanwhile, `_look` has seen only a part of the tables or of the rows.
+    return survey if is_whole else _look(connection, known)
+
+
+def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
+    present = set(sa.inspect(connection).get_table_names())
+    known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
+    tables = [table for table in known_tables if table.name in present]
+    alien = _alien(tables, connection)
+    values: dict[str, str] = {}
+    masters: list[MasterKeyRow] = []
+    number = 0
+    used = False
+    if schema.meta in tables and schema.meta.name not in alien:
+        values = meta.read_all(connection)
+    if not alien and keyring in tables:
+        # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
+        # any number of rows.
+        query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
+        masters = [MasterKeyRow(*row) for row in connection.execute(query)]
+        number = len(masters)
+        if number > MAX_ROWS:
+            number = connection.scalar(sa.select(sa.func.count()).select_from(keyring)) or number
+            if known:
+                rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
+                masters = [MasterKeyRow(*row) for row in rows]
+    if not alien and (others := [table for table in tables if table not in (schema.meta, keyring)]):
+        one: sa.ColumnElement[int] = sa.literal_column("1")
+        any_row = (sa.exists(sa.select(one).select_from(table)) for table in others)
+        used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
+    return Survey(
+        frozenset(metadata.tables) - present,
+        tuple(alien),
+        {"sessions", "events"} <= present,
+        used,
+        values,
+        masters,
+        number,
+        frozenset(table.name for table in FEATURE_TABLES if table in tables),
+    )
+
+
+def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
+    """Return the names of the *tables* that lack one of our columns."""
+    if not tables:
+        return []
+    # One query that names all columns takes a hundredth of the time of reflecting each table.
+    columns = [", ".join(table.c.keys()) for table in tables]
+    members = [
+        f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
+        for listed, table in zip(columns, tables, strict=True)
+    ]
+    try:
+        connection.execute(sa.text(" UNION ALL ".join(members)))
+        return []
+    except sa.exc.DBAPIError:
+        connection.rollback()
+    inspector = sa.inspect(connection)
+    names = [
+        (table, {column["name"] for column in inspector.get_columns(table.name)})
+        for table in tables
+    ]
+    return [table.name for table, present in names if not present.issuperset(table.c.keys())]
+
+
+async def look_at(executor: Executor, whose: str = "", known: Collection[int] = ()) -> Survey:
+    """Return the survey of the database of *executor*, without checking it; see `look`.
+
+    Raises ConfigurationError if SQLite cannot open or use the file, which is *whose*.
+    """
+    try:
+        return await executor.define(partial(look, known=known), commit=False)
+    except DatabaseError as error:
+        raise unusable(error, whose) from None
+
+
+def unusable(error: DatabaseError, whose: str) -> Exception:
+    """Return *error*, or a ConfigurationError if it says that SQLite cannot use the file."""
+    if not (error.code or "").startswith(_UNUSABLE):
+        return error
+    return ConfigurationError(f"the {whose}SQLite file cannot be used: {error}")
+
+
+async def survey_both(
+    executors: Executors, create_tables: bool, known: Collection[int] = ()
+) -> tuple[Survey, Survey]:
+    """Survey and check the data database and the key database; return both surveys.
+
+    Without a key database, the two surveys are the same.
+
+    Raises:
+        ConfigurationError: A database cannot be used.
+    """
+    if executors.has_key_database:
+        # Read the data database first.  Another process may be creating both databases.  It creates
+        # the key database first, so if we see its data database, we also see its key database.
+        data = await look_at(executors.data)
+        keys = await look_at(executors.keys, KEY_FILE, known)
+    else:
+        data = keys = await look_at(executors.data, known=known)
+    ids_differ = data.meta.get(meta.DATABASE_ID) != keys.meta.get(meta.DATABASE_ID)
+    if ids_differ or _missing_feature_tables(data, keys):
+        # After this survey of the data database, another process may have created it, `separate`
+        # may have replaced the ids in both databases, or a process may have created a table and
+        # then added its feature.
+        data = await look_at(executors.data, known=known)
+        keys = keys if executors.has_key_database else data
+    check(keys, Part.KEYS if executors.has_key_database else Part.ALL, create_tables)
+    keys.reject_unfinished(MOVING)
+    if executors.has_key_database:
+        check(data, Part.DATA, create_tables)
+        check_together(data, keys)
+    for name in _missing_feature_tables(data, keys):
+        raise ConfigurationError(f"the table {name} was removed: restore it from a backup")
+    return data, keys
+
+
+KEY_FILE = "key database's "
+
+
+def merged(data: Survey, keys: Survey) -> Survey:
+    """Return the survey of the data database, but with the keyring and the features of *keys*."""
+    names = (meta.DATABASE_ID, meta.FEATURES, meta.SEPARATION, meta.MIGRATION_MARK)
+    shared = {name: keys.meta[name] for name in names if name in keys.meta}
+    return data._replace(
+        keyring=keys.keyring, keyring_rows=keys.keyring_rows, meta=data.meta | shared
+    )
+
+
+def _missing_feature_tables(data: Survey, keys: Survey) -> list[str]:
+    """Return the tables of the features that *keys* lists, if they do not exist in *data*."""
+    listed = keys.feature_list.names if keys.feature_list else frozenset()
+    tables = (KNOWN_FEATURES.get(name) for name in listed)
+    names = (table.name for table in tables if table is not None)
+    return [name for name in names if name not in data.feature_tables]
+
+
+# --- checking ------------------------------------------------------------------------------------
+
+
+def check(survey: Survey, part: Part, create_tables: bool) -> None:
+    """Reject a database that cannot be used as *part*.
+
+    A new database may lack tables if *create_tables* is True.
+
+    Raises:
+        ConfigurationError: The database cannot be used; the message says why and what to do.
+    """
+    # Check the format first: in another format, the tables may have other columns.
+    version = survey.format_version
+    if version not in (None, str(FORMAT_VERSION)):
+        raise ConfigurationError(
+            f"the database has format {version!r} and this release of adk-secure-sessions reads "
+            f"format {FORMAT_VERSION}: install the release that wrote it"
+        )
+    if survey.alien_tables:
+        raise ConfigurationError(
+            f"the table {survey.alien_tables[0]} was not created by adk-secure-sessions: "
+            "use another database or schema"
+        )
+    if version is not None:
+        _check_part(survey, part)
+        # A release that does not know a feature could, for example, retire a key that is still used
+        # in a table of this feature.  The MAC of the list is checked once the keyring is open.
+        if part is not Part.DATA and (unknown := survey.features - KNOWN_FEATURES.keys()):
+            raise ConfigurationError(
+                f"the database uses {', '.join(map(repr, sorted(unknown)))}, which this release of "
+                "adk-secure-sessions does not know: install the release that wrote it"
+            )
+    missing = part.missing(survey)
+    if missing and not create_tables:
+        raise ConfigurationError(
+            f"the table {min(missing)} is missing, and create_tables is False: "
+            "run the statements of docs/sql for this kind of database"
+        )
+    if version is None:
+        if survey.has_rows:
+            raise ConfigurationError(
+                "secure_meta has no format version although there is data: restore that table from "
+                "a backup"
+            )
+        return
+    if missing:
+        raise ConfigurationError(f"the table {min(missing)} was removed: restore it from a backup")
+    try:
+        if survey.database_id is not None:
+            return
+    except ValueError:
+        pass
+    raise ConfigurationError(
+        "secure_meta has no valid database id: restore that table from a backup"
+    )
+
+
+MISPLACED = {
+    (Part.ALL, Part.DATA): "this database has its keys in a key database: pass that as key_db_url",
+    (Part.ALL, Part.KEYS): (
+        "this is a key database: pass it as key_db_url, and the database of the data as db_url"
+    ),
+    (Part.DATA, Part.ALL): (
+        "this database has keys of its own: omit key_db_url; or, if its keys are in that key "
+        "database, restore secure_meta, whose row `holds` is missing"
+    ),
+    (Part.DATA, Part.KEYS): "db_url names a key database: pass the database of the data",
+    (Part.KEYS, Part.ALL): (
+        "key_db_url names a database of sessions with keys of their own: pass a key database, or "
+        "an empty database to create one"
+    ),
+    (Part.KEYS, Part.DATA): (
+        "key_db_url names a database of sessions whose keys are in a key database: pass the key "
+        "database"
+    ),
+}
+
+
+def _check_part(survey: Survey, part: Part) -> None:
+    if survey.part is None:
+        raise ConfigurationError(
+            "the row `holds` of secure_meta has a value that this release of adk-secure-sessions "
+            "does not know: install the release that wrote it, or restore that table from a backup"
+        )
+    if survey.part is not part:
+        if meta.FEATURES in survey.meta:
+            survey.reject_unfinished(MOVING)
+        raise ConfigurationError(MISPLACED[part, survey.part])
+
+
+def check_together(data: Survey, keys: Survey) -> None:
+    """Reject a data database and a key database that do not belong together.
+
+    Each of the two must have been checked with `check`.
+
+    Raises:
+        ConfigurationError: They do not belong together; the message says why and what to do.
+    """
+    if data.database_id is None and keys.is_used:
+        raise ConfigurationError(
+            "the key database has the keys of another database, and this one is empty: "
+            "check db_url, or restore the data from a backup"
+        )
+    if data.database_id is not None and keys.database_id is None:
+        raise ConfigurationError(
+            "the key database is empty, but the database has data whose keys it should hold: "
+            "check key_db_url, or restore the key database from a backup; without it the data is "
+            "lost"
+        )
+    if data.database_id is not None and data.database_id != keys.database_id:
+        if separated_from(keys) == data.meta[meta.DATABASE_ID]:
+            keys.reject_unfinished(SEPARATING)  # it ended before it stored the new id in *data*
+        raise ConfigurationError(
+            "the key database belongs to another database: check db_url and key_db_url"
+        )
+
+
+SEPARATION_FORM: re.Pattern[str] = re.compile(
+    r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
+    r"(?P<mac>[0-9a-f]{32})"
+)
+
+
+def separated_from(keys: Survey) -> str | None:
+    """Return the id of the original, in hexadecimal, if `separate` has not ended; else None.
+
+    *keys* is the survey of the database with the keys.  The id is not authenticated.
+    """
+    found = SEPARATION_FORM.fullmatch(str(keys.meta.get(meta.SEPARATION)))
+    return None if found is None else found["old"]
