@@ -17,7 +17,7 @@ from google.adk.auth.auth_credential import AuthCredentialTypes
 from google.adk.events import EventActions
 
 from adk_secure_sessions.formats import events
-from adk_secure_sessions.migration.sources import SessionContent, UnreadableSession
+from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from tests.migration.adk_sources import Adk, adk, contents, decoded, each_kind, fill, said
 
 __all__ = ["adk"]
@@ -166,7 +166,7 @@ async def test_hostile_pickle_makes_only_its_session_unreadable(
     assert isinstance(found.pop("good"), SessionContent)
     assert found.keys() == hostile.keys()
     for name, content in found.items():
-        assert isinstance(content, UnreadableSession), name
+        assert isinstance(content, Unreadable), name
         assert "event 1 of 1 has actions that are not loaded: " in content.reason, name
     assert AuthCredentialTypes.HTTP.value == "http"
     assert not hasattr(uuid.UUID, "a")
@@ -180,7 +180,7 @@ async def test_number_in_a_column_of_text_or_bytes_allocates_nothing(adk: Adk) -
         adk.run(f"UPDATE events SET {column} = 10000000000000 WHERE session_id = '{column}'")
     async with adk.source() as source:
         found = (await contents(source)).values()
-    assert [type(content) for content in found] == [UnreadableSession] * 2
+    assert [type(content) for content in found] == [Unreadable] * 2
 
 
 async def test_no_warning_contains_an_unexpected_value(
@@ -192,6 +192,6 @@ async def test_no_warning_contains_an_unexpected_value(
     warnings.simplefilter("always")  # otherwise, pytest would ignore the warning
     async with adk.source() as source:
         (content,) = (await contents(source)).values()
-    assert isinstance(content, UnreadableSession)
+    assert isinstance(content, Unreadable)
     assert not [str(one.message) for one in recwarn if "penicillin" in str(one.message)]
     assert "penicillin" not in content.reason

@@ -81,7 +81,7 @@ async def _rate(run: Callable[[], Awaitable[int]]) -> float:
 
 async def _migrate(source: AdkTables, db: Database) -> int:
     done = await migrate(source, db)
-    assert done.is_complete
+    assert done.succeeded
     return done.events
 
 

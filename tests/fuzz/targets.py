@@ -59,7 +59,7 @@ from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, INDEX, MasterKeyRow, open_keyring
 from adk_secure_sessions.keys.providers import StaticKey, parse_key
 from adk_secure_sessions.keys.specs import key_provider
-from adk_secure_sessions.migration import json_lines
+from adk_secure_sessions.migration import export
 from adk_secure_sessions.migration.sources import SessionContent
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.reads import GetSession
@@ -397,7 +397,7 @@ def json_line(data: bytes) -> None:
     values = json_text.loads(data)
     source = SourceEvent(stored, 0)
     content = SessionContent(values, (source, source), 0, 0, None)
-    line = json_lines._line(("a", "u", "s"), data, b"{}", content)
+    line = export._line(("a", "u", "s"), data, b"{}", content)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     assert b"\r" not in line

@@ -27,8 +27,7 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Source,
     SourceSession,
-    UnreadableSession,
-    UnreadableState,
+    Unreadable,
 )
 from tests.conformance.support import ADK
 from tests.servers import Server
@@ -182,8 +181,8 @@ async def listed(source: Source, scope: Scope = ALL) -> list[SourceSession]:
 
 async def contents(
     source: Source, scope: Scope = ALL
-) -> dict[SourceSession, SessionContent | UnreadableSession]:
-    found: dict[SourceSession, SessionContent | UnreadableSession] = {}
+) -> dict[SourceSession, SessionContent | Unreadable]:
+    found: dict[SourceSession, SessionContent | Unreadable] = {}
     async for batch in source.sessions(scope):
         found.update(await source.read(batch))
     return found
@@ -195,16 +194,18 @@ async def states_of(
     """The states of all apps and of all users."""
     apps: dict[str, Any] = {}
     users: dict[tuple[str, str], Any] = {}
-    async for app_batch in source.app_states(scope):
-        assert not apps.keys() & app_batch.keys()
-        apps.update(app_batch)
-    async for user_batch in source.user_states(scope):
-        assert not users.keys() & user_batch.keys()
-        users.update(user_batch)
+    async for batch in source.states(scope):
+        for ids, state in batch.items():
+            if len(ids) == 1:
+                assert ids[0] not in apps
+                apps[ids[0]] = state
+            else:
+                assert (ids[0], ids[1]) not in users
+                users[ids[0], ids[1]] = state
     return apps, users
 
 
-def decoded(content: SessionContent | UnreadableSession) -> list[Event]:
+def decoded(content: SessionContent | Unreadable) -> list[Event]:
     assert isinstance(content, SessionContent), content
     return [events.decode(event.plaintext, 0, 0) for event in content.events]
 
@@ -235,7 +236,7 @@ async def assert_same_as_adk(service: BaseSessionService, source: Source) -> int
             assert one == other
             assert shown(one) == shown(other)
         app, user = apps.get(key.app_name, {}), users.get((key.app_name, key.user_id), {})
-        assert not isinstance(app, UnreadableState)
+        assert not isinstance(app, Unreadable)
         assert repr(states.merge(app, user, content.state)) == repr(expected.state)
         assert content.updated_at == microseconds(expected.last_update_time)
         times = [microseconds(event.timestamp) for event in expected.events]

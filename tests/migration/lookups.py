@@ -24,8 +24,8 @@ from adk_secure_sessions.migration.sources import (
     SessionHeader,
     SourceSession,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    States,
+    Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -73,9 +73,9 @@ class MemoryLookup(LookupSource):
             await before(name)
             self.before = self.before or before
 
-    def _header(self, key: tuple[str, str]) -> SessionHeader | UnreadableSession:
+    def _header(self, key: tuple[str, str]) -> SessionHeader | Unreadable:
         if key in self.unreadable:
-            return UnreadableSession("its state is not JSON")
+            return Unreadable("its state is not JSON")
         session, content = self.sessions_by_ids[key]
         return SessionHeader(
             session, deepcopy(content.state), content.created_at, content.updated_at
@@ -95,7 +95,7 @@ class MemoryLookup(LookupSource):
 
     async def read(
         self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         await self._query("read")
         return {
             session: deepcopy(self.sessions_by_ids[session[1:3]][1])
@@ -103,26 +103,21 @@ class MemoryLookup(LookupSource):
             if session[1:3] in self.sessions_by_ids
         }
 
-    async def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject]]:
-        await self._query("app_states")
-        yield {APP: deepcopy(self.app)}
-
-    async def user_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject]]:
-        await self._query("user_states")
+    async def states(self, scope: Scope) -> AsyncIterator[States]:
+        await self._query("states")
         yield {(APP, user_id): deepcopy(state) for user_id, state in self.users.items()}
+        yield {(APP,): deepcopy(self.app)}
 
     async def find(
         self, app_name: str, user_id: str, session_id: str
-    ) -> SessionHeader | UnreadableSession | None:
+    ) -> SessionHeader | Unreadable | None:
         await self._query("find")
         key = (user_id, session_id)
         return self._header(key) if app_name == APP and key in self.sessions_by_ids else None
 
     async def headers(
         self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | UnreadableSession]]:
+    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | Unreadable]]:
         await self._query("headers")
         yield {
             session: self._header(key)
@@ -130,10 +125,7 @@ class MemoryLookup(LookupSource):
             if app_name == APP and user_id in (None, key[0])
         }
 
-    async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
-        await self._query("app_state")
-        return deepcopy(self.app) if app_name == APP else {}
-
-    async def user_state(self, app_name: str, user_id: str) -> JsonObject | UnreadableState:
-        await self._query("user_state")
-        return deepcopy(self.users.get(user_id, {})) if app_name == APP else {}
+    async def state(self, app_name: str, user_id: str | None = None) -> JsonObject | Unreadable:
+        await self._query("app_state" if user_id is None else "user_state")
+        found = self.app if user_id is None else self.users.get(user_id, {})
+        return deepcopy(found) if app_name == APP else {}

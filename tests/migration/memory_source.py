@@ -21,8 +21,8 @@ from adk_secure_sessions.migration.sources import (
     Source,
     SourceSession,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    States,
+    Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -40,10 +40,10 @@ def event(number: int, text: str = "") -> SourceEvent:
 
 class MemorySource(Source):
     def __init__(self, batch: int = 10) -> None:
-        self.contents: dict[Ids, SessionContent | UnreadableSession] = {}
+        self.contents: dict[Ids, SessionContent | Unreadable] = {}
         self.versions: dict[Ids, int] = {}
-        self.users: dict[tuple[str, str], JsonObject | UnreadableState] = {}
-        self.apps: dict[str, JsonObject | UnreadableState] = {}
+        self.users: dict[tuple[str, str], JsonObject | Unreadable] = {}
+        self.apps: dict[str, JsonObject | Unreadable] = {}
         self.before_read: Callable[[Sequence[SourceSession]], None] = lambda sessions: None
         self.reads = 0
         self._batch = batch
@@ -66,12 +66,12 @@ class MemorySource(Source):
         self._set((app, user, session), content)
 
     def spoil(self, user: str, session: str, reason: str = "its state is not JSON") -> None:
-        self._set((APP, user, session), UnreadableSession(reason))
+        self._set((APP, user, session), Unreadable(reason))
 
     def remove(self, user: str, session: str) -> None:
         del self.contents[APP, user, session]
 
-    def _set(self, ids: Ids, content: SessionContent | UnreadableSession) -> None:
+    def _set(self, ids: Ids, content: SessionContent | Unreadable) -> None:
         self.contents[ids] = content
         self.versions[ids] = self.versions.get(ids, 0) + 1
 
@@ -88,7 +88,7 @@ class MemorySource(Source):
             if scope.app_name in (None, ids[0])
             and (
                 scope.since is None
-                or isinstance(content, UnreadableSession)
+                or isinstance(content, Unreadable)
                 or content.updated_at >= scope.since
             )
         ]
@@ -109,17 +109,11 @@ class MemorySource(Source):
 
     async def read(
         self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         self.before_read(sessions)
         self.reads += len(sessions)
         return {one: self.contents[one[:3]] for one in sessions if one[:3] in self.contents}
 
-    async def app_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        yield {app: state for app, state in self.apps.items() if scope.app_name in (None, app)}
-
-    async def user_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        yield {ids: state for ids, state in self.users.items() if scope.app_name in (None, ids[0])}
+    async def states(self, scope: Scope) -> AsyncIterator[States]:
+        for states in (self.users, {(app,): state for app, state in self.apps.items()}):
+            yield {ids: state for ids, state in states.items() if scope.app_name in (None, ids[0])}

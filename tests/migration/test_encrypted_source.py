@@ -18,13 +18,11 @@ from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import encrypted
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.sources import (
-    OtherContent,
     Scope,
     SessionContent,
     SourceSession,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    Unreadable,
 )
 from tests.faults import Point, with_faults
 from tests.key_database.support import pair_in
@@ -35,7 +33,7 @@ file_url, place, url = conftest.file_url, conftest.place, conftest.url  # fixtur
 
 ALL = Scope()
 BACKEND = AesGcmBackend(OLD)
-Contents = dict[tuple[str, str, str], SessionContent | UnreadableSession]
+Contents = dict[tuple[str, str, str], SessionContent | Unreadable]
 
 
 async def contents(source: EncryptedSource, scope: Scope = ALL) -> Contents:
@@ -50,10 +48,8 @@ async def contents(source: EncryptedSource, scope: Scope = ALL) -> Contents:
 async def states(source: EncryptedSource, scope: Scope = ALL) -> dict[object, Any]:
     """The states of apps by name, and of users by app name and user id."""
     found: dict[object, Any] = {}
-    async for of_apps in source.app_states(scope):
-        found.update(of_apps)
-    async for of_users in source.user_states(scope):
-        found.update(of_users)
+    async for batch in source.states(scope):
+        found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
     return found
 
 
@@ -216,15 +212,16 @@ async def test_session_that_was_deleted_or_has_expired_is_omitted(file_url: str)
         assert (await source.size(ALL)).sessions == 1
 
 
-async def test_collections_are_counted_and_are_not_sessions(file_url: str) -> None:
+async def test_collections_are_no_sessions(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as of:
         await of.create_session(app_name=APP, user_id="ada", session_id="s")
-        for number in range(3):
-            await of.collections.append(APP, "bob", f"c{number % 2}", encode_item({"n": number}))
+        async with EncryptedSource(Database(file_url, BACKEND)) as source:
+            assert not await source.has_others()
+        await of.collections.append(APP, "bob", "c", encode_item({"n": 1}))
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
         assert set(await contents(source)) == {(APP, "ada", "s")}
         assert await source.size(ALL) == SourceSize(1, 0)
-        assert await source.others() == OtherContent(collections=2, items=3)
+        assert await source.has_others()
 
 
 async def test_large_sessions_are_batches_of_their_own(
@@ -265,7 +262,7 @@ async def test_session_that_was_tampered_with_is_unreadable(file_url: str, state
     scope = Scope(APP, 2**60 if "secure_sessions SET" in statement else None)
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
         found = await contents(source, scope)
-    bad = [content for content in found.values() if isinstance(content, UnreadableSession)]
+    bad = [content for content in found.values() if isinstance(content, Unreadable)]
     assert len(bad) == 1
     assert len(found) == (1 if scope.since else 2)
     assert bad[0].reason.startswith(f"{REASONS[statement]} row {row}")
@@ -282,10 +279,10 @@ async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(fil
         good = [key for key, one in found.items() if isinstance(one, SessionContent)]
         assert [key[1] for key in good] == ["bob", "bob"]
         assert len(found) == 4
-        (users,) = [batch async for batch in source.user_states(Scope(APP))]
-        assert set(users) == {(APP, "bob"), ("", f"secure_users row {row}")}
-        bad = users["", f"secure_users row {row}"]
-        assert isinstance(bad, UnreadableState)
+        owners = await states(source, Scope(APP))
+        assert set(owners) == {APP, (APP, "bob"), ("", f"secure_users row {row}")}
+        bad = owners["", f"secure_users row {row}"]
+        assert isinstance(bad, Unreadable)
         assert "wrong key" in bad.reason
 
 
@@ -295,10 +292,10 @@ async def test_app_whose_name_or_tag_was_modified_has_no_state(file_url: str, co
     place = sa.make_url(file_url).set(drivername="sqlite")
     run_sql(place, f"UPDATE secure_apps SET {column} = CAST('other' AS BLOB)")
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
-        (states,) = [batch async for batch in source.app_states(ALL)]
-        ((name, state),) = states.items()
+        owners = await states(source)
+        (name,) = [one for one in owners if isinstance(one, str)]
         assert name.startswith("secure_apps row ")
-        assert isinstance(state, UnreadableState)
+        assert isinstance(owners[name], Unreadable)
         found = await contents(source)
         assert len(found) == 4
-        assert all(isinstance(one, UnreadableSession) for one in found.values())
+        assert all(isinstance(one, Unreadable) for one in found.values())

@@ -175,7 +175,7 @@ async def test_states_of_all_scopes_ids_and_long_histories_are_exported(
             await of.append_event(opened[1], event(100 + number, n=number))
         expected = await everything(of, (APP, "b"))
     done = await export(file_url, target, verify=True)
-    assert done.is_complete
+    assert done.succeeded
     assert (done.sessions, done.events, done.states) == (3, 1020, 5)
     async with adks_own(target) as theirs:
         stored = await everything(theirs, (APP, "b"))
@@ -222,9 +222,9 @@ async def test_events_keep_their_order_whatever_their_times_are(
         expected = await everything(of, (APP,))
     done = await export(file_url, adk_file, verify=True)
     if not reads_times_from_json():
-        assert "increasing times" in done.problems[0].detail
+        assert "increasing times" in done.findings[0].reason
         return
-    assert done.is_complete
+    assert done.succeeded
     async with adks_own(adk_file) as theirs:
         stored = await everything(theirs, (APP,))
         check_equal(expected[APP, "ada", "s"], stored[APP, "ada", "s"])
@@ -244,7 +244,7 @@ async def test_only_the_given_app_or_user_is_exported(file_url: str, tmp_path: P
     for number, options in enumerate(({"app_name": APP}, {"user_id": "ada"})):
         path = tmp_path / f"{number}.db"
         done = await export(file_url, f"sqlite:///{path}", verify=True, **options)
-        assert done.is_complete
+        assert done.succeeded
         with closing(sqlite3.connect(path)) as connection:
             found = [
                 sorted(connection.execute(f"SELECT {columns} FROM {name}"))
@@ -285,8 +285,8 @@ async def test_interrupted_export_can_be_repeated(file_url: str, target: str) ->
     assert (done.sessions, done.unchanged, done.states) == (4, 2, 3)
     again = await export(file_url, target, verify=True)
     assert (again.sessions, again.unchanged, again.states) == (0, 6, 0)
-    assert done.is_complete
-    assert again.is_complete
+    assert done.succeeded
+    assert again.succeeded
 
 
 async def test_what_the_target_has_is_never_changed(file_url: str, adk_file: str) -> None:
@@ -302,9 +302,9 @@ async def test_what_the_target_has_is_never_changed(file_url: str, adk_file: str
     assert found is not None
     assert (found.state, found.events) == (mine.state, [])
     assert (done.sessions, done.bad, done.extra) == (3, 2, 1)
-    details = [one.detail for one in done.problems if one.kind == "session"]
+    details = [one.reason for one in done.findings if one.kind == "session"]
     assert details[0] == "the target has another session with its ids: its state differs"
-    assert [one.kind for one in done.problems[:2]] == ["session", "user"]
+    assert [one.kind for one in done.findings[:2]] == ["session", "user"]
 
 
 @pytest.mark.parametrize(
@@ -346,8 +346,8 @@ async def test_comparison_finds_each_difference(
         # The progress is reported first when the sessions were found unchanged.
         done = await export_to_adk(db, opened, verify=True, progress=disturb, skip_bad=True)
     assert disturbed != [0]
-    assert not done.is_complete
-    assert detail in {one.detail for one in done.problems}
+    assert not done.succeeded
+    assert detail in {one.reason for one in done.findings}
 
 
 # --- what cannot be exported ---------------------------------------------------------------------
@@ -396,7 +396,7 @@ async def test_session_that_the_target_cannot_hold_is_reported(file_url: str, ta
                 identity = await db.unit.identify(APP, "ada", session_id)
                 tags[identity.session_tag.hex()] = reason
     done = await export(file_url, target, skip_bad=True, verify=True)
-    assert {one.tag: one.detail for one in done.problems[: len(cases)]} == tags
+    assert {one.tag: one.reason for one in done.findings[: len(cases)]} == tags
     assert (done.sessions, done.bad, done.stopped) == (1, len(cases), False)
     assert done.differences == len(cases)  # they are missing
     stopped = await export(file_url, target)
@@ -409,7 +409,7 @@ async def test_large_numbers_are_exported_if_the_database_keeps_them(
     values = [1e22, -0.0, 1e16, 5e-324, 2**70, "1e23", {"1e23": 0.1}]
     async with EncryptedSessionService(file_url, BACKEND) as of:
         await of.create_session(app_name=APP, user_id="ada", state={"values": values})
-    assert (await export(file_url, target, verify=True)).is_complete
+    assert (await export(file_url, target, verify=True)).succeeded
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ async def test_content_that_cannot_be_decrypted_is_reported(
     done = await export(file_url, adk_file, skip_bad=True)
     assert done.bad
     assert not done.stopped
-    assert "secure_" in done.problems[0].detail
+    assert "secure_" in done.findings[0].reason
     stopped = await export(file_url, adk_file)
     assert stopped.stopped
     written: list[bytes] = []
@@ -616,7 +616,7 @@ def test_problems_are_named_without_content(file_url: str, tmp_path: Path) -> No
     output = ["--to", f"sqlite:///{tmp_path}/a.db", "--decrypt"]
     said = run("export", *on(file_url), *output)
     assert said.code == 1
-    assert "session with the tag " in said.stdout
+    assert "session " in said.stdout
     stopped = "stopped there: to export the other sessions, run the same command again with --skip"
     assert stopped in said.stdout
     as_json = run("export", *on(file_url), *output, "--skip-bad", "--json")
@@ -630,12 +630,11 @@ def test_command_exports_and_compares(file_url: str, tmp_path: Path) -> None:
     said = run("export", *on(file_url), *output)
     assert (said.code, said.stdout) == (
         0,
-        "exported as plaintext: 4 sessions with 12 events\n"
-        "compared: 4 sessions; different: 0; only in the target: 0 sessions\n",
+        "exported as plaintext: 4 sessions, 12 events\ncompared: 4 sessions\n",
     )
     lines = run("export", *on(file_url), "--jsonl", "-", "--decrypt", "--user", "ada")
     assert [json.loads(line)["user_id"] for line in lines.stdout.splitlines()] == ["ada", "ada"]
-    assert lines.stderr == "exported as plaintext: 2 sessions with 6 events\n"
+    assert lines.stderr == "exported as plaintext: 2 sessions, 6 events\n"
     file = ["--jsonl", f"{tmp_path}/ada.jsonl", "--decrypt", "--user", "ada"]
     assert run("export", *on(file_url), *file).code == 0
     assert (tmp_path / "ada.jsonl").read_text() == lines.stdout

@@ -192,7 +192,7 @@ async def test_listing_reads_all_users_states_at_once(
     response = await service.list_sessions(app_name=APP)
     found = {one.user_id: one.state.get("user:n") for one in response.sessions}
     assert found == {"ada": None} | {f"user{number}": number for number in range(5)}
-    assert source.queries.count("user_states") == 1
+    assert source.queries.count("states") == 1
     assert "user_state" not in source.queries
 
 

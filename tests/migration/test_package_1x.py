@@ -34,8 +34,7 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    Unreadable,
 )
 from tests.maintenance import conftest
 
@@ -52,7 +51,7 @@ KEY = bytes(range(32))
 PASSPHRASE = "correct horse battery staple – π"  # noqa: RUF001
 START = datetime(2026, 1, 1, tzinfo=UTC)
 START_US = 1_767_225_600_000_000
-Contents = dict[tuple[str, str, str], SessionContent | UnreadableSession]
+Contents = dict[tuple[str, str, str], SessionContent | Unreadable]
 
 
 def encrypted(values: object) -> str:
@@ -164,14 +163,12 @@ async def contents(source: Package1x, scope: Scope = ALL) -> Contents:
 
 async def states(source: Package1x, scope: Scope = ALL) -> dict[object, Any]:
     found: dict[object, Any] = {}
-    async for of_apps in source.app_states(scope):
-        found.update(of_apps)
-    async for of_users in source.user_states(scope):
-        found.update(of_users)
+    async for batch in source.states(scope):
+        found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
     return found
 
 
-def event_ids(content: SessionContent | UnreadableSession) -> list[str]:
+def event_ids(content: SessionContent | Unreadable) -> list[str]:
     assert isinstance(content, SessionContent)
     return [decode(one.plaintext, 0, 0).id for one in content.events]
 
@@ -444,7 +441,7 @@ async def test_session_that_cannot_be_read_is_reported_alone(
     async with source(file) as of:
         found = await contents(of)
     bad = found.pop(("shop", "ada", "s1"))
-    assert isinstance(bad, UnreadableSession)
+    assert isinstance(bad, Unreadable)
     assert bad.reason.startswith(BAD[statement])
     assert "ada" not in bad.reason
     assert [event_ids(one) for one in found.values()] == [["e0", "e1"]] * 2
@@ -458,11 +455,11 @@ async def test_state_that_cannot_be_read_is_reported_alone(file: Path, writer: W
     async with source(file) as of:
         found = await states(of)
     assert found == {
-        "mart": UnreadableState(
+        "mart": Unreadable(
             "its state is not a JSON object, or exceeds a limit: see docs/limits.md, Sizes"
         ),
         "shop": {"a": 1},
-        ("shop", "ada"): UnreadableState("its state: the ciphertext is malformed"),
+        ("shop", "ada"): Unreadable("its state: the ciphertext is malformed"),
     }
 
 
@@ -483,7 +480,7 @@ async def test_plaintext_in_front_does_not_make_the_key_wrong(file: Path, writer
         found = {ids[2]: content for ids, content in (await contents(of)).items()}
     assert isinstance(found.pop("s"), SessionContent)
     for bad in found.values():
-        assert isinstance(bad, UnreadableSession)
+        assert isinstance(bad, Unreadable)
         assert "not encrypted" in bad.reason
 
 

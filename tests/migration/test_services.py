@@ -19,8 +19,7 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    Unreadable,
 )
 from tests.conformance import samples
 from tests.conformance.support import ADK
@@ -219,11 +218,11 @@ async def test_values_beyond_the_limits_are_reported_without_content() -> None:
     assert isinstance(good, SessionContent)
     assert len(found) == len(bad) + 2
     for name, content in found.items():
-        assert isinstance(content, UnreadableSession), name
+        assert isinstance(content, Unreadable), name
         assert "secret" not in content.reason
         assert name not in bad or "event 2 of 2" in content.reason
     user = (await states_of(source))[1]["app", "user"]
-    assert isinstance(user, UnreadableState)
+    assert isinstance(user, Unreadable)
 
 
 async def test_temporary_keys_are_left_out_and_the_event_is_not_changed() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adk_secure_sessions.cli.options import on_database, with_keys
-from adk_secure_sessions.cli.output import counted, progress, show
+from adk_secure_sessions.cli.output import finish, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Failure,
@@ -21,11 +21,10 @@ from adk_secure_sessions.cli.program import (
     one_line_errors,
     opened,
 )
-from adk_secure_sessions.cli.wording import for_command_line
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database, Progress
-    from adk_secure_sessions.migration.export_reader import Export
+    from adk_secure_sessions.migration import Export
 
 _STDOUT = "-"
 
@@ -87,9 +86,7 @@ def export(
     else:
         assert jsonl is not None
         done = _to_lines(db, jsonl, app=app, user=user, skip_bad=skip_bad)
-    show(done, as_json, _lines(done, jsonl), err=jsonl == _STDOUT)
-    if not done.is_complete:
-        sys.exit(1)
+    finish(done, as_json, _notes(done, jsonl), err=jsonl == _STDOUT)
 
 
 def _to_adk(
@@ -144,7 +141,7 @@ async def _export_lines(
     skip_bad: bool,
     report: Progress,
 ) -> Export:
-    from adk_secure_sessions.migration.json_lines import export_lines
+    from adk_secure_sessions.migration.export import export_lines
 
     return await export_lines(
         db, write, app_name=app, user_id=user, skip_bad=skip_bad, progress=report
@@ -176,26 +173,7 @@ def output_to(name: str) -> Iterator[Callable[[bytes], object]]:
         raise
 
 
-def _lines(done: Export, file: str | None) -> Iterator[str]:
-    for one in done.problems:
-        tag = "" if one.tag is None else f" with the tag {one.tag}"
-        yield f"{one.kind}{tag}: {for_command_line(one.detail)}"
-    listed = done.bad + done.differences
-    if listed > len(done.problems):
-        yield f"and {listed - len(done.problems):,} more"
-    yield (
-        f"exported as plaintext: {counted(done.sessions, 'session')} with "
-        f"{counted(done.events, 'event')}"
-    )
-    if done.unchanged:
-        yield f"the target already had: {counted(done.unchanged, 'session')}, with equal content"
-    if done.bad:
-        yield f"sessions and states that were not exported: {done.bad:,}"
+def _notes(done: Export, file: str | None) -> Iterator[str]:
     if done.stopped:
         after = "" if file in (None, _STDOUT) else f"delete {file!r}, and then "
         yield f"stopped there: to export the other sessions, {after}{AGAIN} with --skip-bad"
-    elif done.verified is not None:
-        yield (
-            f"compared: {counted(done.verified, 'session')}; different: {done.differences:,}; "
-            f"only in the target: {counted(done.extra or 0, 'session')}"
-        )

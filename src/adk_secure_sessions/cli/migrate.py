@@ -4,6 +4,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
@@ -12,12 +13,13 @@ import click
 from adk_secure_sessions.backends.named import NAMES
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys, with_packing
-from adk_secure_sessions.cli.output import counted, progress, show
+from adk_secure_sessions.cli.output import progress, show
 from adk_secure_sessions.cli.program import AGAIN, main, opened
+from adk_secure_sessions.results import Result
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
-    from adk_secure_sessions.migration import Comparison, Finding, Migration, SourceErasure
+    from adk_secure_sessions.migration import Comparison, Migration, SourceErasure
 
 Work = Callable[..., Awaitable[Any]]
 
@@ -166,13 +168,15 @@ def migrate(
         "--delete-gone": delete_gone,
         "--events-per-second": events_per_second,
     }
+    if erase_source and (app is not None or since is not None):
+        raise click.UsageError("--erase-source deletes all of the source: omit --app and --since")
     if comparing and (wrong := [name for name, value in copying_only.items() if value]):
         raise click.UsageError(
             f"{wrong[0]} is for copying, and --verify and --erase-source copy nothing: omit it"
         )
     options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}
     if erase_source:
-        work: Work = partial(migration.erase_source, dry_run=dry_run, **options)
+        work: Work = partial(migration.erase_source, dry_run=dry_run, show_ids=show_ids)
     elif verify:
         work = partial(migration.compare, **options)
     else:
@@ -206,87 +210,51 @@ def migrate(
             call(source.close())
     result: dict[str, Any] = {"copy": None, "comparison": None, "erasure": None}
     if erase_source:
-        result |= {"comparison": done.comparison, "erasure": done.erased}
-        lines = erasure_lines(done, dry_run)
-        succeeded = done.is_complete
+        comparison = done.comparison
+        result |= {"comparison": comparison, "erasure": done}
+        notes = chain(
+            _lines(comparison),
+            comparison_notes(comparison, dry_run),
+            done.counts(dry_run),
+            erasure_notes(done, dry_run),
+        )
     elif verify:
         result["comparison"] = done
-        lines, succeeded = comparison_lines(done), done.clean
+        notes = chain(_lines(done), comparison_notes(done))
     else:
         result["copy"] = done
-        lines, succeeded = copy_lines(done, dry_run), done.is_complete
-    show(result, as_json, lines, dry_run=dry_run)
-    if not succeeded:
+        notes = chain(_lines(done, dry_run), copy_notes(done, dry_run))
+    show(result, as_json, notes, dry_run=dry_run)
+    if not done.succeeded:
         sys.exit(1)
+
+
+def _lines(done: Result, dry_run: bool = False) -> Iterator[str]:
+    return chain(done.listed(), done.counts(dry_run))
 
 
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def copy_lines(done: "Migration", dry_run: bool) -> Iterator[str]:
-    yield from _findings(done.findings, done.conflicts + done.bad + (done.gone or 0))
-    would = "would be " if dry_run else ""
-    sessions, events = counted(done.copied + done.updated, "session"), done.events
-    rate = ""
-    if not dry_run and done.events:
-        rate = f" in {done.seconds:.1f} s ({done.events / max(done.seconds, 1e-9):,.0f} events/s)"
-    yield (
-        f"{would}copied: {sessions} with {counted(events, 'event')}, "
-        f"{counted(done.states, 'state')}{rate}"
-    )
-    if done.updated:
-        yield f"of these, {would}copied again, because the source has changed: {done.updated:,}"
-    for number, text in (
-        (done.unchanged, "not changed since they were copied"),
-        (done.moved_on, "continued by services in the target, and left unchanged"),
-        (done.deleted, "deleted in the target, and not copied again"),
-        (done.conflicts, "in conflict, and left unchanged"),
-        (done.bad, "cannot be read, and not copied"),
-    ):
-        if number:
-            yield f"{text}: {number:,}"
-    if done.gone:
-        deleted = f"; of these, {'would be ' if dry_run else ''}deleted in the target: "
-        yield f"copied before, and no longer in the source: {done.gone:,}" + (
-            f"{deleted}{done.removed:,}" if done.removed else ""
-        )
-    if done.others:
-        yield f"artifacts and memories of users, which are not copied: {done.others:,}"
+def copy_notes(done: "Migration", dry_run: bool) -> Iterator[str]:
+    if done.events and not dry_run:
+        yield f"in {done.seconds:.1f} s ({done.events / max(done.seconds, 1e-9):,.0f} events/s)"
+    if done.gone and done.deleted_gone:
+        yield "the sessions that are no longer in the source were deleted in the target"
+    if done.has_others:
+        yield "the source also has artifacts or memories of users, which are not copied"
     if done.stopped:
         yield (
             "stopped: repair this row in the source, or give --skip-bad; then run this again, "
             "which continues"
         )
     elif done.behind:
-        yield (
-            f"the source has changed during this run: {counted(done.behind, 'session')}; run this "
-            "again to copy what has changed"
-        )
-    elif done.behind == 0:
+        yield "the source is in use: run this again to copy what has changed"
+    elif not dry_run:
         yield "the copy is up to date; next: --verify compares both sides"
 
 
-def comparison_lines(done: "Comparison", dry_run: bool = False) -> Iterator[str]:
-    yield from _findings(done.findings, len(done.findings))
-    yield (
-        f"compared: {counted(done.sessions, 'session')} with {counted(done.events, 'event')}, "
-        f"{counted(done.states + done.different_states, 'state')}"
-    )
-    for number, text in (
-        (done.equal, "equal in every field, with times to the microsecond"),
-        (done.moved_on, "continued by services in the target, and equal before"),
-        (done.deleted, "deleted in the target"),
-        (done.new, "created in the target"),
-        (done.missing, "not copied"),
-        (done.different, "different"),
-        (done.conflicts, "in conflict"),
-        (done.bad, "cannot be read in the source"),
-        (done.gone, "no longer in the source"),
-        (done.behind, "changed in the source during the comparison"),
-        (done.different_states, "states that are different or were not copied"),
-    ):
-        if number:
-            yield f"{text}: {number:,}"
+def comparison_notes(done: "Comparison", dry_run: bool = False) -> Iterator[str]:
     if not done.clean:
         yield "the two sides are not equal; next: run this without --verify, then compare again"
         if done.withdrawn:
@@ -305,34 +273,17 @@ def comparison_lines(done: "Comparison", dry_run: bool = False) -> Iterator[str]
         yield "both sides are equal; to end the migration, compare without --app and --since"
 
 
-def erasure_lines(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
-    yield from comparison_lines(done.comparison, dry_run)
-    erased = done.erased
-    if erased is None:
+def erasure_notes(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
+    if not done.comparison.clean:
         yield "nothing was deleted"
-        return
-    would = "would be " if dry_run else ""
-    yield (
-        f"{would}deleted in the source: {counted(erased.sessions, 'session')} with "
-        f"{counted(erased.events, 'event')}, {counted(erased.states, 'state')}"
-    )
-    if dry_run:
-        return
-    if erased.changed:
-        yield f"changed meanwhile, and kept: {counted(erased.changed, 'session')}"
-    if erased.left:
-        yield f"rows that remain in the tables of the source: {erased.left:,}"
-    for obstacle in erased.obstacles:
-        yield f"freed space was not overwritten: {obstacle}"
-    if not erased.obstacles:
-        yield "the free space of the source holds no deleted values"
-    yield _UNREACHABLE
-
-
-def _findings(findings: "Sequence[Finding]", count: int) -> Iterator[str]:
-    for one in findings:
-        ids = [name for name in (one.app_name, one.user_id, one.session_id) if name is not None]
-        readable = f" ({', '.join(map(repr, ids))})" if any(ids) else ""
-        yield f"{one.kind} {one.tag}{readable}: {one.reason}"
-    if count > len(findings):
-        yield f"and {count - len(findings):,} more"
+    elif done.changed:
+        yield (
+            "nothing was deleted, because the source has changed since it was compared: end every "
+            "process that writes to it, then copy and compare again"
+        )
+    elif not dry_run:
+        for obstacle in done.obstacles:
+            yield f"freed space was not overwritten: {obstacle}"
+        if not done.obstacles:
+            yield "the free space of the source holds no deleted values"
+        yield _UNREACHABLE

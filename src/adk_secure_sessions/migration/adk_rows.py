@@ -33,7 +33,7 @@ _LIMITS = "see docs/limits.md, Sizes"
 _TEMPORARY = b'"temp:'
 
 
-class Unreadable(Exception):
+class UnreadableRow(Exception):
     """A row cannot be read.  The text is a reason without content."""
 
 
@@ -70,12 +70,12 @@ def time_of(value: object, zone: tzinfo | None) -> int:
             process.
 
     Raises:
-        Unreadable: *value* is not a time.
+        UnreadableRow: *value* is not a time.
     """
     try:
         return microseconds(seconds_of(value, zone))
     except (OverflowError, ValueError):
-        raise Unreadable("its create_time or update_time is not a time") from None
+        raise UnreadableRow("its create_time or update_time is not a time") from None
 
 
 def seconds_of(value: object, zone: tzinfo | None) -> float:
@@ -105,27 +105,27 @@ def state_of(value: object, whose: str) -> JsonObject:
     """Parse the JSON of a state.
 
     Raises:
-        Unreadable: *value* is not a JSON object, or exceeds a limit.  The text of the error begins
-            with *whose*, such as `its`.
+        UnreadableRow: *value* is not a JSON object, or exceeds a limit.  The text begins with
+            *whose*, such as `its`.
     """
     try:
         state = json_text.loads(data(value))
     except (DecryptionError, ValueError):
         problem = f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}"
-        raise Unreadable(problem) from None
+        raise UnreadableRow(problem) from None
     try:
         states.encode(state)
     except ValueError:
-        raise Unreadable(f"{whose} state exceeds a limit: {_LIMITS}") from None
+        raise UnreadableRow(f"{whose} state exceeds a limit: {_LIMITS}") from None
     return state
 
 
 def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
-    """Raise `Unreadable` if a name or an id is longer than this package can store."""
+    """Raise `UnreadableRow` if a name or an id is longer than this package can store."""
     try:
         check_ids(app_name, user_id, session_id)
     except ValueError as error:  # the text of the error contains no name
-        raise Unreadable(f"{error}: {_LIMITS}") from None
+        raise UnreadableRow(f"{error}: {_LIMITS}") from None
 
 
 # --- Events --------------------------------------------------------------------------------------

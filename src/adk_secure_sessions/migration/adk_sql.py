@@ -7,20 +7,22 @@ Here, the *names* of a row are the values of its primary key: an app name; an ap
 id; or an app name, a user id and a session id.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.envelopes_1x import is_envelope
 from adk_secure_sessions.migration import adk_rows
-from adk_secure_sessions.migration.adk_rows import EventReader, Row, Unreadable
+from adk_secure_sessions.migration.adk_rows import EventReader, Row, UnreadableRow
 from adk_secure_sessions.migration.pickled_actions import PickleReader, UnsafePickle
 from adk_secure_sessions.migration.sources import (
+    EVERYTHING,
     Scope,
     SessionContent,
     SessionHeader,
@@ -36,15 +38,11 @@ STATES = 500  # the maximum number of states that `Tables.states` returns at onc
 # multiple.
 _COMPRESSION = 3
 _SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
-_FIRST_ROWID, _LAST_ROWID = -(2**63), 2**63 - 1  # the smallest and the largest rowid of SQLite
-# The last character of `SourceSession.version` if the names of the row are not text; the reason
-# precedes this character.  All other versions are those that `_version` returns, which end with a
-# digit.
-_UNNAMED = "\n"
 _NOT_TEXT = (
-    "its app_name, user_id or id is not text in UTF-8, so that google-adk cannot read it, either: "
-    "correct or delete the row in the source"
+    "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "
+    "either: correct or delete the row in the source"
 )
+_NAMED = 10  # the maximum number of such rows that an error names
 
 
 class Kind(StrEnum):
@@ -81,43 +79,33 @@ _e = _table(
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
 SESSIONS: sa.FromClause = _s
-# The same tables without aliases, for DELETE.
-_sessions = sa.table("sessions", *map(sa.column, ("app_name", "user_id", "id")))
-_events = sa.table("events", *map(sa.column, ("app_name", "user_id", "session_id")))
-TABLE_NAMES = ("sessions", "events", "app_states", "user_states")
+# Only with their names, for statements on whole tables, in the order in which rows are deleted.
+NAMED_TABLES = tuple(
+    sa.Table(name, sa.MetaData()) for name in ("events", "sessions", "user_states", "app_states")
+)
 _SESSION_KEY = (_s.c.app_name, _s.c.user_id, _s.c.id)
 _EVENT_KEY = (_e.c.app_name, _e.c.user_id, _e.c.session_id)
 
 
 class StateTable(NamedTuple):
-    """A table of states.
-
-    *names* are the names of the columns of its primary key, and *name* is the name of the table.
-    """
+    """A table of states, the columns of its primary key, and its name."""
 
     table: sa.FromClause
-    names: tuple[str, ...]
+    key: tuple[sa.ColumnElement[Any], ...]
     name: str
 
 
-APP_STATES = StateTable(
-    _table("app_states", "a", "app_name", "rowid", "state"), ("app_name",), "app_states"
-)
-USER_STATES = StateTable(
-    _table("user_states", "u", "app_name", "user_id", "rowid", "state"),
-    ("app_name", "user_id"),
-    "user_states",
-)
+def _state_table(name: str, alias: str, *key: str) -> StateTable:
+    table = _table(name, alias, *key, "rowid", "state")
+    return StateTable(table, tuple(table.c[column] for column in key), name)
 
 
+APP_STATES = _state_table("app_states", "a", "app_name")
+USER_STATES = _state_table("user_states", "u", "app_name", "user_id")
+STATE_TABLES = (USER_STATES, APP_STATES)
 # The tables that contain states, each with the columns of its primary key.
-_STATE_KEYS = (
-    (_s, _SESSION_KEY),
-    *(
-        (one.table, tuple(one.table.c[name] for name in one.names))
-        for one in (APP_STATES, USER_STATES)
-    ),
-)
+_SESSIONS = StateTable(_s, _SESSION_KEY, "sessions")
+_WITH_STATES = (_SESSIONS, APP_STATES, USER_STATES)
 
 
 def _of_session() -> sa.ColumnElement[bool]:
@@ -130,15 +118,10 @@ def _of_session() -> sa.ColumnElement[bool]:
     return sa.and_(*(one == other for one, other in pairs))
 
 
-class FromRow(NamedTuple):
-    """A position in the listing of the rows whose names are not text: the rows from *rowid* on."""
-
-    rowid: int
-
-
-# The names of the last row that was listed.  A name that is text, but not in UTF-8, is bytes here.
-After = tuple[str | bytes, ...]
-Position = After | FromRow
+# The names of the last row that was listed.
+After = tuple[str, ...]
+T = TypeVar("T")
+Page = tuple[list[T], After | None]
 
 
 class Positions:
@@ -150,9 +133,9 @@ class Positions:
 
     def __init__(self, table: str) -> None:
         self._table = table
-        self._reached: set[Position] = set()
+        self._reached: set[After] = set()
 
-    def add(self, position: Position) -> None:
+    def add(self, position: After) -> None:
         """Add *position*; raise ConfigurationError if the listing has reached it before."""
         if position in self._reached:
             raise ConfigurationError(
@@ -163,6 +146,16 @@ class Positions:
         self._reached.add(position)
 
 
+def _pages(read: Callable[[After | None], Page[T]], table: str) -> Iterator[list[T]]:
+    after, positions = None, Positions(table)
+    while True:
+        page, after = read(after)
+        yield page
+        if after is None:
+            return
+        positions.add(after)
+
+
 class Header(NamedTuple):
     """The columns of a session's row, unconverted."""
 
@@ -171,17 +164,10 @@ class Header(NamedTuple):
     updated_at: Any
 
 
-_NO_HEADER = Header(None, None, None)
-
-
 class StateRow(NamedTuple):
-    """The names of an app or a user, and the unconverted state.
+    """The names of an app or a user, and the unconverted state."""
 
-    If the names of the row are not text in UTF-8, the last name is replaced by the table and the
-    row id, and *state* is an `Unreadable`.
-    """
-
-    names: tuple[str, ...]
+    names: After
     state: Any
 
 
@@ -275,53 +261,21 @@ class Tables:
         return SourceSize(*(connection.scalar(query) or 0 for query in (sessions, events)))
 
     def page(
-        self,
-        connection: sa.Connection,
-        scope: Scope,
-        after: Position | None,
-        *,
-        limit: int | None = None,
-        lock: bool = False,
-    ) -> tuple[list[tuple[SourceSession, int]], Position | None]:
-        """Return the next *limit* sessions, each with the approximate size of its rows in bytes.
+        self, connection: sa.Connection, scope: Scope, after: After | None
+    ) -> Page[tuple[SourceSession, int]]:
+        """Return the next sessions, each with the approximate size of its rows in bytes.
 
-        A session whose names are not text in UTF-8 has the name of the table and the row id instead
-        of a session id, and `unnamed` returns the reason.  If the app name of the session is a
-        number or a BLOB, the session is listed for every app.
-
-        Args:
-            connection: The connection, in a transaction.
-            scope: Which sessions to list.
-            after: The position that the last call has returned; None for the first page.
-            limit: The maximum number of sessions; by default `PAGE`.
-            lock: Lock the rows of the sessions until the transaction ends.  On SQLite, this has no
-                effect: the caller has begun a transaction that locks the whole file.
-
-        Returns:
-            The sessions, and the position of the next page; None if this page is the last.
+        *after* is the position that the last call has returned; None for the first page.  The
+        position in the result is that of the next page; None if this page is the last.
         """
-        limit = limit or PAGE
-        if isinstance(after, FromRow):
-            since = [] if scope.since is None else [self._since(scope.since)]
-            of_app = [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
-            bad, position = self._not_text(
-                connection, _s, _SESSION_KEY, of_app, since, after, limit
-            )
-            return [(self._unnamed("sessions", *row), 0) for row in bad], position
+        self._check_names(connection, _SESSIONS, after)
         chosen = sa.select(
-            *_SESSION_KEY,
-            self._rowid(_s),
-            _s.c.create_time,
-            _s.c.update_time,
-            self._size(_s.c.state),
+            *_SESSION_KEY, _s.c.create_time, _s.c.update_time, self._size(_s.c.state)
         )
         chosen = chosen.where(*self._within(scope), *self._after(_SESSION_KEY, after))
-        chosen = chosen.order_by(*_SESSION_KEY).limit(limit)
-        if lock:
-            chosen = chosen.with_for_update()
-        rows = connection.execute(chosen).all()
+        rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(PAGE)).all()
         if not rows:
-            return [], self._after_text()
+            return [], None
         keys = [self._key(row[:3]) for row in rows]
         events = (
             sa.func.count(),
@@ -337,51 +291,35 @@ class Tables:
         found = []
         for key, row in zip(keys, rows, strict=True):
             number, size = counts.get(tuple(row[:3]), (0, 0))
-            version = _version(row[4], row[5], number)
-            session = self._session(key, row[3], version)
-            found.append((session, int(size) + int(row[6] or 0)))
-        return found, keys[-1] if len(rows) == limit else self._after_text()
+            session = _session(key, row[3], row[4], number)
+            found.append((session, int(size) + int(row[5] or 0)))
+        return found, keys[-1] if len(rows) == PAGE else None
 
-    def delete(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> int:
-        """Delete the sessions *keys* with their events, and return the number of events."""
-        if not keys:
-            return 0
-        of_events = (_events.c.app_name, _events.c.user_id, _events.c.session_id)
-        chosen = self._is_one_of(of_events, keys)
-        # Count the rows first: for a DELETE that begins with WITH, SQLite's driver does not return
-        # the number of deleted rows.
-        number = connection.scalar(sa.select(sa.func.count()).select_from(_events).where(chosen))
-        connection.execute(sa.delete(_events).where(chosen))
-        own = (_sessions.c.app_name, _sessions.c.user_id, _sessions.c.id)
-        connection.execute(sa.delete(_sessions).where(self._is_one_of(own, keys)))
-        return int(number or 0)
+    def versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
+        """Yield all sessions."""
+        for page in _pages(partial(self.page, connection, EVERYTHING), "sessions"):
+            yield from (session for session, _size in page)
 
-    def delete_states(
-        self, connection: sa.Connection, table: StateTable, names: Sequence[tuple[str, ...]]
-    ) -> int:
-        """Delete the states of the apps or users *names*, and return the number of deleted states.
+    def all_states(self, connection: sa.Connection) -> Iterator[Sequence[StateRow]]:
+        """Yield the states of all users and apps, in batches."""
+        for table in STATE_TABLES:
+            yield from _pages(partial(self.states, connection, EVERYTHING, table), table.name)
 
-        Keep the states of apps and users that still have sessions.
+    def lock(self, connection: sa.Connection) -> None:
+        """Let no other transaction write to the tables; call this first in a transaction.
+
+        On SQLite, the transaction that the caller has begun has locked the file.
         """
-        stored = sa.table(table.name, *map(sa.column, table.names))
-        columns = [stored.c[name] for name in table.names]
-        same = [_s.c[name] == stored.c[name] for name in table.names]
-        statement = sa.delete(stored).where(
-            sa.and_(*(column == sa.bindparam(f"of_{column.name}") for column in columns)),
-            ~sa.exists(sa.select(sa.literal(1)).select_from(_s).where(*same).correlate(stored)),
-        )
-        number = 0
-        for one in names:
-            values = {f"of_{name}": value for name, value in zip(table.names, one, strict=True)}
-            number += connection.execute(statement, values).rowcount
-        return number
+        dialect_of(connection).lock_tables(connection, *NAMED_TABLES)
+        if self._is_mysql:  # each query then locks the rows and gaps that it reads
+            connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE").close()
 
-    def rows_left(self, connection: sa.Connection) -> int:
-        """Return the number of rows in the tables of sessions, events and states."""
-        return sum(
-            connection.scalar(sa.select(sa.func.count()).select_from(sa.table(name))) or 0
-            for name in TABLE_NAMES
+    def delete_all(self, connection: sa.Connection) -> tuple[int, int, int]:
+        """Delete all rows, and return the numbers of sessions, events and states."""
+        events, sessions, *states = (
+            connection.execute(sa.delete(table)).rowcount for table in NAMED_TABLES
         )
+        return sessions, events, sum(states)
 
     def headers(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
@@ -396,36 +334,22 @@ class Tables:
         return {tuple(row[:3]): Header(*row[3:]) for row in connection.execute(query)}
 
     def lookup(
-        self, connection: sa.Connection, names: Sequence[str], after: Position | None = None
-    ) -> tuple[list[tuple[SourceSession, Header]], Position | None]:
+        self, connection: sa.Connection, names: Sequence[str], after: After | None = None
+    ) -> Page[tuple[SourceSession, Header]]:
         """Return the next sessions of an app or of a user, or the session with all three ids.
 
-        *names* are an app name, an app name and a user id, or these and a session id.  *after* is
-        the position that the last call has returned; None for the first sessions.  A session whose
-        names are not text in UTF-8 has the name of the table and the row id instead of a session
-        id, and an empty header.
-
-        Returns:
-            The sessions, each with the columns of its row; and the position of the next page, or
-            None if no row follows.
+        *names* are an app name, an app name and a user id, or these and a session id.  *after* and
+        the position in the result are as for `page`.
         """
         of_names = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
-        if isinstance(after, FromRow):
-            others = _SESSION_KEY[len(names) :]
-            bad, position = self._not_text(connection, _s, others, [], of_names, after, HEADERS)
-            listed = [self._unnamed("sessions", *row, names=names) for row in bad]
-            return [(session, _NO_HEADER) for session in listed], position
+        if len(names) < len(_SESSION_KEY):
+            self._check_names(connection, _SESSIONS, after, *of_names)
         query = sa.select(
-            *_SESSION_KEY,
-            self._rowid(_s),
-            self._json(_s.c.state),
-            _s.c.create_time,
-            _s.c.update_time,
+            *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(*of_names, *self._after(_SESSION_KEY, after))
         rows = connection.execute(query.order_by(*_SESSION_KEY).limit(HEADERS)).all()
-        is_one = len(names) == len(_SESSION_KEY)
         if not rows:
-            return [], None if is_one else self._after_text()
+            return [], None
         keys = [self._key(row[:3]) for row in rows]
         counting = sa.select(*_SESSION_KEY, sa.func.count()).join_from(_s, _e, _of_session())
         counting = counting.where(*of_names, *self._between(keys[0], keys[-1]))
@@ -436,16 +360,12 @@ class Tables:
         for key, row in zip(keys, rows, strict=True):
             # MySQL may find rows whose names differ from *names*, for example in case.
             if key[: len(names)] == tuple(names):
-                version = _version(*row[5:7], counts.get(tuple(row[:3]), 0))
-                found.append((self._session(key, row[3], version), Header(*row[4:])))
-        if len(rows) == HEADERS:
-            return found, keys[-1]
-        return found, None if is_one else self._after_text()
+                session = _session(key, *row[4:], counts.get(tuple(row[:3]), 0))
+                found.append((session, Header(*row[3:])))
+        return found, keys[-1] if len(rows) == HEADERS else None
 
     def header(self, session: SourceSession, header: Header) -> SessionHeader:
-        """Convert the row of a session; raise `Unreadable` if it cannot be converted."""
-        if reason := unnamed(session):
-            raise Unreadable(reason)
+        """Convert the row of a session; raise `UnreadableRow` if it cannot be converted."""
         adk_rows.check_names(*session[:3])
         return SessionHeader(
             session,
@@ -460,9 +380,8 @@ class Tables:
         On MySQL, the name in the row may have another spelling than *names*, for example in case.
         google-adk uses the same row.
         """
-        columns = [table.table.c[name] for name in table.names]
         query = sa.select(self._json(table.table.c.state))
-        found = [column == name for column, name in zip(columns, names, strict=True)]
+        found = [column == name for column, name in zip(table.key, names, strict=True)]
         return connection.scalar(query.where(*found))
 
     def can_store(self, names: Sequence[str]) -> bool:
@@ -496,7 +415,7 @@ class Tables:
         return session[:3]
 
     def content(self, session: SourceSession, header: Header, history: list[Row]) -> SessionContent:
-        """Convert the rows of a session; raise `Unreadable` if they cannot be converted."""
+        """Convert the rows of a session; raise `UnreadableRow` if they cannot be converted."""
         adk_rows.check_names(*session[:3])
         state = adk_rows.state_of(header.state, "its")
         created_at = adk_rows.time_of(header.created_at, self.sessions_zone)
@@ -513,51 +432,23 @@ class Tables:
             except Exception:
                 break
         if len(events) < len(history):
-            raise Unreadable(
+            raise UnreadableRow(
                 f"event {len(events) + 1} of {len(history)} {reason}: see docs/limits.md, Sizes"
             )
         return SessionContent(state, events, created_at, updated_at)
 
     def states(
-        self,
-        connection: sa.Connection,
-        scope: Scope,
-        table: StateTable,
-        after: Position | None,
-        *,
-        lock: bool = False,
-    ) -> tuple[list[StateRow], Position | None]:
-        """Return the next rows of a table of states.
-
-        Args:
-            connection: The connection, in a transaction.
-            scope: The app whose states to return; its `since` is ignored.
-            table: The table.
-            after: The position that the last call has returned; None for the first rows.
-            lock: Lock the rows until the transaction ends.  On SQLite, this has no effect: the
-                caller has begun a transaction that locks the whole file.
-
-        Returns:
-            The rows, and the position of the next rows; None if no row follows.
-        """
-        stored, names = table.table, table.names
-        columns = [stored.c[name] for name in names]
+        self, connection: sa.Connection, scope: Scope, table: StateTable, after: After | None
+    ) -> Page[StateRow]:
+        """Return the next rows of a table of states; *after* and the position are as for `page`."""
+        stored, key, _ = table
+        self._check_names(connection, table, after)
         of_app = [] if scope.app_name is None else [stored.c.app_name == scope.app_name]
-        if isinstance(after, FromRow):
-            bad, position = self._not_text(connection, stored, columns, of_app, [], after, STATES)
-            return [self._unnamed_state(table, *row) for row in bad], position
-        query = sa.select(*columns, self._rowid(stored), self._json(stored.c.state))
-        query = query.where(*of_app, *self._after(columns, after))
-        query = query.order_by(*columns).limit(STATES)
-        rows = connection.execute(query.with_for_update() if lock else query).all()
-        keys = [self._key(row[: len(names)], table.name) for row in rows]
-        found = [
-            StateRow(key, row[-1])  # type: ignore[arg-type]
-            if all(isinstance(name, str) for name in key)
-            else self._unnamed_state(table, row[-2], *key)
-            for key, row in zip(keys, rows, strict=True)
-        ]
-        return found, keys[-1] if len(rows) == STATES else self._after_text()
+        query = sa.select(*key, self._json(stored.c.state))
+        query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
+        rows = connection.execute(query).all()
+        found = [StateRow(self._key(row[:-1]), row[-1]) for row in rows]
+        return found, found[-1].names if len(rows) == STATES else None
 
     def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> list[StateRow]:
         """Return the states of owners whose names have another spelling in the table `sessions`.
@@ -565,9 +456,9 @@ class Tables:
         MySQL and MariaDB use one row of state for several spellings of a name.  A row of the result
         contains the names as in `sessions`, and the state.
         """
-        stored, names = table.table, table.names
-        pairs = [(_s.c[name], stored.c[name]) for name in names]
-        spelled = [_s.c[name] for name in names]
+        stored, key, _ = table
+        pairs = list(zip(_SESSION_KEY, key, strict=False))
+        spelled = [one for one, _ in pairs]
         query = (
             sa.select(*map(sa.func.min, spelled), sa.func.min(stored.c.state))
             .join_from(_s, stored, sa.and_(*(one == other for one, other in pairs)))
@@ -580,98 +471,28 @@ class Tables:
     def _of_app(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
         return [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
 
-    # --- rows whose names are not text ---
-    # In SQLite, a column may hold values of any type, and a text may have any bytes.  A page begins
-    # after the names of the last row of the previous page.  SQLite sorts a number before every text
-    # and a BLOB after every text, so this comparison works only between texts.  Therefore, rows
-    # with a name that is no text are listed last, in the order of their rowid.
+    def _check_names(
+        self, connection: sa.Connection, table: StateTable, after: After | None, *conditions: Any
+    ) -> None:
+        """On SQLite, before the first page, raise ConfigurationError if a name is not a text.
 
-    def _key(self, names: Sequence[Any], table: str = "sessions") -> After:
-        """Return the *names* of a row of *table* as text.
-
-        On SQLite, a name that is not in UTF-8 is returned as bytes.  On another database, such a
-        name raises ConfigurationError.
+        A column of SQLite may hold values of any type.  SQLite sorts a number before every text and
+        a BLOB after every text, so that no page would have such a row.
         """
-        key: list[str | bytes] = []
-        for name in names:
-            try:
-                key.append(adk_rows.text(name))
-            except (TypeError, ValueError):
-                if self._dialect != "sqlite":
-                    problem = f"the table {table} contains a row: {_NOT_TEXT}"
-                    raise ConfigurationError(problem) from None
-                key.append(bytes(name))
-        return tuple(key)
+        if self._dialect != "sqlite" or after is not None:
+            return
+        others = (sa.func.typeof(column) != "text" for column in table.key)
+        query = sa.select(table.table.c.rowid).where(sa.or_(*others), *conditions).limit(_NAMED)
+        rows = ", ".join(map(str, connection.scalars(query)))
+        if rows:
+            raise ConfigurationError(f"the table {table.name} has (in row {rows}) {_NOT_TEXT}")
 
-    def _session(self, key: After, rowid: int, version: str) -> SourceSession:
-        app_name, user_id, session_id = key
-        if isinstance(app_name, str) and isinstance(user_id, str) and isinstance(session_id, str):
-            return SourceSession(app_name, user_id, session_id, version)
-        return self._unnamed("sessions", rowid, *key)
-
-    def _unnamed(
-        self, table: str, rowid: int, *key: object, names: Sequence[str] = ()
-    ) -> SourceSession:
-        """Return a session whose names are not text.
-
-        *names*, if the caller knows them, and then *key* are the names of the session's row.  In
-        *key*, a name that is not a str becomes an empty text.  *table* and *rowid* replace the
-        session id.
-        """
-        known = [*names, *(name if isinstance(name, str) else "" for name in key)]
-        app_name, user_id = known[:2]
-        reason = _reason(table, rowid)
-        return SourceSession(app_name, user_id, f"{table} row {rowid}", reason + _UNNAMED)
-
-    def _unnamed_state(self, table: StateTable, rowid: int, *key: object) -> StateRow:
-        names = [name if isinstance(name, str) else "" for name in key]
-        names[-1] = f"{table.name} row {rowid}"
-        return StateRow(tuple(names), Unreadable(_reason(table.name, rowid)))
-
-    def _rowid(self, table: sa.FromClause) -> sa.ColumnElement[Any]:
-        return table.c.rowid if self._dialect == "sqlite" else sa.null()
-
-    def _after_text(self) -> FromRow | None:
-        """Return the position after all rows whose names are text; None if all names are text."""
-        return FromRow(_FIRST_ROWID) if self._dialect == "sqlite" else None
-
-    def _not_text(
-        self,
-        connection: sa.Connection,
-        table: sa.FromClause,
-        columns: Sequence[sa.ColumnElement[Any]],
-        of_app: Sequence[sa.ColumnElement[bool]],
-        conditions: Sequence[sa.ColumnElement[bool]],
-        position: FromRow,
-        limit: int,
-    ) -> tuple[list[tuple[Any, ...]], FromRow | None]:
-        """Return rows that have another type than text in one of *columns*.
-
-        Args:
-            connection: The connection, in a transaction that returns texts as bytes.
-            table: The table.
-            columns: The columns of the primary key that may have another type than text.
-            of_app: The condition on the app, which does not apply to a row whose app name is not
-                text; empty for all apps.
-            conditions: Other conditions.
-            position: Where to begin.
-            limit: The maximum number of rows.
-
-        Returns:
-            For each row, its rowid and its values of *columns* (a value that is not text is None);
-            and the position of the next rows, or None if no row follows.
-        """
-        other = [sa.func.typeof(column) != "text" for column in columns]
-        query = sa.select(table.c.rowid, *columns)
-        query = query.where(sa.or_(*other), *conditions, table.c.rowid >= position.rowid)
-        if of_app:
-            query = query.where(sa.or_(*of_app, sa.func.typeof(columns[0]) != "text"))
-        rows = connection.execute(query.order_by(table.c.rowid).limit(limit)).all()
-        # The caller has used `taking_bytes`, so texts and BLOBs are both bytes.
-        found = [(row[0], *(_decoded(value) for value in row[1:])) for row in rows]
-        if len(rows) < limit or rows[-1][0] == _LAST_ROWID:
-            return found, None
-        return found, FromRow(rows[-1][0] + 1)
+    def _key(self, names: Sequence[Any]) -> After:
+        """Return the *names* of a row as text."""
+        try:
+            return tuple(map(adk_rows.text, names))
+        except (TypeError, ValueError):
+            raise ConfigurationError(f"the source has {_NOT_TEXT}") from None
 
     def _since(self, since: int) -> sa.ColumnElement[bool]:
         time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=since)
@@ -704,14 +525,14 @@ class Tables:
         are_text: list[sa.ColumnElement[bool]] = []
         if self._dialect == "sqlite":
             are_text = [sa.func.typeof(column) == "text" for column in columns]
-        return (
-            are_text if key is None else [*are_text, self._beyond(columns, key, allow_equal=False)]
-        )
+        if key is None:
+            return are_text
+        return [*are_text, self._beyond(columns, key, allow_equal=False)]
 
     def _between(self, first: After, last: After) -> Any:
         if not self._is_mysql:
             key = sa.tuple_(*_SESSION_KEY)
-            return [key >= _tuple(first), key <= _tuple(last)]
+            return [key >= sa.tuple_(*first), key <= sa.tuple_(*last)]
         return [
             self._beyond(_SESSION_KEY, first, allow_equal=True),
             sa.not_(self._beyond(_SESSION_KEY, last, allow_equal=False)),
@@ -726,7 +547,7 @@ class Tables:
         Only for MySQL, the condition also accepts an equal tuple if *allow_equal* is True.
         """
         if not self._is_mysql:
-            condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > _tuple(key)
+            condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > sa.tuple_(*key)
             return condition
         found = columns[-1] >= key[-1] if allow_equal else columns[-1] > key[-1]
         for column, value in zip(columns[-2::-1], key[-2::-1], strict=True):
@@ -757,47 +578,16 @@ class Tables:
         return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
 
 
-def _tuple(key: After) -> sa.Tuple:
-    """Return *key* as an expression; in SQLite, texts that are not UTF-8 are bound as bytes."""
-    return sa.tuple_(
-        *(
-            name
-            if isinstance(name, str)
-            else sa.cast(sa.literal(name, sa.LargeBinary()), sa.Text())
-            for name in key
-        )
-    )
-
-
-def unnamed(session: SourceSession) -> str:
-    """Return why *session* cannot be read, if the names of its row are not text; otherwise ""."""
-    return session.version.removesuffix(_UNNAMED) if session.version.endswith(_UNNAMED) else ""
-
-
-def _reason(table: str, rowid: int) -> str:
-    return f"row {rowid} of the table {table}: {_NOT_TEXT}"
-
-
-def _decoded(value: object) -> str | None:
-    """Return a name as text; None if it has another type or is not UTF-8.
-
-    A BLOB that contains UTF-8 is also returned as text.  This does no harm: the result only names a
-    session that cannot be read.
-    """
-    try:
-        return adk_rows.text(value) if isinstance(value, str | bytes) else None
-    except ValueError:
-        return None
-
-
 def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnElement[bool]:
     condition: sa.ColumnElement[bool] = column >= value
     return condition
 
 
-def _version(created_at: Any, updated_at: Any, number: int) -> str:
-    """Return the version of a session: its two times, and the *number* of its events."""
-    return f"{_shown(created_at)} {_shown(updated_at)} {number}"
+def _session(key: After, created_at: Any, updated_at: Any, number: int) -> SourceSession:
+    """Return a session, whose version is its two times and the *number* of its events."""
+    app_name, user_id, session_id = key
+    version = f"{_shown(created_at)} {_shown(updated_at)} {number}"
+    return SourceSession(app_name, user_id, session_id, version)
 
 
 def _shown(time: Any) -> str:
@@ -867,7 +657,7 @@ class FoundStates(NamedTuple):
 def sampled_states(connection: sa.Connection) -> FoundStates:
     """Look at the first and the last states of each table, in the order of the primary key."""
     starts: list[str | bytes] = []
-    for table, key in _STATE_KEYS:
+    for table, key, _ in _WITH_STATES:
         for order in (key, [column.desc() for column in key]):
             query = sa.select(start_of(table, connection)).order_by(*order).limit(_SAMPLES)
             starts += (start for start in connection.scalars(query) if start is not None)
@@ -877,7 +667,7 @@ def sampled_states(connection: sa.Connection) -> FoundStates:
 
 def has_encrypted_states(connection: sa.Connection) -> bool:
     """Return whether any state is an envelope of adk-secure-sessions 1.x; read all states."""
-    for table, _ in _STATE_KEYS:
+    for table, *_ in _WITH_STATES:
         start = start_of(table, connection)
         query = sa.select(start).where(sa.func.substr(start, 1, 1) != "{")
         if any(is_envelope(found) for found in connection.scalars(query)):

@@ -26,7 +26,7 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.description import Description, describe
 from adk_secure_sessions.migration.adk_rows import (
     Row,
-    Unreadable,
+    UnreadableRow,
     check_names,
     state_of,
     time_of,
@@ -34,15 +34,15 @@ from adk_secure_sessions.migration.adk_rows import (
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
     SESSIONS,
+    STATE_TABLES,
     USER_STATES,
     Header,
     Kind,
+    Page,
     Positions,
     StateRow,
-    StateTable,
     Tables,
     kinds_in,
-    unnamed,
 )
 from adk_secure_sessions.migration.sources import (
     LookupSource,
@@ -51,9 +51,10 @@ from adk_secure_sessions.migration.sources import (
     SessionHeader,
     SourceSession,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    States,
+    Unreadable,
 )
+from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.unit_of_work import repeated
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -174,7 +175,7 @@ class AdkTables(LookupSource):
         found = await self._reader.run(work)
         try:
             updated_at = time_of(found.updated_at, tables.sessions_zone)
-        except Unreadable:
+        except UnreadableRow:
             updated_at = None
         return found._replace(updated_at=updated_at)
 
@@ -184,39 +185,20 @@ class AdkTables(LookupSource):
         return await self._reader.run(partial(tables.size, scope=scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        """Yield the sessions in *scope* in batches, sorted by app name, user id and session id.
-
-        In SQLite, a row may have ids that are not text in UTF-8.  In the result, such a session has
-        the name of the table and the row id instead of a session id, and `read` returns an
-        `UnreadableSession` for this session.
-        """
+        """Yield the sessions in *scope* in batches, sorted by app name, user id and session id."""
         tables = await self._tables()
-        after, positions = None, Positions("sessions")
-        while True:
-            page, after = await self._reader.run(partial(tables.page, scope=scope, after=after))
-            batch: list[SourceSession] = []
-            total = 0
-            for session, size in page:
-                if batch and (total + size > _BATCH_BYTES or len(batch) == _BATCH_SESSIONS):
-                    yield batch
-                    batch, total = [], 0
-                batch.append(session)
-                total += size
-            if batch:
-                yield batch
-            if after is None:
-                return
-            positions.add(after)
+        async for page in self._pages(partial(tables.page, scope=scope), "sessions"):
+            for batch in grouped(page, lambda one: one[1], _BATCH_SESSIONS, _BATCH_BYTES):
+                yield [session for session, _size in batch]
 
     async def read(
         self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
+        if not sessions:
+            return {}
         tables = await self._tables()
-        bad = {one: UnreadableSession(reason) for one in sessions if (reason := unnamed(one))}
-        keys = [session[:3] for session in sessions if session not in bad]
-        if not keys:
-            return bad
+        keys = [session.ids for session in sessions]
         headers, events = await self._reader.run(
             lambda connection: (tables.headers(connection, keys), tables.events(connection, keys))
         )
@@ -225,33 +207,29 @@ class AdkTables(LookupSource):
             history = histories.get((app_name, user_id, session_id))
             if history is not None:
                 history.append(columns)
-        stored = [(session, tables.key(session)) for session in sessions if session not in bad]
-        found = await self._convert(
+        stored = [(session, tables.key(session)) for session in sessions]
+        return await self._convert(
             lambda: {
                 session: self._content(tables, session, headers[key], histories[key])
                 for session, key in stored
                 if key in headers
             }
         )
-        return bad | found
 
-    async def app_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield mappings from app names to states, for all apps in *scope*."""
-        async for batch in self._states(scope, APP_STATES):
-            yield {app_name: state for (app_name,), state in batch.items()}
-
-    async def user_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield mappings from (app name, user id) to states, for all users of apps in *scope*."""
-        async for batch in self._states(scope, USER_STATES):
-            yield {(app_name, user_id): state for (app_name, user_id), state in batch.items()}
+    async def states(self, scope: Scope) -> AsyncIterator[States]:
+        """Yield the states of all users of apps in *scope*, and then of these apps, in batches."""
+        tables = await self._tables()
+        for table in STATE_TABLES:
+            work = partial(tables.states, scope=scope, table=table)
+            async for rows in self._pages(work, table.name):
+                yield await self._convert(partial(self.convert_states, rows))
+            if tables.has_shared_states:
+                rows = await self._reader.run(partial(tables.aliases, scope=scope, table=table))
+                yield await self._convert(partial(self.convert_states, rows))
 
     async def find(
         self, app_name: str, user_id: str, session_id: str
-    ) -> SessionHeader | UnreadableSession | None:
+    ) -> SessionHeader | Unreadable | None:
         """Return a session; None if there is no session with exactly these ids."""
         names = (app_name, user_id, session_id)
         tables = await self._tables()
@@ -262,32 +240,18 @@ class AdkTables(LookupSource):
 
     async def headers(
         self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | UnreadableSession]]:
+    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | Unreadable]]:
         """Yield the sessions of a user or, if *user_id* is None, of an app, in batches."""
         names = (app_name,) if user_id is None else (app_name, user_id)
         tables = await self._tables()
-        if not tables.can_store(names):
-            return
-        after, positions = None, Positions("sessions")
-        while True:
-            rows, after = await self._reader.run(partial(tables.lookup, names=names, after=after))
-            if rows:
+        if tables.can_store(names):
+            async for rows in self._pages(partial(tables.lookup, names=names), "sessions"):
                 yield {session: _header(tables, session, row) for session, row in rows}
-            if after is None:
-                return
-            positions.add(after)
 
-    async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
-        """Return the state of an app; `{}` if there is none."""
-        return await self._state_of(APP_STATES, (app_name,))
-
-    async def user_state(self, app_name: str, user_id: str) -> JsonObject | UnreadableState:
-        """Return the state of a user; `{}` if there is none."""
-        return await self._state_of(USER_STATES, (app_name, user_id))
-
-    async def _state_of(
-        self, table: StateTable, names: tuple[str, ...]
-    ) -> JsonObject | UnreadableState:
+    async def state(self, app_name: str, user_id: str | None = None) -> JsonObject | Unreadable:
+        """Return the state of a user, or of an app; `{}` if there is none."""
+        names = (app_name,) if user_id is None else (app_name, user_id)
+        table = APP_STATES if user_id is None else USER_STATES
         tables = await self._tables()
         if not tables.can_store(names):
             return {}
@@ -316,13 +280,8 @@ class AdkTables(LookupSource):
         """
         return await self._tables()
 
-    def convert_states(
-        self, rows: Sequence[StateRow]
-    ) -> dict[tuple[str, ...], JsonObject | UnreadableState]:
-        """Convert *rows*, which `Tables.states` has read.
-
-        The keys of the result are the names of the rows: an app name, or an app name and a user id.
-        """
+    def convert_states(self, rows: Sequence[StateRow]) -> States:
+        """Convert *rows*, which `Tables.states` has read."""
         return {row.names: self._state(*row) for row in rows}
 
     async def _convert(self, work: Callable[[], T]) -> T:
@@ -337,24 +296,22 @@ class AdkTables(LookupSource):
 
     def _content(
         self, tables: Tables, session: SourceSession, header: Header, history: list[Row]
-    ) -> SessionContent | UnreadableSession:
+    ) -> SessionContent | Unreadable:
         try:
             return tables.content(session, header, history)
-        except Unreadable as error:
-            return UnreadableSession(str(error))
+        except UnreadableRow as error:
+            return Unreadable(str(error))
 
-    def _state(self, names: tuple[str, ...], stored: object) -> JsonObject | UnreadableState:
+    def _state(self, names: tuple[str, ...], stored: object) -> JsonObject | Unreadable:
         """Convert the state of the app or user with these *names*."""
         try:
-            if isinstance(stored, Unreadable):
-                raise stored
             check_names(*names)
             return self._state_of_owner(stored)
-        except Unreadable as error:
-            return UnreadableState(str(error))
+        except UnreadableRow as error:
+            return Unreadable(str(error))
 
     def _state_of_owner(self, stored: object) -> JsonObject:
-        """Convert the state of an app or a user; raise `Unreadable` if it cannot be converted."""
+        """Convert the state of an app or a user, or raise `UnreadableRow`."""
         return state_of(stored, "its")
 
     async def _tables(self) -> "Tables":
@@ -364,33 +321,23 @@ class AdkTables(LookupSource):
             )
         return self._found
 
-    async def _states(
-        self, scope: Scope, table: StateTable
-    ) -> AsyncIterator[dict[tuple[str, ...], JsonObject | UnreadableState]]:
-        tables = await self._tables()
-        after, positions = None, Positions(table.name)
+    async def _pages(self, work: Callable[..., Page[T]], table: str) -> AsyncIterator[list[T]]:
+        """Yield the pages that *work* returns for a connection and a position."""
+        after, positions = None, Positions(table)
         while True:
-            rows, after = await self._reader.run(
-                partial(tables.states, scope=scope, table=table, after=after)
-            )
-            batch = await self._convert(partial(self.convert_states, rows))
-            if batch:
-                yield batch
+            rows, after = await self._reader.run(partial(work, after=after))
+            if rows:
+                yield rows
             if after is None:
-                break
+                return
             positions.add(after)
-        if tables.has_shared_states:
-            rows = await self._reader.run(partial(tables.aliases, scope=scope, table=table))
-            yield await self._convert(partial(self.convert_states, rows))
 
 
-def _header(
-    tables: Tables, session: SourceSession, row: Header
-) -> SessionHeader | UnreadableSession:
+def _header(tables: Tables, session: SourceSession, row: Header) -> SessionHeader | Unreadable:
     try:
         return tables.header(session, row)
-    except Unreadable as error:
-        return UnreadableSession(str(error))
+    except UnreadableRow as error:
+        return Unreadable(str(error))
 
 
 # --- Connections ---------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.event_parser import silence_enumerations
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.loops import ClosedByWith
-from adk_secure_sessions.migration.export_reader import Ids, ids_of
-from adk_secure_sessions.migration.sources import SessionContent, SourceSession
+from adk_secure_sessions.migration.sources import Ids, SessionContent
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.unit_of_work import repeated
 from adk_secure_sessions.tracebacks import hides_locals
@@ -143,13 +142,13 @@ class AdkTarget(ClosedByWith):
 
     # --- write -----------------------------------------------------------------------------------
 
-    def rows_of(self, session: SourceSession, content: SessionContent) -> SessionRows:
+    def rows_of(self, ids: Ids, content: SessionContent) -> SessionRows:
         """Return the rows that google-adk reads as this session.
 
         Raises:
             UnsuitableSession: google-adk's database cannot hold the session.
         """
-        app_name, user_id, session_id = ids = ids_of(session)
+        app_name, user_id, session_id = ids
         self._check_ids(ids)
         row = {
             "app_name": app_name,

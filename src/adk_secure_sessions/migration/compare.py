@@ -1,7 +1,9 @@
 """Compare every session and state of a source with its copy in an encrypted database."""
 
 import time
-from typing import Any, NamedTuple
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError
@@ -9,68 +11,59 @@ from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.pipeline import (
-    Chunks,
-    Finding,
-    Findings,
-    Fingerprints,
-    States,
-    Workers,
-    by_owner,
-    encode_states,
-    packed,
-    size_of,
-)
 from adk_secure_sessions.migration.sources import (
+    EVERYTHING,
     Scope,
     SessionContent,
     Source,
-    UnreadableSession,
+    Unreadable,
 )
-from adk_secure_sessions.migration.target import Copy, Entry, Target
+from adk_secure_sessions.migration.target import Target
+from adk_secure_sessions.migration.walk import (
+    CONFLICT,
+    GONE,
+    SAME_ID,
+    Finding,
+    Findings,
+    Fingerprints,
+    Pair,
+    SessionPair,
+    StatePair,
+    Walk,
+    Workers,
+    packed,
+    size_of,
+)
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
 
-_EVERYTHING = Scope()
 # The maximum number of sessions of the target that are read at the same time, and of bytes that
 # their contents, and those of the same sessions in the source, take in memory.
 _READS = 4
 _READ_BYTES = 16 * 2**20
 
+_CONFLICTS = {ImportStatus.CONFLICT: CONFLICT, ImportStatus.SAME_ID: SAME_ID}
 _MISSING = "it was not copied"
-_CONFLICT = "both sides have changed or deleted it since it was copied"
-_NOT_COPIED = "the target has a session with the same ids that was not copied"
-_BEHIND = "it has changed in the source since it was copied"
-_GONE = "the source no longer has it"
+_OLDER = "it has changed in the source since it was copied"
 
 
-class Comparison(NamedTuple):
+@dataclass
+class Comparison(Result):
     """The result of `compare`.
-
-    Each session of the source is counted once: as `equal`, `moved_on`, `deleted`, `missing`,
-    `different`, `conflicts` or `bad`.
 
     Attributes:
         sessions: How many sessions of the source were examined.
-        equal: How many sessions are equal in every field.
-        moved_on: How many sessions have more events in the target, because services continued them
-            there.  The copied events are equal.
-        deleted: How many sessions of the source were deleted in the target.
+        events: How many events these sessions have.
+        states: How many states of users and apps were examined.
+        equal: How many sessions are equal in every field; or were continued by services in the
+            target, and are equal up to there; or were deleted in the target.
         missing: How many sessions were not copied.
-        different: How many sessions differ, or cannot be decrypted in the target.
-        conflicts: How many sessions have changed on both sides, or have the ids of a session in
-            the target that was not copied.
-        bad: How many sessions of the source cannot be read.
-        gone: How many copied sessions the source no longer has, without those that have expired;
-            0 if only recent sessions were compared, or after an earlier comparison has ended the
-            migration.
-        behind: How many sessions were created or changed in the source during the comparison.
-        new: How many sessions of the target were not copied: services created them.
-        events: How many events were compared.
-        states: How many states of users and apps are equal, or were changed or deleted in the
-            target after they were copied.
-        different_states: How many states of users and apps differ, or were not copied.
-        clean: Whether no session and no state is missing, different, bad, gone, behind or in
-            conflict.
+        different: How many sessions and states differ or are in conflict, cannot be decrypted in
+            the target, or, of a state, were not copied.
+        bad: How many sessions and states of the source cannot be read.
+        changed: How many sessions the source no longer has, without those that have expired or were
+            continued, or were created or changed in it during the comparison.
+        clean: Whether no session and no state is missing, different, bad or changed.
         completed: Whether this run has stored the mark that ends the migration, because the
             comparison was clean, included everything, and found a session or a state.
         withdrawn: Whether this run has removed the mark of an earlier comparison, because this
@@ -79,25 +72,19 @@ class Comparison(NamedTuple):
         seconds: How long the comparison took.
     """
 
-    sessions: int
-    equal: int
-    moved_on: int
-    deleted: int
-    missing: int
-    different: int
-    conflicts: int
-    bad: int
-    gone: int
-    behind: int
-    new: int
-    events: int
-    states: int
-    different_states: int
-    clean: bool
-    completed: bool
-    withdrawn: bool
-    findings: tuple[Finding, ...]
-    seconds: float
+    sessions: int = count("session", "compared", always=True)
+    events: int = count("event", "compared", always=True)
+    states: int = count("state", "compared", always=True)
+    equal: int = count("session", "equal in every field that was copied")
+    missing: int = count("session", "not copied", wrong=True)
+    different: int = count("item", "different or in conflict", wrong=True)
+    bad: int = count("item", "cannot be read in the source", wrong=True)
+    changed: int = count("session", "deleted, created or changed in the source", wrong=True)
+    clean: bool = False
+    completed: bool = False
+    withdrawn: bool = False
+    findings: tuple[Finding, ...] = listing("missing", "different", "bad", "changed")
+    seconds: float = 0.0
 
 
 @command
@@ -105,7 +92,7 @@ async def compare(
     source: Source,
     db: Database,
     *,
-    scope: Scope = _EVERYTHING,
+    scope: Scope = EVERYTHING,
     show_ids: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -143,25 +130,21 @@ class Comparing:
     """One run of `compare`.
 
     Attributes:
-        equal_sessions: After the run, the ids and the version of each session that the attributes
-            `equal`, `moved_on` and `deleted` of the `Comparison` count.
-        equal_states: After the run, the ids of each owner whose state is counted in
-            `Comparison.states`, with the state in the source as JSON.
+        walk: The walk; after a clean comparison, everything in `walk.versions` is equal.
+        equal_states: After the run, the ids of each owner whose state is equal, with the state in
+            the source as JSON.
     """
 
     def __init__(
-        self, source: Source, target: Target, scope: Scope, findings: Findings, meter: Meter
+        self, walk: Walk, target: Target, findings: Findings, meter: Meter, *, is_everything: bool
     ) -> None:
-        self.equal_sessions: Fingerprints = Fingerprints()
+        self.walk: Walk = walk
         self.equal_states: Fingerprints = Fingerprints()
-        self._source = source
         self._target = target
-        self._scope = scope
         self._findings = findings
         self._meter = meter
-        self._seen = Fingerprints()
-        self._versions = Fingerprints()
-        self._counts = _Counts()
+        self._is_everything = is_everything
+        self._done = Comparison()
 
     @classmethod
     async def begin(
@@ -173,208 +156,125 @@ class Comparing:
         show_ids: bool,
         progress: Progress | None,
     ) -> "Comparing":
-        """Open the target, and count the sessions and events of the source for *progress*.
-
-        The arguments are those of `compare`.
-        """
         target = await Target.of(db)
         total = await source.size(scope)
         meter = Meter(progress, total.sessions + total.events, None)
-        return cls(source, target, scope, Findings(with_ids=show_ids), meter)
+        findings = Findings(with_ids=show_ids)
+        walk = Walk(source, target, scope)
+        return cls(walk, target, findings, meter, is_everything=scope == EVERYTHING)
 
     async def run(self, *, completes: bool = True) -> Comparison:
-        """Compare everything in the scope, and store the mark that ends the migration.
-
-        The mark is stored only if *completes* is True, the scope is everything, the source is not
-        empty, and the comparison is clean.  If the comparison is not clean and *completes* is True,
-        the mark of an earlier comparison is removed.
-        """
-        began, counts = time.monotonic(), self._counts
-        await self._compare_sessions()
-        await self._compare_states()
-        await self._compare_listings()
-        counts.new = await self._target.count_others(self._scope.app_name)
-        clean = counts.is_clean
-        is_everything = self._scope == _EVERYTHING and counts.sessions + counts.states > 0
-        completed = completes and clean and is_everything
-        if completed:
-            await self._target.store.complete_migration()
-        withdrawn = completes and not clean and await self._target.store.withdraw_migration()
-        self._meter.finish()
-        return Comparison(
-            **vars(counts),
-            clean=clean,
-            completed=completed,
-            withdrawn=withdrawn,
-            findings=tuple(self._findings.kept),
-            seconds=time.monotonic() - began,
-        )
-
-    # --- sessions --------------------------------------------------------------------------------
-
-    async def _compare_sessions(self) -> None:
+        """Compare everything; if *completes* is True, store or remove the mark."""
+        began = time.monotonic()
         async with Workers(_READS, _READ_BYTES) as workers:
-            to_read = Chunks()
-            async for listed in self._source.sessions(self._scope):
-                for one in listed:
-                    self._seen.add(self._target.tag(*one[:3]))
-                    self._versions.add(packed(*one))
-                for part in to_read.of(listed):
-                    contents = await self._source.read(part)
-                    sizes = []
-                    for entry in await self._target.entries(part):
-                        content = contents.get(entry.session)
-                        if content is None:
-                            continue  # it was deleted in the source meanwhile
-                        size = size_of(content) if isinstance(content, SessionContent) else 0
-                        sizes.append(size)
-                        await workers.start(self._compare(entry, content), 2 * size)
-                    to_read.learn(sizes)
+            async for sessions in self.walk.sessions():
+                for one in sessions:
+                    await workers.start(self._compare(one), 2 * size_of(one.content))
+        async for batch in self.walk.states():
+            for state in batch:
+                await self._compare_state(state)
+        async for changed in self.walk.changed():
+            self._done.changed += 1
+            self._findings.add(self._target.tag(*changed.ids), _OLDER, *changed.ids)
+        async for gone in self.walk.gone():
+            self._done.changed += 1
+            self._findings.add(gone.copy.tag, GONE, *gone.ids)
+        self._meter.finish()
+        done, store = self._done, self._target.store
+        done.clean = done.succeeded
+        done.completed = completes and done.clean and self._is_everything
+        done.completed = done.completed and done.sessions + done.states > 0
+        if done.completed:
+            await store.complete_migration()
+        done.withdrawn = completes and not done.clean and await store.withdraw_migration()
+        done.findings = tuple(self._findings.kept)
+        done.seconds = time.monotonic() - began
+        return done
 
-    async def _compare(self, entry: Entry, content: SessionContent | UnreadableSession) -> None:
-        """Compare one session, and count it."""
-        counts = self._counts
-        counts.sessions += 1
-        if isinstance(content, UnreadableSession):
-            self._report("bad", entry, content.reason)
-            await self._meter.advance()
-            return
-        outcome, reason = await self._outcome(entry, content)
-        if reason:
-            # A service or another run may have written meanwhile: compare the session once more.
-            (entry,) = await self._target.entries([entry.session])
-            latest = (await self._source.read([entry.session])).get(entry.session)
-            if latest is None:
-                counts.sessions -= 1
-                return
-            if isinstance(latest, SessionContent):
-                content = latest
-            outcome, reason = await self._outcome(entry, content)
-        if reason:
-            self._report(outcome, entry, reason)
+    async def _compare(self, pair: SessionPair) -> None:
+        self._done.sessions += 1
+        if isinstance(pair.content, Unreadable):
+            self._report_bad(pair, pair.content.reason)
         else:
-            counts.add(outcome)
-            self.equal_sessions.add(packed(*entry.session))
-        counts.events += len(content.events)
-        await self._meter.advance(1 + len(content.events))
+            reason = await self._reason(pair)
+            if reason:
+                # A service or another run may have written meanwhile: compare once more.
+                again = await self.walk.again(pair)
+                if again is None:
+                    self._done.sessions -= 1
+                    return
+                pair, reason = again, await self._reason(again)
+            if not reason:
+                self._done.equal += 1
+            elif reason == _MISSING:
+                self._done.missing += 1
+            else:
+                self._done.different += 1
+            if reason:
+                self._findings.add(pair.tag, reason, *pair.ids)
+        events = pair.content.events if isinstance(pair.content, SessionContent) else ()
+        self._done.events += len(events)
+        await self._meter.advance(1 + len(events))
 
-    def _report(self, outcome: str, entry: Entry, reason: str) -> None:
-        self._counts.add(outcome)
-        self._findings.add(entry.tag, reason, *entry.session[:3])
-
-    async def _outcome(self, entry: Entry, content: SessionContent) -> tuple[str, str]:
-        """Return which attribute of `Comparison` counts the session, and why it is not equal.
-
-        The second text is empty if the session is equal, moved on or deleted.
-        """
-        if entry.found in _OUTCOMES:
-            return _OUTCOMES[entry.found]
+    async def _reason(self, pair: SessionPair) -> str:
+        """Return why the session is not equal; empty if it is, or was continued or deleted."""
+        if isinstance(pair.content, Unreadable):
+            return pair.content.reason
+        assert pair.content is not None
+        assert pair.session is not None
+        if pair.status is ImportStatus.NEW:
+            return _MISSING
+        if pair.status in _CONFLICTS:
+            return _CONFLICTS[pair.status]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
-        try:
-            copy = await self._target.content(entry)
-        except UNREADABLE as error:
-            said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
-            return "different", f"the target cannot decrypt it: {said}"
-        if copy is None or entry.found is ImportStatus.DELETED:
-            return "deleted", ""
-        moved_on = entry.found is ImportStatus.MOVED_ON
-        fields = differences(content, copy, copied=entry.copied_events if moved_on else None)
+        copy, problem = await _read(self._target.content(*pair.session.ids))
+        if problem:
+            return problem
+        if copy is None or pair.status is ImportStatus.DELETED:
+            return ""
+        copied = pair.copied_events if pair.status is ImportStatus.MOVED_ON else None
+        fields = differences(pair.content, copy, copied=copied)
         if not fields:
-            return "moved_on" if moved_on else "equal", ""
+            return ""
         reason = f"different: {', '.join(fields)}"
-        return "different", f"{_BEHIND}; {reason}" if entry.found is ImportStatus.OLDER else reason
+        return f"{_OLDER}; {reason}" if pair.status is ImportStatus.OLDER else reason
 
-    # --- states ----------------------------------------------------------------------------------
+    async def _compare_state(self, pair: StatePair) -> None:
+        self._done.states += 1
+        if isinstance(pair.content, Unreadable):
+            self._report_bad(pair, pair.content.reason)
+            return
+        assert pair.content is not None
+        reason = await self._state_reason(pair, pair.content)
+        if reason:
+            again = await self.walk.state_again(pair)
+            reason = await self._state_reason(again, pair.content)
+        if reason:
+            self._done.different += 1
+            self._findings.add(pair.tag, reason, *pair.ids)
+        else:
+            self.equal_states.add(packed(*pair.ids) + pair.content)
 
-    async def _compare_states(self) -> None:
-        async for batch in by_owner(self._source.user_states(self._scope)):
-            await self._compare_batch(batch)
-        async for batch in by_owner(self._source.app_states(self._scope)):
-            await self._compare_batch(batch)
+    async def _state_reason(self, pair: StatePair, state: bytes) -> str:
+        """Return why *state* is not equal.
 
-    async def _compare_batch(self, batch: States) -> None:
-        encoded, bad = encode_states(batch)
-        found = await self._target.states(encoded)
-        for owner, (tag, kind) in found.items():
-            reason = bad.get(owner) or await self._state_reason(owner, encoded[owner], kind)
-            if reason and owner not in bad:
-                (again,) = (await self._target.states({owner: encoded[owner]})).values()
-                reason = await self._state_reason(owner, encoded[owner], again[1])
-            if reason:
-                self._counts.different_states += 1
-                self._findings.add(tag, reason, *owner)
-            else:
-                self._counts.states += 1
-                self.equal_states.add(packed(*owner) + encoded[owner])
-
-    async def _state_reason(self, owner: tuple[str, ...], data: bytes, kind: ImportStatus) -> str:
-        """Return why the state of *owner* is not equal.
-
-        *data* is the state in the source as JSON, and *kind* is its status in the target.  The
-        result is empty if the state is equal, or was changed or deleted in the target after the
-        state was copied.
+        The result is empty if the state is equal, or was changed or deleted in the target after it
+        was copied.
         """
-        try:
-            stored = await self._target.state(*owner)
-        except UNREADABLE as error:
-            said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
-            return f"the target cannot decrypt it: {said}"
-        if kind in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or is_same(
-            states.loads(data), states.loads(stored)
+        stored, problem = await _read(self._target.state(*pair.ids))
+        if stored is None:
+            return problem
+        if pair.status in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or is_same(
+            states.loads(state), states.loads(stored)
         ):
             return ""
-        return _STATES[kind]
+        return _STATES[pair.status]
 
-    # --- both listings ---------------------------------------------------------------------------
+    def _report_bad(self, pair: Pair[Any], reason: str) -> None:
+        self._done.bad += 1
+        self._findings.add(pair.tag, reason, *pair.ids)
 
-    async def _compare_listings(self) -> None:
-        """Count and report the sessions that are `gone` or `behind`.
-
-        These are copied sessions that the source no longer has, and sessions that were created or
-        changed in the source during the comparison.
-        """
-        target = self._target
-        missing: dict[bytes, Copy] = {}
-        if self._scope.since is None and not await target.store.migration_is_complete():
-            async for copies in target.copies(self._scope.app_name):
-                missing |= {one.tag: one for one in copies if one.tag not in self._seen}
-        async for listed in self._source.sessions(self._scope):
-            for one in listed:
-                tag = target.tag(*one[:3])
-                missing.pop(tag, None)
-                if packed(*one) not in self._versions:
-                    self._counts.behind += 1
-                    self._findings.add(tag, _BEHIND, *one[:3])
-        for tag, copy in missing.items():
-            found = await target.located(copy)
-            if found is not None and found.copy.is_untouched:
-                self._counts.gone += 1
-                self._findings.add(tag, _GONE, *found.ids)
-
-
-class _Counts:
-    """The numbers of a `Comparison`."""
-
-    def __init__(self) -> None:
-        self.sessions = self.equal = self.moved_on = self.deleted = self.missing = 0
-        self.different = self.conflicts = self.bad = self.gone = self.behind = self.new = 0
-        self.events = self.states = self.different_states = 0
-
-    def add(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) + 1)
-
-    @property
-    def is_clean(self) -> bool:
-        bad = self.missing + self.different + self.conflicts + self.bad + self.gone + self.behind
-        return not bad + self.different_states
-
-
-_OUTCOMES = {
-    ImportStatus.NEW: ("missing", _MISSING),
-    ImportStatus.CONFLICT: ("conflicts", _CONFLICT),
-    ImportStatus.SAME_ID: ("conflicts", _NOT_COPIED),
-}
 
 _STATES = {
     ImportStatus.NEW: "the state was not copied",
@@ -382,6 +282,15 @@ _STATES = {
     ImportStatus.OLDER: "the state has changed in the source since it was copied",
     ImportStatus.CONFLICT: "the state has changed on both sides since it was copied",
 }
+
+
+async def _read(read: Awaitable[Any]) -> tuple[Any, str]:
+    """Return what the target has; or None, and why the target cannot decrypt it."""
+    try:
+        return await read, ""
+    except UNREADABLE as error:
+        said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
+        return None, f"the target cannot decrypt it: {said}"
 
 
 # --- fields --------------------------------------------------------------------------------------

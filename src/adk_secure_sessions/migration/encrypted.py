@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -23,18 +23,19 @@ from adk_secure_sessions.maintenance.walk import (
     read_tagged_user,
 )
 from adk_secure_sessions.migration.sources import (
-    OtherContent,
+    NO_IDS,
+    Ids,
     Scope,
     SessionContent,
     Source,
     SourceSession,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    States,
+    Unreadable,
 )
 from adk_secure_sessions.storage.bindings import StoredSession, naming
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.storage.pages import Span
+from adk_secure_sessions.storage.pages import Span, first_rows, grouped
 from adk_secure_sessions.storage.reads import CheckApp
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -53,8 +54,6 @@ _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session
 _AT_ONCE = 8
 # `_count` returns this number for larger sums.  Only rows that were tampered with have such sums.
 _MOST = 10**15
-# The version of a row whose ids cannot be decrypted begins with this text, and the reason follows.
-_UNREADABLE = "unreadable: "
 
 
 @hides_locals
@@ -64,7 +63,7 @@ class EncryptedSource(Source):
     The source may have a key database, and may be in another database product than the target.
     Events are returned as they are stored: nothing is converted, and the installed google-adk need
     not be able to read them.  Expired sessions are omitted, and so are collections (artifacts and
-    memory), which `others` counts.
+    memory).
 
     As in a service, a session or state is only returned if its rows are authentic and belong
     together.  If the row of a session was removed together with its version witness, this class
@@ -110,22 +109,18 @@ class EncryptedSource(Source):
             if not wanted:
                 continue
             sizes = await self._sizes(Span(located[0].row - 1, located[-1].row))
-            batch: list[SourceSession] = []
-            total = 0
-            for one in wanted:
-                size = sizes.get(one.row, 0) + (len(one.columns.state) if one.columns else 0)
-                if batch and total + size > _BATCH:
-                    yield batch
-                    batch, total = [], 0
-                batch.append(_source_session(one))
-                total += size
-            yield batch
+
+            def size_of(one: LocatedSession, sizes: dict[int, int] = sizes) -> int:
+                return sizes.get(one.row, 0) + (len(one.columns.state) if one.columns else 0)
+
+            for batch in grouped(wanted, size_of, len(wanted), _BATCH):
+                yield [_source_session(one) for one in batch]
 
     async def read(
         self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         store = await self._db.store()
-        contents: dict[SourceSession, SessionContent | UnreadableSession] = {}
+        contents: dict[SourceSession, SessionContent | Unreadable] = {}
         for start in range(0, len(sessions), _AT_ONCE):
             part = sessions[start : start + _AT_ONCE]
             reads = (_content(store, one) for one in part)
@@ -133,63 +128,51 @@ class EncryptedSource(Source):
             found = await asyncio.gather(*reads, return_exceptions=True)
             for one, content in zip(part, found, strict=True):
                 if isinstance(content, UNREADABLE):
-                    contents[one] = UnreadableSession(_reason(content))
+                    contents[one] = Unreadable(_reason(content))
                 elif isinstance(content, BaseException):
                     raise content
                 elif content is not None:
                     contents[one] = content
         return contents
 
-    async def app_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield mappings from app names to states, for all apps in *scope*.
+    async def states(self, scope: Scope) -> AsyncIterator[States]:
+        """Yield the states of all users of apps in *scope*, and then of these apps, in batches.
 
-        An app that cannot be decrypted has the table and the row id instead of a name.
-        """
-        async for rows in owner_tags(self._db, apps):
-            found: dict[str, JsonObject | UnreadableState] = {}
-            for row in rows:
-                try:
-                    app_name, state = await self._app_state(row)
-                except UNREADABLE as error:
-                    found[f"{apps.name} row {row.id}"] = UnreadableState(_reason(error))
-                    continue
-                if scope.app_name in (None, app_name):
-                    found[app_name] = state
-            if found:
-                yield found
-
-    async def user_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield mappings from (app name, user id) to states, for all users of apps in *scope*.
-
-        A user who cannot be decrypted has the table and the row id instead of an id, and an empty
-        app name.
+        If an owner cannot be decrypted, the last id is the table and the row id.
         """
         async for rows in owner_tags(self._db, users):
-            found: dict[tuple[str, str], JsonObject | UnreadableState] = {}
-            for row in rows:
-                try:
-                    user = await self._user_state(row)
-                except UNREADABLE as error:
-                    found["", f"{users.name} row {row.id}"] = UnreadableState(_reason(error))
-                    continue
-                if user is not None and scope.app_name in (None, user[0][0]):
-                    found[user[0]] = user[1]
-            if found:
-                yield found
+            yield await self._states(rows, users, self._user_state, scope)
+        async for rows in owner_tags(self._db, apps):
+            yield await self._states(rows, apps, self._app_state, scope)
 
-    async def others(self) -> OtherContent:
-        """Return how many collections (artifacts and memory) the database has, and their items.
+    async def _states(
+        self,
+        rows: Sequence[OwnerTag],
+        table: sa.Table,
+        read: Callable[[OwnerTag], Awaitable[tuple[Ids, JsonObject] | None]],
+        scope: Scope,
+    ) -> States:
+        found: dict[Ids, JsonObject | Unreadable] = {}
+        for row in rows:
+            try:
+                owner = await read(row)
+            except UNREADABLE as error:
+                name = f"{table.name} row {row.id}"
+                ids = (name,) if table is apps else ("", name)
+                found[ids] = Unreadable(_reason(error))
+                continue
+            if owner is not None and scope.app_name in (None, owner[0][0]):
+                found[owner[0]] = owner[1]
+        return found
+
+    async def has_others(self) -> bool:
+        """Return whether the database has collections (artifacts or memory).
 
         `migrate` does not copy collections, because the contents of artifacts may be in an object
         store, encrypted with keys of their own.
         """
         await self._db.keys()
-        ((number, items),) = await self._db.read(_collections(), {})
-        return OtherContent(number, _count(items))
+        return bool(await self._db.read(_ANY_COLLECTION, {}))
 
     async def close(self) -> None:
         await self._db.close()
@@ -203,16 +186,16 @@ class EncryptedSource(Source):
                 sizes[row] = sizes.get(row, 0) + _count(size)
         return sizes
 
-    async def _app_state(self, row: OwnerTag) -> tuple[str, JsonObject]:
+    async def _app_state(self, row: OwnerTag) -> tuple[Ids, JsonObject]:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
         app = await self._db.unit.run(CheckApp(await self._db.unit.identify(app_name)))
         with naming(apps.name, row.id):
             if app is None or app.id != row.id:
                 raise TamperedError("its app_name or its tag was modified", reason=Reason.MISMATCH)
-            return app_name, loads(app.state, "the app's state")
+            return (app_name,), loads(app.state, "the app's state")
 
-    async def _user_state(self, row: OwnerTag) -> tuple[tuple[str, str], JsonObject] | None:
+    async def _user_state(self, row: OwnerTag) -> tuple[Ids, JsonObject] | None:
         """Return the ids and the state of a user; None if the user was erased meanwhile."""
         found = await read_tagged_user(self._db, row)
         if found is None:
@@ -234,19 +217,17 @@ def _is_wanted(one: LocatedSession, scope: Scope) -> bool:
 def _source_session(one: LocatedSession) -> SourceSession:
     if one.ids is None or one.columns is None:
         assert one.error is not None
-        return SourceSession(
-            "", "", f"{sessions.name} row {one.row}", _UNREADABLE + _reason(one.error)
-        )
+        return SourceSession("", "", f"{sessions.name} row {one.row}", NO_IDS + _reason(one.error))
     # Every change of a session increases its revision, and a session that is created again has
     # another row id.
     version = f"{one.row}.{one.columns.revision}"
     return SourceSession(one.ids.app_name, one.ids.user_id, one.ids.session_id, version)
 
 
-async def _content(store: Store, one: SourceSession) -> SessionContent | UnreadableSession | None:
+async def _content(store: Store, one: SourceSession) -> SessionContent | Unreadable | None:
     """Return the content of a session; None if it was deleted or has expired."""
-    if one.version.startswith(_UNREADABLE):
-        return UnreadableSession(one.version.removeprefix(_UNREADABLE))
+    if not one.has_ids:
+        return Unreadable(one.version.removeprefix(NO_IDS))
     found = await store.get(one.app_name, one.user_id, one.session_id, _event)
     if found is None:
         return None
@@ -291,8 +272,7 @@ def _count(number: Any) -> int:
 # --- statements ----------------------------------------------------------------------------------
 
 _IS_COLLECTION = sessions.c.base_revision == sa.literal_column(str(COLLECTION))
-
-
+_ANY_COLLECTION = first_rows(sa.select(sessions.c.id).where(_IS_COLLECTION), 1)
 # The row ids of sessions, and the bytes of their events and of their snapshots.
 _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
@@ -302,7 +282,12 @@ _SIZES_OF_SNAPSHOTS = sa.select(bases.c.session_row, sa.func.length(bases.c.stat
 
 @functools.cache
 def _size(of_app: bool, has_since: bool) -> sa.Select[Any]:
-    query = _count_of_sessions().where(~_IS_COLLECTION, sessions.c.expires_at > sa.bindparam("now"))
+    # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for
+    # such a sum of integers.  So multiply the revisions by 1.0.
+    revisions = sa.func.sum(sessions.c.revision * sa.literal_column("1.0"))
+    columns: list[Any] = [sa.func.count(), revisions]
+    query = sa.select(*columns).select_from(sessions)
+    query = query.where(~_IS_COLLECTION, sessions.c.expires_at > sa.bindparam("now"))
     if has_since:
         query = query.where(sessions.c.updated_at >= sa.bindparam("since"))
     if of_app:
@@ -310,16 +295,3 @@ def _size(of_app: bool, has_since: bool) -> sa.Select[Any]:
         of = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row).where(apps.c.tag == tag)
         query = query.where(sessions.c.user_row.in_(of))
     return query
-
-
-@functools.cache
-def _collections() -> sa.Select[Any]:
-    return _count_of_sessions().where(_IS_COLLECTION)
-
-
-def _count_of_sessions() -> sa.Select[Any]:
-    # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for
-    # such a sum of integers.  So multiply the revisions by 1.0.
-    revisions = sa.func.sum(sessions.c.revision * sa.literal_column("1.0"))
-    columns: list[Any] = [sa.func.count(), revisions]
-    return sa.select(*columns).select_from(sessions)

@@ -1,83 +1,53 @@
-"""Delete the rows of google-adk's tables after everything was copied and compared."""
+"""Delete all rows of google-adk's tables after everything was copied and compared."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.clearing import rewrite
-from adk_secure_sessions.migration.adk_sql import (
-    APP_STATES,
-    TABLE_NAMES,
-    USER_STATES,
-    Position,
-    Positions,
-    StateTable,
-    Tables,
-)
+from adk_secure_sessions.migration.adk_sql import NAMED_TABLES, Tables
 from adk_secure_sessions.migration.adk_tables import AdkTables, taking_bytes
 from adk_secure_sessions.migration.compare import Comparing, Comparison
-from adk_secure_sessions.migration.pipeline import encode_states, packed
-from adk_secure_sessions.migration.sources import Scope, Source
+from adk_secure_sessions.migration.sources import EVERYTHING, Source
+from adk_secure_sessions.migration.walk import encode_states, packed
+from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage.unit_of_work import repeated
 
-T = TypeVar("T")
-
-_EVERYTHING = Scope()
-_PAGE = 200  # the maximum number of sessions that one transaction deletes
 _LOCK_WAIT = 5  # the maximum number of seconds to wait for the lock that rewriting a table needs
 
 
-class Erased(NamedTuple):
-    """The numbers of rows that were deleted in a source or, in a dry run, that would be deleted.
-
-    Attributes:
-        sessions: The number of deleted sessions.
-        events: The number of events of these sessions.  After a dry run, the number of compared
-            events.
-        states: The number of deleted states of users and apps.
-        changed: How many sessions were kept, because they were created or changed after the
-            comparison; 0 after a dry run.
-        left: How many rows remain in the tables `sessions`, `events`, `app_states` and
-            `user_states`, for example rows of other apps, of changed sessions, and events without a
-            session; 0 after a dry run.
-        obstacles: The reasons why the bytes of deleted rows could not be removed from the files of
-            the database.
-    """
-
-    sessions: int
-    events: int
-    states: int
-    changed: int
-    left: int
-    obstacles: tuple[str, ...]
-
-
-class SourceErasure(NamedTuple):
+@dataclass
+class SourceErasure(Result):
     """The result of `erase_source`.
 
     Attributes:
         comparison: The comparison of the source with its copy.
-        erased: The numbers of deleted rows; None if the comparison was not clean.
+        sessions: The number of sessions that were deleted or, in a dry run, would be deleted.
+        events: The number of their events.
+        states: The number of the states of users and apps.
+        changed: Whether nothing was deleted, because the source has changed since the comparison.
+        obstacles: The reasons why the bytes of deleted rows could not be removed from the files of
+            the database.
     """
 
     comparison: Comparison
-    erased: Erased | None
+    sessions: int = count("session", "deleted in the source", changes=True)
+    events: int = count("event", "deleted in the source", changes=True)
+    states: int = count("state", "deleted in the source", changes=True)
+    changed: bool = False
+    obstacles: tuple[str, ...] = ()
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all sessions in the scope were deleted, and the bytes of their rows removed.
+    def succeeded(self) -> bool:
+        """Whether everything was deleted, and the bytes of the rows removed.
 
         After a dry run, whether the comparison was clean.
         """
-        erased = self.erased
-        return erased is not None and not erased.changed and not erased.obstacles
+        return self.comparison.clean and not self.changed and not self.obstacles
 
 
 @command
@@ -85,16 +55,14 @@ async def erase_source(
     source: Source,
     db: Database,
     *,
-    scope: Scope = _EVERYTHING,
     dry_run: bool = False,
     show_ids: bool = False,
     progress: Progress | None = None,
 ) -> SourceErasure:
     """Compare *source* with its copy in *db*; if the comparison is clean, delete *source*'s rows.
 
-    Each transaction deletes up to 200 sessions with their events, except sessions that have changed
-    since they were compared.  After all sessions, the states of users and apps without sessions are
-    deleted, except states that have changed since they were compared.  Finally, the bytes of the
+    One transaction locks the tables, and deletes all sessions, events and states.  If a session or
+    state has changed since the comparison, nothing is deleted.  Afterwards, the bytes of the
     deleted rows are removed from the files of the database, as far as the database can do that: see
     docs/migrate.md.  The tables themselves are kept.
 
@@ -103,15 +71,13 @@ async def erase_source(
     Args:
         source: An `AdkTables` or a `Package1x`.
         db: The target, with every backend whose records it may contain.
-        scope: Which sessions to compare and to delete.
         dry_run: Compare, but delete nothing.
         show_ids: Put readable ids into the findings, not only blind indexes.
         progress: Called with the number of sessions and events compared, and the number of all.
 
     Raises:
         ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`; or the source or
-            the target cannot be used.  Or *dry_run* is False, *scope* is a part of the source, and
-            no clean comparison of everything has stored the mark that ends the migration.
+            the target cannot be used.
         WrongKeyError: The root keys do not decrypt the keyring.
         TamperedError: A row of `secure_migrated` was modified.
         DatabaseError: The source or the target raised an error.
@@ -121,127 +87,42 @@ async def erase_source(
             f"only tables of google-adk can be erased, and the source is {source.description}: "
             "delete it with its own tools"
         )
-    store = await db.store()
-    if not (dry_run or scope == _EVERYTHING or await store.migration_is_complete()):
-        raise ConfigurationError(
-            "before a part of the source is deleted, everything must be copied and compared: run "
-            "`migrate --verify` without --app and --since"
-        )
-    run = await Comparing.begin(source, db, scope, show_ids=show_ids, progress=progress)
+    run = await Comparing.begin(source, db, EVERYTHING, show_ids=show_ids, progress=progress)
     comparison = await run.run(completes=not dry_run)
     if not comparison.clean:
-        return SourceErasure(comparison, None)
-    tables = await source.tables()
+        return SourceErasure(comparison)
     if dry_run:
-        deletable = comparison.sessions
-        erased = Erased(deletable, comparison.events, comparison.states, 0, 0, ())
-        return SourceErasure(comparison, erased)
+        return SourceErasure(comparison, comparison.sessions, comparison.events, comparison.states)
     # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
-    await store.mark_source_erased()
+    await (await db.store()).mark_source_erased()
+    work = partial(_delete_unchanged, source, await source.tables(), run)
     writer = source.writer()
     try:
-        return SourceErasure(comparison, await _Eraser(writer, source, tables, scope, run).erase())
+        deleted = await repeated(lambda: writer.define(work, commit=True), writes=True)
+        if deleted is None:
+            return SourceErasure(comparison, changed=True)
+        obstacles = await rewrite(writer, NAMED_TABLES, _LOCK_WAIT)
+        return SourceErasure(comparison, *deleted, obstacles=tuple(obstacles))
     finally:
         await writer.close()
 
 
-class _Eraser:
-    """Deletes the sessions and states that a comparison has found to be equal."""
+def _delete_unchanged(
+    source: AdkTables, tables: Tables, compared: Comparing, connection: sa.Connection
+) -> tuple[int, int, int] | None:
+    """Delete all rows, and return the numbers of sessions, events and states.
 
-    def __init__(
-        self,
-        writer: Executor,
-        source: AdkTables,
-        tables: Tables,
-        scope: Scope,
-        equal: Comparing,
-    ) -> None:
-        self._writer = writer
-        self._source = source
-        self._tables = tables
-        self._scope = scope
-        self._equal = equal
-
-    async def erase(self) -> Erased:
-        sessions = events = changed = states = 0
-        after, positions = None, Positions("sessions")
-        while True:
-            page = await self._change(partial(self._page, after=after))
-            sessions += page.deleted
-            events += page.events
-            changed += page.kept
-            after = page.last
-            if after is None:
-                break
-            positions.add(after)
-        for table in (USER_STATES, APP_STATES):
-            after, positions = None, Positions(table.name)
-            while True:
-                work = partial(self._states, table=table, after=after)
-                deleted, after = await self._change(work)
-                states += deleted
-                if after is None:
-                    break
-                positions.add(after)
-        left = await self._change(self._tables.rows_left)
-        # `rewrite` uses only the names of the tables.
-        named = [sa.Table(name, sa.MetaData()) for name in TABLE_NAMES]
-        obstacles = await rewrite(self._writer, named, _LOCK_WAIT)
-        return Erased(sessions, events, states, changed, left, tuple(obstacles))
-
-    async def _change(self, work: Callable[[sa.Connection], T]) -> T:
-        """Call *work* in one transaction, and commit.
-
-        As `Tables` requires, the driver of SQLite returns texts as bytes during the transaction.
-        """
-
-        def in_transaction(connection: sa.Connection) -> T:
-            with taking_bytes(connection):
-                dialect_of(connection).see_what_is_committed(connection)
-                return work(connection)
-
-        return await repeated(lambda: self._writer.define(in_transaction, commit=True), writes=True)
-
-    def _page(self, connection: sa.Connection, after: Position | None) -> "_Page":
-        """Delete those of the next sessions that have not changed since the comparison."""
-        found, last = self._tables.page(connection, self._scope, after, limit=_PAGE, lock=True)
-        listed = [session for session, _size in found]
-        equal = [one[:3] for one in listed if packed(*one) in self._equal.equal_sessions]
-        events = self._tables.delete(connection, equal)
-        return _Page(len(equal), events, len(listed) - len(equal), last)
-
-    def _states(
-        self, connection: sa.Connection, table: StateTable, after: Position | None
-    ) -> tuple[int, Position | None]:
-        """Delete those of the next states of *table* that have not changed since the comparison.
-
-        Keep the states of users and apps that still have sessions.  Return the number of deleted
-        states, and the position of the next rows; None if no row follows.
-        """
-        rows, last = self._tables.states(connection, self._scope, table, after, lock=True)
-        encoded, bad = encode_states(self._source.convert_states(rows))
-        equal = [
-            names
-            for names, state in encoded.items()
-            if names not in bad and packed(*names) + state in self._equal.equal_states
-        ]
-        return self._tables.delete_states(connection, table, equal), last
-
-
-class _Page(NamedTuple):
-    """The result of one transaction that deletes sessions.
-
-    Attributes:
-        deleted: The number of deleted sessions.
-        events: The number of their events.
-        kept: How many sessions were kept, because they were created or changed after the
-            comparison.
-        last: The position of the next page; None if no session follows.
+    Return None, and delete nothing, if a session or state was not compared in this version.
     """
-
-    deleted: int
-    events: int
-    kept: int
-    last: Position | None
+    with taking_bytes(connection):
+        tables.lock(connection)
+        if any(packed(*one) not in compared.walk.versions for one in tables.versions(connection)):
+            return None
+        for rows in tables.all_states(connection):
+            encoded, _ = encode_states(source.convert_states(rows))
+            equal = compared.equal_states
+            if any(packed(*ids) + state not in equal for ids, state in encoded.items()):
+                return None
+        return tables.delete_all(connection)

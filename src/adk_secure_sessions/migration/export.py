@@ -1,26 +1,70 @@
-"""Decrypt sessions into google-adk's own tables.  Everything that is written is plaintext."""
+"""Decrypt sessions into google-adk's own tables, or into lines of JSON.
+
+Everything that is written is plaintext.
+"""
 
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
-from adk_secure_sessions.audit import command
-from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.formats import json_text, states
+from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.progress import Progress
+from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import (
     MISSING,
     AdkTarget,
     SessionRows,
     UnsuitableSession,
 )
-from adk_secure_sessions.migration.export_reader import (
-    Export,
-    ExportReader,
-    Ids,
-    StopExport,
-    ids_of,
-)
-from adk_secure_sessions.migration.sources import SessionContent, SourceSession
+from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.sources import Ids, Scope, SessionContent, Unreadable
+from adk_secure_sessions.migration.target import Target
+from adk_secure_sessions.migration.walk import Finding, Findings, Walk
+from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.storage.features.imports import SourceEvent
+
+LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it
+_CACHED_STATES = 64
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class Export(Result):
+    """The result of `export_to_adk` or `export_lines`.
+
+    Attributes:
+        sessions: How many sessions were written.
+        events: How many events these sessions have.
+        unchanged: How many sessions the target had already, with the same content.
+        states: How many states of apps and users were written.  For `export_lines`, the number of
+            lines of users without sessions.
+        bad: How many sessions and states were not exported.  They cannot be decrypted, or
+            google-adk's database cannot hold them, or the target has other content for their ids.
+        stopped: Whether the run stopped at the first of these bad sessions and states.
+        verified: How many sessions were compared after the export; None without `verify`.
+        differences: How many of these sessions, and of the states, differ in the target.
+        extra: How many sessions only the target has; None without `verify`.
+        findings: The first 1000 sessions and states that are bad or differ.
+        seconds: How long the run took.
+    """
+
+    sessions: int = count("session", "exported as plaintext", always=True)
+    events: int = count("event", "exported as plaintext", always=True)
+    unchanged: int = count("session", "already in the target, with equal content")
+    states: int = 0
+    bad: int = count("item", "not exported", wrong=True)
+    stopped: bool = False
+    verified: int | None = count("session", "compared")
+    differences: int = count("item", "different in the target", wrong=True)
+    extra: int | None = count("session", "only in the target", wrong=True)
+    findings: tuple[Finding, ...] = listing("bad", "differences")
+    seconds: float = 0.0
 
 
 @command
@@ -57,116 +101,305 @@ async def export_to_adk(
         WrongKeyError: The root keys do not decrypt the keyring.
         DatabaseError: One of the databases raised an error.
     """
-    began = time.monotonic()
-    reader = await ExportReader.of(db, app_name, user_id, skip_bad, progress, 2 if verify else 1)
-    run = _ToAdk(reader, target)
-    stopped = False
-    try:
-        await target.open()
-        await run.write_sessions()
-        await run.write_states()
-        if verify:
-            await run.compare()
-    except StopExport:
-        stopped = True
-    reader.meter.finish()
-    return Export(
-        sessions=run.sessions,
-        events=run.events,
-        unchanged=run.unchanged,
-        states=run.states,
-        bad=reader.bad,
-        stopped=stopped,
-        verified=run.verified if verify else None,
-        differences=run.differences,
-        extra=run.extra if verify else None,
-        problems=tuple(reader.problems),
-        seconds=time.monotonic() - began,
-    )
+    run = _ToAdk(target, verify=verify)
+    return await run.run(db, app_name, user_id, progress, skip_bad=skip_bad)
 
 
-class _ToAdk:
-    """One run of `export_to_adk`."""
+@command
+async def export_lines(
+    db: Database,
+    write: Callable[[bytes], object],
+    *,
+    app_name: str | None = None,
+    user_id: str | None = None,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> Export:
+    """Decrypt all sessions, and write one line of JSON for each session.
 
-    def __init__(self, reader: ExportReader, target: AdkTarget) -> None:
-        self.sessions = self.events = self.unchanged = self.states = 0
-        self.verified = self.differences = self.extra = 0
-        self._reader = reader
-        self._target = target
+    A user who has a state but no session also has a line, without a session id.  Expired sessions,
+    artifacts and memory are not exported.
 
-    async def write_sessions(self) -> None:
-        async for batch in self._reader.sessions():
-            if batch:
-                await self._write({ids_of(one): (one, content) for one, content in batch.items()})
+    Args:
+        db: The database to read, with every backend whose records it may contain.
+        write: Called with each line, in UTF-8 and with the line feed.
+        app_name: Export only sessions of this app.
+        user_id: Export only sessions of the users with this id.
+        skip_bad: Continue after a session or state that cannot be decrypted.  If False, the run
+            stops.
+        progress: Called with the number of sessions done and the number of all sessions.
 
-    async def write_states(self) -> None:
-        """Write the states of users and of apps, after all sessions.
+    Raises:
+        ConfigurationError: The database cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        DatabaseError: The database raised an error.
+    """
+    return await _ToLines(write).run(db, app_name, user_id, progress, skip_bad=skip_bad)
 
-        google-adk needs a row of state for each user and each app, even if the state is empty.
-        """
-        async for app_name, user_id, state in self._reader.user_states():
-            await self._write_state((app_name, user_id), state)
-        async for app_name, state in self._reader.app_states():
-            await self._write_state((app_name,), state)
 
-    async def compare(self) -> None:
-        """Read both databases again, compare all sessions and states, and report differences."""
-        found = 0
-        async for batch in self._reader.sessions(reports=False):
-            contents = {ids_of(one): content for one, content in batch.items()}
-            for ids, difference in (await self._target.differences(contents)).items():
-                self.verified += 1
-                found += difference != MISSING
-                await self._report(("session", *ids), difference)
-        async for app_name, user_id, state in self._reader.user_states(reports=False):
-            difference = await self._target.state_difference((app_name, user_id), state)
-            await self._report(("user", app_name, user_id), difference)
-        async for app_name, state in self._reader.app_states(reports=False):
-            difference = await self._target.state_difference((app_name,), state)
-            await self._report(("app", app_name), difference)
-        stored = await self._target.count(self._reader.app_name, self._reader.user_id)
-        self.extra = max(stored - found, 0)
+class _Stop(Exception):
+    """A session or state cannot be exported, and `skip_bad` is False."""
 
-    async def _report(self, who: tuple[str, ...], difference: str | None) -> None:
-        if difference is not None:
-            self.differences += 1
-            await self._reader.report(who, difference)
 
-    async def _write_state(self, owner: tuple[str, ...], state: JsonObject) -> None:
-        reason = None
+class _Run:
+    """One run of an export: reads sessions and states, and lists those that cannot be exported."""
+
+    passes = 1  # how often the run reads all sessions
+    db: Database
+    app_name: str | None
+    user_id: str | None
+
+    def __init__(self) -> None:
+        self.done: Export = Export(verified=None, extra=None)
+
+    @abstractmethod
+    async def write(self) -> None:
+        """Write everything."""
+
+    async def run(
+        self,
+        db: Database,
+        app_name: str | None,
+        user_id: str | None,
+        progress: Progress | None,
+        *,
+        skip_bad: bool,
+    ) -> Export:
+        began = time.monotonic()
+        self.db, self.app_name, self.user_id = db, app_name, user_id
+        self._skip_bad = skip_bad
+        self._findings = Findings(with_ids=False)
+        self._app_names: set[str] = set()
+        self._users: dict[str, str] = {}  # the tag of the user in each app; for the audit record
+        self._target = await Target.of(db)  # a wrong key is noticed before anything is written
+        size = await EncryptedSource(db).size(Scope(app_name))
+        if app_name is not None:
+            add_facts(app=app_name)
+        self._meter = Meter(progress, self.passes * size.sessions, None)
         try:
-            if await self._target.insert_state(owner, state):
-                self.states += 1
-        except UnsuitableSession as error:
-            reason = str(error)
-        if reason is not None:
-            await self._reader.reject(("app" if len(owner) == 1 else "user", *owner), reason)
+            await self.write()
+        except _Stop:
+            self.done.stopped = True
+        self._meter.finish()
+        self.done.findings = tuple(self._findings.kept)
+        self.done.seconds = time.monotonic() - began
+        return self.done
 
-    async def _write(self, batch: Mapping[Ids, tuple[SourceSession, SessionContent]]) -> None:
+    def _walk(self) -> Walk:
+        return Walk(EncryptedSource(self.db), None, Scope(self.app_name), user_id=self.user_id)
+
+    async def readable_sessions(
+        self, *, reports: bool = True
+    ) -> AsyncIterator[Mapping[Ids, SessionContent]]:
+        """Yield the sessions in batches, without those that cannot be decrypted.
+
+        If *reports* is True, `reject` counts and lists each session that cannot be decrypted.
+        """
+        async for batch in self._walk().sessions():
+            for one in batch:
+                if one.ids[1] == self.user_id:
+                    self._record_user(one.ids[0])
+            yield {p.ids: p.content for p in batch if isinstance(p.content, SessionContent)}
+            for one in batch:
+                if reports and isinstance(one.content, Unreadable):
+                    has_ids = one.session is not None and one.session.has_ids
+                    self.reject(one.ids, one.content.reason, has_ids=has_ids)
+            await self._meter.advance(len(batch))
+
+    async def readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
+        """Yield the states of users and then of apps as JSON, without those that are unreadable.
+
+        If only one user id is exported, yield only the states of the apps that have this user.
+        """
+        async for batch in self._walk().states():
+            for one in batch:
+                if isinstance(one.content, Unreadable):
+                    if reports:
+                        self.reject(one.ids, one.content.reason, has_ids=False)
+                elif one.content is not None and self._is_wanted(*one.ids):
+                    yield one.ids, one.content
+
+    def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
+        if user_id is None:
+            return self.user_id is None or app_name in self._app_names
+        if self.user_id not in (None, user_id):
+            return False
+        self._app_names.add(app_name)
+        self._record_user(app_name)
+        return True
+
+    def _record_user(self, app_name: str) -> None:
+        """If only one user id is exported, add the user's tag in this app to the audit record."""
+        if self.user_id is not None and app_name not in self._users:
+            self._users[app_name] = self._target.tag(app_name, self.user_id).hex()
+            add_facts(users=list(self._users.values()))
+
+    def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
+        """Count and list a session or state that cannot be exported.
+
+        Raises:
+            _Stop: `skip_bad` is False.
+        """
+        self.done.bad += 1
+        self.report(ids, reason, has_ids=has_ids)
+        if not self._skip_bad:
+            raise _Stop
+
+    def report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
+        """List a session or state; *ids* are unknown if *has_ids* is False."""
+        self._findings.add(self._target.tag(*ids) if has_ids else b"", reason, *ids)
+
+
+class _ToAdk(_Run):
+    def __init__(self, target: AdkTarget, *, verify: bool) -> None:
+        super().__init__()
+        self.passes = 2 if verify else 1
+        self._adk = target
+
+    async def write(self) -> None:
+        await self._adk.open()
+        async for batch in self.readable_sessions():
+            await self._write_sessions(batch)
+        # google-adk needs a row of state for each user and each app, even if the state is empty.
+        async for owner, state in self.readable_states():
+            try:
+                self.done.states += await self._adk.insert_state(owner, states.loads(state))
+            except UnsuitableSession as error:
+                self.reject(owner, str(error))
+        if self.passes > 1:
+            await self._compare()
+
+    async def _write_sessions(self, batch: Mapping[Ids, SessionContent]) -> None:
         """Write the sessions that the target does not have; compare the others."""
         failed: dict[Ids, str] = {}
         suitable: dict[Ids, SessionRows] = {}
-        for ids, (session, content) in batch.items():
+        for ids, content in batch.items():
             try:
-                suitable[ids] = self._target.rows_of(session, content)
+                suitable[ids] = self._adk.rows_of(ids, content)
             except UnsuitableSession as error:
                 failed[ids] = str(error)
-        known = await self._target.existing(suitable)
+        known = await self._adk.existing(suitable)
         new = [rows for ids, rows in suitable.items() if ids not in known]
-        rejected = await self._target.insert(new)
+        rejected = await self._adk.insert(new)
         for rows in new:
             if rows.ids not in rejected:
-                self.sessions += 1
-                self.events += len(rows.events)
+                self.done.sessions += 1
+                self.done.events += len(rows.events)
         # If the connection was lost after the commit, the repeated INSERT is rejected, although the
         # sessions are stored.  So compare the rejected sessions, too.
-        present = {ids: batch[ids][1] for ids in (*known, *rejected)}
-        for ids, difference in (await self._target.differences(present)).items():
+        present = {ids: batch[ids] for ids in (*known, *rejected)}
+        for ids, difference in (await self._adk.differences(present)).items():
             if difference is None:
-                self.unchanged += 1
+                self.done.unchanged += 1
             elif ids in known:
                 failed[ids] = f"the target has another session with its ids: {difference}"
             else:
                 failed[ids] = rejected[ids]
         for ids, reason in failed.items():
-            await self._reader.reject(("session", *ids), reason)
+            self.reject(ids, reason)
+
+    async def _compare(self) -> None:
+        """Read both databases again, compare all sessions and states, and report differences."""
+        found = verified = 0
+        async for batch in self.readable_sessions(reports=False):
+            for ids, difference in (await self._adk.differences(batch)).items():
+                verified += 1
+                found += difference != MISSING
+                self._report_difference(ids, difference)
+        async for owner, state in self.readable_states(reports=False):
+            different = await self._adk.state_difference(owner, states.loads(state))
+            self._report_difference(owner, different)
+        self.done.verified = verified
+        self.done.extra = max(await self._adk.count(self.app_name, self.user_id) - found, 0)
+
+    def _report_difference(self, ids: Ids, difference: str | None) -> None:
+        if difference is not None:
+            self.done.differences += 1
+            self.report(ids, difference)
+
+
+class _ToLines(_Run):
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        super().__init__()
+        self._write = write
+        self._states: Lru[Ids, bytes] = Lru(_CACHED_STATES)
+
+    async def write(self) -> None:
+        async for batch in self.readable_sessions():
+            for ids, content in batch.items():
+                if await self._write_line(ids, content):
+                    self.done.sessions += 1
+                    self.done.events += len(content.events)
+        store = await self.db.store()
+        async for ids, state in self.readable_states():
+            if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
+                page = await store.list_page(
+                    ids[0], ids[1], None, limit=1, newest=False, with_state=False, skip=True
+                )
+                if not page.views:
+                    self.done.states += await self._write_line(ids, None)
+
+    async def _write_line(self, ids: Ids, content: SessionContent | None) -> bool:
+        """Write the line of a session or a user, and return True.
+
+        If the state of the app or of the user cannot be decrypted, list the session or user, and
+        return False.
+        """
+        try:
+            line = _line(ids, await self._state(ids[0]), await self._state(*ids[:2]), content)
+        except UNREADABLE as error:
+            malformed = "its content is malformed"
+            self.reject(ids, str(error) if isinstance(error, DecryptionError) else malformed)
+            return False
+        self._write(line)
+        return True
+
+    async def _state(self, *owner: str) -> bytes:
+        state = self._states.get(owner)
+        if state is None:
+            state = await self._target.state(*owner)
+            self._states.put(owner, state)
+        return state
+
+
+def _line(
+    ids: Ids,
+    app_state: bytes,
+    user_state: bytes,
+    content: SessionContent | None,
+) -> bytes:
+    """Return the line of a session or, if *content* is None, of a user without sessions.
+
+    The JSON of states and events is inserted as it is stored: parsing would take most of the time.
+    """
+    times: Iterable[object] = (None, None, None)
+    state, history = b"{}", b""
+    if content is not None:
+        times = map(_time_text, (content.created_at, content.updated_at, content.expires_at))
+        state = states.dumps(content.state)
+        history = b",".join(map(_event, content.events))
+    names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
+    fields = dict(zip(("format", *names), (LINE_FORMAT, *(*ids, None)[:3], *times), strict=True))
+    start = json_text.dumps(fields)[:-1]
+    by_scope = b'{"app":%b,"user":%b,"session":%b}' % (app_state, user_state, state)
+    return _on_one_line(b'%b,"state":%b,"events":[%b]}' % (start, by_scope, history)) + b"\n"
+
+
+def _event(event: SourceEvent) -> bytes:
+    return event.plaintext[json_text.version_end(event.plaintext) :]
+
+
+def _on_one_line(text: bytes) -> bytes:
+    """Replace line breaks, which JSON allows only between values."""
+    return text.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+def _time_text(microseconds: int | None) -> str | int | None:
+    """Return a time as text in ISO 8601; or *microseconds* if `datetime` cannot represent it."""
+    if microseconds is None:
+        return None
+    try:
+        moment = _EPOCH + timedelta(microseconds=microseconds)
+    except OverflowError:
+        return microseconds
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")

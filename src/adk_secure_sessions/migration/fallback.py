@@ -45,8 +45,7 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     SessionHeader,
     SourceSession,
-    UnreadableSession,
-    UnreadableState,
+    Unreadable,
 )
 from adk_secure_sessions.service import (
     STALE,
@@ -474,7 +473,7 @@ class PlaintextFallbackService(BaseSessionService):
                 self.copied_sessions,
             )
 
-    async def _find(self, ids: SessionIds) -> SessionHeader | UnreadableSession | None:
+    async def _find(self, ids: SessionIds) -> SessionHeader | Unreadable | None:
         """Return the session from the source.
 
         Return None if the source does not have the session, or if a row of `secure_migrated`
@@ -535,14 +534,7 @@ class PlaintextFallbackService(BaseSessionService):
 
     async def _state(self, owner: Owner) -> JsonObject:
         """Return the state of an app or a user in the source."""
-        app_name, user_id = owner
-        if user_id is None:
-            found = await self._query(self._source.app_state(app_name))
-        else:
-            found = await self._query(self._source.user_state(app_name, user_id))
-        if isinstance(found, UnreadableState):
-            raise _unreadable(found)
-        return found
+        return _readable(await self._query(self._source.state(*owner)), "a state")
 
     # --- States -----------------------------------------------------------------------------------
     # An `EncryptedSessionService` that is used without this class may have written the state of an
@@ -606,14 +598,12 @@ class PlaintextFallbackService(BaseSessionService):
         wanted = set(owners)
         found: dict[Owner, JsonObject] = {}
         if user_id is None and len(wanted) > 2:
-            async for batch in self._batches(self._source.user_states(Scope(app_name))):
-                for owner, state in batch.items():
-                    if owner not in wanted:
-                        continue
-                    if isinstance(state, UnreadableState):
-                        raise _unreadable(state)
-                    found[owner] = state
-            wanted &= {(app_name, None)}
+            async for batch in self._batches(self._source.states(Scope(app_name))):
+                for ids, state in batch.items():
+                    owner = (ids[0], ids[1] if len(ids) > 1 else None)
+                    if owner in wanted:
+                        found[owner] = _readable(state, "a state")
+            wanted &= {(app_name, None)} - found.keys()
         for one in wanted:
             found[one] = await self._state(one)
         return found
@@ -796,12 +786,11 @@ def _history(content: SessionContent, config: GetSessionConfig | None) -> list[E
     return found
 
 
-def _readable(found: T | UnreadableSession) -> T:
-    if isinstance(found, UnreadableSession):
-        raise _unreadable(found)
+def _readable(found: T | Unreadable, what: str = "a session") -> T:
+    if isinstance(found, Unreadable):
+        raise _unreadable(found, what)
     return found
 
 
-def _unreadable(found: UnreadableSession | UnreadableState) -> ConfigurationError:
-    what = "a session" if isinstance(found, UnreadableSession) else "a state"
+def _unreadable(found: Unreadable, what: str = "a session") -> ConfigurationError:
     return ConfigurationError(f"{what} of the plaintext source cannot be read: {found.reason}")

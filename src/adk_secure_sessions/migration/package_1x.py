@@ -23,7 +23,7 @@ from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.migration.adk_rows import (
     INSTALLED,
     Row,
-    Unreadable,
+    UnreadableRow,
     check_names,
     seconds_of,
     state_of,
@@ -43,7 +43,7 @@ from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     SessionContent,
     SourceSession,
-    UnreadableSession,
+    Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
@@ -150,12 +150,12 @@ class Package1x(AdkTables):
     def _decrypted_state(self, stored: object) -> tuple[JsonObject, bool]:
         """Return a state, and whether it was stored as base64.
 
-        Raises `Unreadable` if the state cannot be decrypted or exceeds a limit.
+        Raises `UnreadableRow` if the state cannot be decrypted or exceeds a limit.
         """
         try:
             plaintext, is_base64 = self._opened(stored)
         except DecryptionError as error:
-            raise Unreadable(f"its state: {error}") from None
+            raise UnreadableRow(f"its state: {error}") from None
         return state_of(plaintext, "its"), is_base64
 
     def _state_of_owner(self, stored: object) -> JsonObject:
@@ -163,7 +163,7 @@ class Package1x(AdkTables):
 
     def _content(
         self, tables: Tables, session: SourceSession, header: Header, history: list[Row]
-    ) -> SessionContent | UnreadableSession:
+    ) -> SessionContent | Unreadable:
         try:
             check_names(*session[:3])
             state, is_base64 = self._decrypted_state(header.state)
@@ -179,14 +179,14 @@ class Package1x(AdkTables):
             found.sort(key=lambda event: event.time)
             created_at = time_of(header.created_at, tables.sessions_zone)
             updated_at = time_of(header.updated_at, tables.sessions_zone)
-        except Unreadable as error:
-            return UnreadableSession(str(error))
+        except UnreadableRow as error:
+            return Unreadable(str(error))
         return SessionContent(state, found, created_at, updated_at)
 
     def _event(self, row: Row, name: str) -> SourceEvent:
         """Convert the columns id, invocation_id, timestamp and event_data to an event.
 
-        Raises `Unreadable` if the event cannot be converted; *name* names the event in the error.
+        Raises `UnreadableRow` if the event cannot be converted; the error names it by *name*.
         """
         event_id, invocation_id, timestamp, stored = row
         try:
@@ -196,7 +196,7 @@ class Package1x(AdkTables):
             reason = str(error)
         except Exception:
             reason = f"{INSTALLED} cannot read it, or it exceeds a limit: see docs/limits.md, Sizes"
-        raise Unreadable(f"{name}: {reason}")
+        raise UnreadableRow(f"{name}: {reason}")
 
 
 def _event(plaintext: bytes, event_id: str, invocation_id: str, timestamp: object) -> SourceEvent:

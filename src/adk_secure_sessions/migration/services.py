@@ -18,8 +18,8 @@ from adk_secure_sessions.migration.sources import (
     Source,
     SourceSession,
     SourceSize,
-    UnreadableSession,
-    UnreadableState,
+    States,
+    Unreadable,
 )
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.imports import SourceEvent
@@ -34,7 +34,7 @@ _BATCH_BYTES = 4 * 2**20
 _SAMPLE = 16
 _LIMITS = "see docs/limits.md, Sizes"
 
-_Content = SessionContent | UnreadableSession
+_Content = SessionContent | Unreadable
 
 
 class _Listed(NamedTuple):
@@ -155,24 +155,13 @@ class ServiceSource(Source):
                 found[key] = _content(key, session)
         return found
 
-    async def app_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield mappings from app names to states, for all apps in *scope* that have a session."""
-        for app_name in self._apps(scope):
-            listed = await self._listed(app_name)
-            session = await self._newest(app_name, listed)
-            if session is not None:
-                yield {app_name: _state(states.split(session.state).app)}
-
-    async def user_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield mappings from (app name, user id) to states, for users of apps in *scope*."""
+    async def states(self, scope: Scope) -> AsyncIterator[States]:
+        """Yield the states of users of apps in *scope*, and of these apps, in batches."""
         for app_name in self._apps(scope):
             by_user: dict[str, list[_Listed]] = {}
             by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
-            for one in await self._listed(app_name):
+            listed = await self._listed(app_name)
+            for one in listed:
                 by_user.setdefault(one.user_id, []).append(one)
             users = sorted(by_user)
             for start in range(0, len(users), _BATCH_SESSIONS):
@@ -180,13 +169,14 @@ class ServiceSource(Source):
                 found = await asyncio.gather(
                     *(self._user_state(app_name, user_id, by_user[user_id]) for user_id in some)
                 )
-                batch = {
+                yield {
                     (app_name, user_id): _state(state)
                     for user_id, state in zip(some, found, strict=True)
                     if state is not None
                 }
-                if batch:
-                    yield batch
+            session = await self._newest(app_name, listed)
+            if session is not None:
+                yield {(app_name,): _state(states.split(session.state).app)}
 
     def _apps(self, scope: Scope) -> list[str]:
         return [name for name in self._app_names if scope.app_name in (None, name)]
@@ -244,10 +234,10 @@ def _content(key: SourceSession, session: Session) -> _Content:
     try:
         check_ids(*key[:3])
     except ValueError as error:  # the text of the error contains no id
-        return UnreadableSession(f"{error}: {_LIMITS}")
+        return Unreadable(f"{error}: {_LIMITS}")
     state = _state(states.split(session.state).session)
-    if isinstance(state, UnreadableState):
-        return UnreadableSession(state.reason)
+    if isinstance(state, Unreadable):
+        return Unreadable(state.reason)
     converted: list[SourceEvent] = []
     for event in session.events:
         try:
@@ -257,14 +247,14 @@ def _content(key: SourceSession, session: Session) -> _Content:
             break
         converted.append(SourceEvent(plaintext, time))
     if len(converted) < len(session.events):
-        return UnreadableSession(
+        return Unreadable(
             f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "
             f"form, or exceeds a limit: {_LIMITS}"
         )
     try:
         updated_at = microseconds(session.last_update_time)
     except ValueError:
-        return UnreadableSession("its last_update_time is not a time")
+        return Unreadable("its last_update_time is not a time")
     created_at = min(converted[0].time, updated_at) if converted else updated_at
     return SessionContent(state, converted, created_at, updated_at)
 
@@ -282,13 +272,13 @@ def _without_temporary(event: Event) -> Event:
     return copied
 
 
-def _state(state: JsonObject) -> JsonObject | UnreadableState:
+def _state(state: JsonObject) -> JsonObject | Unreadable:
     """Return a copy of *state* that consists of JSON values.
 
-    If *state* exceeds a limit, return an `UnreadableState`.
+    If *state* exceeds a limit, return an `Unreadable`.
     """
     try:
         return states.loads(states.encode(state))
     except ValueError:
         pass  # the text of the error may contain keys
-    return UnreadableState(f"its state exceeds a limit: {_LIMITS}")
+    return Unreadable(f"its state exceeds a limit: {_LIMITS}")

@@ -9,6 +9,9 @@ from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
+# The ids of an app, a user or a session: an app name; and a user id; and a session id.
+Ids = tuple[str, ...]
+
 
 class Scope(NamedTuple):
     """The part of a source that is read.
@@ -23,6 +26,11 @@ class Scope(NamedTuple):
     since: int | None = None
 
 
+EVERYTHING = Scope()
+# The version of a session whose ids cannot be decrypted begins with this text; the reason follows.
+NO_IDS = "unreadable: "
+
+
 class SourceSession(NamedTuple):
     """A session in a source, without its content.
 
@@ -34,18 +42,26 @@ class SourceSession(NamedTuple):
     session_id: str
     version: str
 
+    @property
+    def ids(self) -> tuple[str, str, str]:
+        return self[:3]
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the ids are those of the session; False if they cannot be decrypted."""
+        return not self.version.startswith(NO_IDS)
+
 
 class SessionContent(NamedTuple):
-    """The content of a session in a source.
+    """The content of a session in a source; all times are microseconds since 1970, UTC.
 
     Attributes:
         state: The session's own state, without the states of its app and its user.
         events: All events, in the order in which google-adk returns them.
-        created_at: When the session was created, in microseconds since 1970, UTC.  If the source
-            does not store this time: the time of the first event or of the last update, whichever
-            is earlier.
-        updated_at: `Session.last_update_time`, in microseconds since 1970, UTC.
-        expires_at: When the session expires, in microseconds since 1970, UTC; None if it does not.
+        created_at: When the session was created.  If the source does not store this time: the time
+            of the first event or of the last update, whichever is earlier.
+        updated_at: `Session.last_update_time`.
+        expires_at: When the session expires; None if it does not.
     """
 
     state: JsonObject
@@ -55,27 +71,17 @@ class SessionContent(NamedTuple):
     expires_at: int | None = None
 
 
-class UnreadableSession(NamedTuple):
-    """A session in a source that cannot be read; *reason* says why, without content."""
+class Unreadable(NamedTuple):
+    """A session or a state that cannot be read; *reason* says why, without content."""
 
     reason: str
 
 
-class UnreadableState(NamedTuple):
-    """The state of an app or a user that cannot be read; *reason* says why, without content."""
-
-    reason: str
+States = Mapping[Ids, JsonObject | Unreadable]
 
 
 class SessionHeader(NamedTuple):
-    """A session in a source, without its events.
-
-    Attributes:
-        session: The ids and the version.
-        state: The session's own state, without the states of its app and its user.
-        created_at: When the session was created, in microseconds since 1970, UTC.
-        updated_at: `Session.last_update_time`, in microseconds since 1970, UTC.
-    """
+    """A session in a source, without its events; the fields are those of `SessionContent`."""
 
     session: SourceSession
     state: JsonObject
@@ -88,18 +94,6 @@ class SourceSize(NamedTuple):
 
     sessions: int
     events: int
-
-
-class OtherContent(NamedTuple):
-    """The content of a source that is neither sessions nor states.  `migrate` does not copy it.
-
-    Attributes:
-        collections: The number of artifacts and of users' memories.
-        items: The number of their items: the versions of the artifacts, and the memory entries.
-    """
-
-    collections: int = 0
-    items: int = 0
 
 
 @hides_locals
@@ -125,7 +119,7 @@ class Source(ClosedByWith):
     @abstractmethod
     async def read(
         self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | UnreadableSession]:
+    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         """Return the contents of *sessions*; a session that was deleted meanwhile is omitted.
 
         The keys are elements of *sessions*.  A content may be newer than the version of its key;
@@ -133,18 +127,15 @@ class Source(ClosedByWith):
         """
 
     @abstractmethod
-    def app_states(self, scope: Scope) -> AsyncIterator[Mapping[str, JsonObject | UnreadableState]]:
-        """Yield mappings from app names to states, for all apps in *scope*."""
+    def states(self, scope: Scope) -> AsyncIterator[States]:
+        """Yield the states of all users of apps in *scope*, and then of these apps, in batches.
 
-    @abstractmethod
-    def user_states(
-        self, scope: Scope
-    ) -> AsyncIterator[Mapping[tuple[str, str], JsonObject | UnreadableState]]:
-        """Yield mappings from (app name, user id) to states, for all users of apps in *scope*."""
+        The keys are the app name and the user id; for an app, only its name.
+        """
 
-    async def others(self) -> OtherContent:
-        """Return the numbers of collections and of their items; `migrate` copies neither."""
-        return OtherContent()
+    async def has_others(self) -> bool:
+        """Return whether the source has artifacts or memory, which `migrate` does not copy."""
+        return False
 
     async def close(self) -> None:
         """Close the connections that the source has opened."""
@@ -165,19 +156,15 @@ class LookupSource(Source):
     @abstractmethod
     async def find(
         self, app_name: str, user_id: str, session_id: str
-    ) -> SessionHeader | UnreadableSession | None:
+    ) -> SessionHeader | Unreadable | None:
         """Return a session; None if the source has no session with these ids."""
 
     @abstractmethod
     def headers(
         self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | UnreadableSession]]:
+    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | Unreadable]]:
         """Yield the sessions of a user or, if *user_id* is None, of an app, in batches."""
 
     @abstractmethod
-    async def app_state(self, app_name: str) -> JsonObject | UnreadableState:
-        """Return the state of an app; `{}` if the source has none."""
-
-    @abstractmethod
-    async def user_state(self, app_name: str, user_id: str) -> JsonObject | UnreadableState:
-        """Return the state of a user; `{}` if the source has none."""
+    async def state(self, app_name: str, user_id: str | None = None) -> JsonObject | Unreadable:
+        """Return the state of a user, or of an app; `{}` if the source has none."""
