@@ -42,10 +42,10 @@ from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
     Keyring,
-    MasterKey,
     MasterKeyRow,
     MasterMark,
     Separation,
+    UnwrappedMaster,
     new_master,
     open_keyring,
     rewrap_master_key,
@@ -467,9 +467,9 @@ async def test_purposes_are_stored_as_documented() -> None:
 
 
 def test_master_keys_are_equal_if_their_bytes_are() -> None:
-    assert MasterKey(b"one") == MasterKey(b"one")
-    assert MasterKey(b"one") != MasterKey(b"two")
-    assert MasterKey(b"one") != b"one"
+    assert UnwrappedMaster(b"one") == UnwrappedMaster(b"one")
+    assert UnwrappedMaster(b"one") != UnwrappedMaster(b"two")
+    assert UnwrappedMaster(b"one") != b"one"
 
 
 @pytest.mark.parametrize("length", [65_536, 65_537])
@@ -662,7 +662,7 @@ async def test_keyring_that_is_read_again_unwraps_only_new_master_keys() -> None
     assert again.current_id == rows[2].id
     assert again.index is known.index
     later = await open_keyring([rows[0], rows[2]], roots, ROOT.key_id, DATABASE, again)
-    assert not later.holds(rows[1].id)
+    assert rows[1].id not in later.masters
     assert len(asked) == 1
 
 
@@ -708,7 +708,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     again = await renewed(stored, known, root)
     assert again.index is known.index
     assert again.current_id == rows[2].id
-    assert again.holds(rows[1].id) == (junk.id != rows[1].id)
+    assert (rows[1].id in again.masters) == (junk.id != rows[1].id)
     assert again.row_count == len(stored)
     assert again.has_marks(marks_of(stored))
     assert junk not in again.rows.values()
@@ -793,8 +793,8 @@ async def test_restored_row_is_used_again_after_a_row_with_another_type() -> Non
     changed = [rows[0], row_like(rows[1], created_at=0.0), rows[2]]
     assert changed == rows
     again = await renewed(changed, await opened(rows, ROOT), ROOT)
-    assert not again.holds(rows[1].id)
-    assert (await renewed(rows, again, ROOT)).holds(rows[1].id)
+    assert rows[1].id not in again.masters
+    assert rows[1].id in (await renewed(rows, again, ROOT)).masters
 
 
 # --- rows whose key service fails ----------------------------------------------------------------
@@ -897,7 +897,7 @@ async def test_known_master_whose_row_changed_is_not_used_while_its_key_service_
     changed = [rows[0], row_like(rows[1], wrapped=b"\x01changed"), rows[2]]
     again = await renewed(changed, known, Failing(b"\x01changed"))
     assert again.is_waiting
-    assert not again.holds(rows[1].id)
+    assert rows[1].id not in again.masters
     with pytest.raises(UnknownKeyError, match="not unwrapped yet"):
         cipher_of(on(again, 1), row)
     only = await opened(rows[:2], ROOT)
@@ -912,17 +912,17 @@ async def test_row_that_holds_another_key_than_before_is_rejected(
     """Also if its key service fails at first, so that the known key was not used for a while."""
     rows = await made(ROOT, ROOT)
     known = await opened(rows, ROOT)
-    other = MasterKey(bytes(32))
+    other = UnwrappedMaster(bytes(32))
     changed = [rows[0], await wrap_master_key(rows[1], ROOT, DATABASE, other), rows[2]]
     if fails_first:
         known = await renewed(changed, known, Failing(changed[1].wrapped))
         known.retry_at = 0
     again = await renewed(changed, known, ROOT)
-    assert not again.holds(rows[1].id)
+    assert rows[1].id not in again.masters
     fault = "it holds another key than the one that this service has read"
     assert f"secure_keyring row {rows[1].id}: {fault}, so the row" in caplog.text
     back = await renewed(rows, again, ROOT)
-    assert back.holds(rows[1].id)
+    assert rows[1].id in back.masters
 
 
 async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None:
@@ -1008,5 +1008,5 @@ async def test_repr_of_unwrapped_keys_shows_nothing() -> None:
     keys = await store()
     assert repr(keys) == "<DataKeys>"
     assert repr(keys.keyring) == "<Keyring>"
-    assert repr((await new_master(DATA, ROOT, DATABASE, 0)).key) == "<MasterKey>"
+    assert repr((await new_master(DATA, ROOT, DATABASE, 0)).key) == "<UnwrappedMaster>"
     assert repr(BlindIndex(bytes(32))) == "<BlindIndex>"

@@ -212,29 +212,19 @@ _Attributes = dict[str, str | bool]
 
 
 class Kind:
-    """What an operation has done: encrypt or decrypt with one backend, or look up in one cache.
-
-    Attributes:
-        of_amount: The attributes of the amounts, which are bytes of plaintext or lookups.
-        of_duration: The attributes of the durations, by size class; None for lookups.
-    """
+    """What an operation has done: encrypt or decrypt with one backend, or look up in one cache."""
 
     __slots__ = ("of_amount", "of_duration")
 
     # The SDK only reads attributes, so that all records can share them.
     def __init__(self, of_amount: _Attributes, of_duration: list[_Attributes] | None) -> None:
-        self.of_amount: _Attributes = of_amount
-        self.of_duration: list[_Attributes] | None = of_duration
+        self.of_amount: _Attributes = of_amount  # of bytes of plaintext, or lookups
+        self.of_duration: list[_Attributes] | None = of_duration  # by size class; not of lookups
 
 
 @lru_cache(maxsize=256)  # two databases in one operation have the same kinds
 def cipher_kind(backend: str, direction: str) -> Kind:
-    """Return the kind of an encryption or a decryption.
-
-    Args:
-        backend: The name of the backend.
-        direction: `encrypt` or `decrypt`.
-    """
+    """Return the kind of an encryption or a decryption: *direction* is `encrypt` or `decrypt`."""
     of_amount: _Attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
     return Kind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
 
@@ -255,13 +245,9 @@ Value = tuple[Kind, int, float]
 class Operation:
     """The measured times, sizes and lookups of one call of a service or one maintenance command.
 
-    The values are added up once, when the call ends.  Several threads may append values at the same
-    time, which needs no lock.  They append directly: a method of this class for each value made an
-    append of an event 1 % slower.
-
-    Attributes:
-        name: The name of the method or the command.
-        values: Append one value for each encryption, decryption and lookup.
+    The values are added up once, when the call ends.  Several threads may append one value for each
+    encryption, decryption and lookup, which needs no lock.  They append directly: a method of this
+    class for each value made an append of an event 1 % slower.
     """
 
     __slots__ = ("_sums", "name", "values")
@@ -329,15 +315,7 @@ _Span = tuple["Span", "Token[Context] | None"]
 
 
 def _begin(otel: _Instruments, name: str, kind: "SpanKind", attributes: dict[str, str]) -> _Span:
-    """Start a span, which becomes the parent of the spans that start before `_end`.
-
-    Args:
-        otel: The tracer.
-        name: The name of the span.
-        kind: The kind of the span: client if it covers a request to another service, otherwise
-            internal.
-        attributes: The attributes of the span.
-    """
+    """Start a span, which becomes the parent of the spans that start before `_end`."""
     span = otel.tracer.start_span(name, kind=kind, attributes=attributes)
     if not span.is_recording():
         return span, None  # without a tracer provider, no span needs to find its parent
@@ -352,16 +330,7 @@ def _end(
     attributes: dict[str, str],
     failed: type[BaseException] | None,
 ) -> None:
-    """Record the duration of what the span *begun* covers, and end the span.
-
-    Args:
-        otel: The context of spans.
-        begun: What `_begin` returned.
-        duration: The histogram that receives the duration.
-        seconds: The duration.
-        attributes: The attributes of the duration.
-        failed: The class of the error that was raised; None if none was.
-    """
+    """Record the duration of what the span *begun* covers, and end the span."""
     span, token = begun
     if failed is not None:
         attributes = {**attributes, ERROR: _error_names(failed.__qualname__)}
@@ -421,13 +390,7 @@ async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[
 
 
 async def key_service_call(provider: str, operation: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Await *call*, one request to a key service, and measure it.
-
-    Args:
-        provider: The name of the provider's class.
-        operation: `wrap` or `unwrap`.
-        call: Sends the request.
-    """
+    """Await *call*, one request (`wrap` or `unwrap`) to a key service, and measure it."""
     if not _is_on():
         return await call()
     otel, provider = _instruments(), _provider_names(provider)

@@ -21,7 +21,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import unpack
-from adk_secure_sessions.keys.keyring import MasterKey, MasterKeyRow, wrap_master_key
+from adk_secure_sessions.keys.keyring import MasterKeyRow, UnwrappedMaster, wrap_master_key
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
     retire,
@@ -347,7 +347,7 @@ async def test_row_that_holds_another_key_than_before_is_not_used_by_a_running_s
     columns = "id, purpose, root_key_id, created_at, wrapped"
     stored = db.rows(f"SELECT {columns} FROM secure_keyring ORDER BY created_at DESC")
     row, root = MasterKeyRow(*stored[0]), db.backend().root_key
-    forged = await wrap_master_key(row, root, database_id, MasterKey(secrets.token_bytes(32)))
+    forged = await wrap_master_key(row, root, database_id, UnwrappedMaster(secrets.token_bytes(32)))
     async with db.service() as service:
         await get(service, db, VISIT)
         db.run(

@@ -44,6 +44,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.crypto.package_1x import Package1xKeys
 from adk_secure_sessions.maintenance import Database, rotate_master, verify
+from adk_secure_sessions.results import Result
 from adk_secure_sessions.tracebacks import hides_locals, is_hidden
 from tests.attacks.needles import locals_of
 
@@ -63,7 +64,7 @@ def public() -> dict[str, Any]:
     for name in sorted(names):
         module, _, attribute = name.rpartition(".")
         one = getattr(importlib.import_module(module), attribute)
-        is_result = isinstance(one, type) and issubclass(one, BaseException | tuple | str)
+        is_result = isinstance(one, type) and issubclass(one, BaseException | tuple | str | Result)
         is_protocol = getattr(one, "_is_protocol", False)
         if (inspect.isfunction(one) or isinstance(one, type)) and not (is_result or is_protocol):
             found[one.__qualname__] = one

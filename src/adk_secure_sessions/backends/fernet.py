@@ -37,9 +37,8 @@ class FernetCipher(KeyMaterial):
     Tokens are stored as bytes, not as base64 text.  Several base64 texts decode to the same bytes,
     so a modified text could still be accepted.
 
-    The class `Fernet` of `cryptography` handles only base64 text.  Converting this text to bytes
-    and back would take more than half of the time of an encryption.  Therefore, this module
-    assembles the tokens itself, as the specification says.
+    The class `Fernet` of `cryptography` handles only base64 text.  The conversion would take more
+    than half of the time of an encryption, so this module assembles the tokens itself.
     """
 
     __slots__ = ("_key",)
@@ -55,11 +54,7 @@ class FernetCipher(KeyMaterial):
         return token_key.encrypt(plaintext, int(time.time()), os.urandom(_BLOCK))
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Return the plaintext of *sealed*, the bytes of a token.  Tokens do not expire.
-
-        Raises:
-            TamperedError: The key or the associated data is wrong, or *sealed* was modified.
-        """
+        """Return the plaintext of *sealed*, the bytes of a token.  Tokens do not expire."""
         try:
             return self._token_key(associated_data).decrypt(sealed)
         # ValueError: the padding is wrong.  Only a program that has the key can make such a token.
@@ -101,11 +96,9 @@ class TokenKey(KeyMaterial):
         return token + self._hmac.finalize()
 
     def decrypt(self, token: bytes) -> bytes:
-        """Return the plaintext of *token*.
+        """Return the plaintext of *token*; raise InvalidSignature if it is not authentic.
 
-        Raises:
-            InvalidSignature: The key is wrong, or *token* was modified or is no token.
-            ValueError: *token* is authentic, but its padding or its length is wrong.
+        If only its padding or its length is wrong, raise ValueError.
         """
         if len(token) < _START + _BLOCK + _MAC_LENGTH or not token.startswith(_VERSION):
             raise InvalidSignature

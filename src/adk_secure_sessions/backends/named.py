@@ -23,17 +23,10 @@ NAMES = (*_CIPHERS, NO_OP)
 def backends_for(
     names: Sequence[str], specs: Sequence[str]
 ) -> tuple[EncryptionBackend, Sequence[EncryptionBackend]]:
-    """Create each backend of *names* with each root key of *specs*.
+    """Create each backend of *names* (of `NAMES`) with each root key of *specs*.
 
-    Args:
-        names: One or more of `NAMES`.
-        specs: Key specs.  They may be empty only if `NO_OP` is among *names*.
-
-    Returns:
-        The first backend, which writes, and the other backends, which only decrypt.
-
-    Raises:
-        ConfigurationError: A key spec cannot be used.  The message does not repeat the key spec.
+    Return the first backend, which writes, and the other backends, which only decrypt.  Only with
+    `NO_OP` may *specs* be empty.
     """
     roots = [_root(spec) for spec in specs]
     made: list[EncryptionBackend] = []

@@ -14,15 +14,9 @@ _SHIPPED = (AesGcmBackend, FernetBackend, NoOpBackend)
 
 
 class Backends(NamedTuple):
-    """The checked backends of one service.
+    """The checked backends of one service, and the providers of their root keys by id."""
 
-    Attributes:
-        writer: The backend that encrypts all new records.
-        by_id: All backends whose records may be read, including `writer`, by backend id.
-        roots: The providers of the root keys of all these backends, by root key id.
-    """
-
-    writer: EncryptionBackend
+    writer: EncryptionBackend  # encrypts all new records
     by_id: dict[int, EncryptionBackend]
     roots: dict[str, KeyProvider]
 
@@ -33,14 +27,7 @@ class Backends(NamedTuple):
 
 
 def register(backend: object, additional: Sequence[object]) -> Backends:
-    """Check the backends that a service was given, and return them.
-
-    Raises:
-        ConfigurationError: An object is not a backend; a third party's backend has an id outside
-            `THIRD_PARTY_IDS`; the id of a root key is reserved or malformed; two backends have the
-            same id; two different root keys have the same id; or a third party's backend fails
-            `_try_out`.
-    """
+    """Check the backends that a service was given, and return them."""
     by_id: dict[int, EncryptionBackend] = {}
     roots: dict[str, KeyProvider] = {}
     checked = [_checked(candidate) for candidate in (backend, *additional)]
@@ -83,11 +70,7 @@ def _checked(candidate: object) -> EncryptionBackend:
 
 
 def _try_out(backend: EncryptionBackend) -> None:
-    """Check that a third party's backend decrypts what it encrypted, and rejects tampering.
-
-    Raises:
-        ConfigurationError: A check failed.  The message says which.
-    """
+    """Check that a third party's backend decrypts what it encrypted, and rejects tampering."""
     plaintext, context = b"plaintext " * 8, b"context"
     key = _bytes_or_none(backend.new_key)
     sealed = _bytes_or_none(lambda: backend.cipher(key or b"").encrypt(plaintext, context))
@@ -111,9 +94,9 @@ def _try_out(backend: EncryptionBackend) -> None:
 
 
 def _bytes_or_none(call: Callable[[], bytes]) -> bytes | None:
-    """Return the result of *call* if it is bytes; None for other results and for an exception.
+    """Return the result of *call* if it is bytes, otherwise None.
 
-    The exception is not reported, because its text may contain secrets.
+    An exception is not reported, because its text may contain secrets.
     """
     try:
         result = call()

@@ -30,19 +30,15 @@ class Aes256Gcm(KeyMaterial):
         self._aead = AESGCM(key)
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Encrypt *plaintext*, and return nonce, ciphertext and GCM tag.
-
-        `decrypt` needs the same *associated_data*.
-        """
+        """Encrypt *plaintext*, and return nonce, ciphertext and GCM tag."""
         nonce = os.urandom(NONCE_LENGTH)
         return nonce + self._aead.encrypt(nonce, plaintext, associated_data)
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Return the plaintext of *sealed*, which `encrypt` returned.
+        """Return the plaintext of *sealed*, which `encrypt` returned; otherwise raise
+        TamperedError.
 
-        Raises:
-            TamperedError: The key or the associated data is wrong, or *sealed* was modified.
-                AES-GCM cannot tell which of these is the reason.
+        AES-GCM cannot tell a wrong key or wrong associated data from a modified value.
         """
         try:
             return self._aead.decrypt(sealed[:NONCE_LENGTH], sealed[NONCE_LENGTH:], associated_data)

@@ -40,11 +40,7 @@ class ChunkCipher(KeyMaterial):
         return self._aead.encrypt(_nonce(number, is_last), plaintext, self._associated_data)
 
     def decrypt(self, number: int, is_last: bool, sealed: bytes | memoryview) -> bytes:
-        """Return the plaintext of chunk *number*.
-
-        Raises:
-            TamperedError: The chunk was modified or moved, *is_last* is wrong, or the key is wrong.
-        """
+        """Return the plaintext of chunk *number*, which must not have been modified or moved."""
         try:
             return self._aead.decrypt(_nonce(number, is_last), sealed, self._associated_data)
         except InvalidTag:

@@ -51,10 +51,7 @@ class _Passphrase(KeyMaterial):
         self._lock = threading.Lock()
 
     def derived(self, iterations: int) -> bytes:
-        """Return the 32 bytes that PBKDF2 derives with this number of *iterations*.
-
-        The first call for each number takes about 0.2 s.  Later calls return the stored result.
-        """
+        """Return the 32 bytes that PBKDF2 derives; the first call for *iterations* takes 0.2 s."""
         with self._lock:
             if iterations not in self._derived:
                 self._derived[iterations] = hashlib.pbkdf2_hmac(
@@ -67,16 +64,13 @@ class _Passphrase(KeyMaterial):
 class Package1xKeys(KeyMaterial):
     """The keys of an application that used adk-secure-sessions 1.x.
 
+    *keys* are those that the application gave to `FernetBackend` (a Fernet key or a passphrase) or
+    to `AesGcmBackend` (32 bytes, here also as base64 or hexadecimal text).  A passphrase is used
+    exactly as given: a newline at its end is a part of it.
+
     A database may contain values of several keys, even of one backend: an interrupted rotation
-    leaves such a database.  Decryption tries all keys of the kind that a value needs.
-
-    Args:
-        keys: The keys that the application gave to `FernetBackend` (a Fernet key or a passphrase)
-            or to `AesGcmBackend` (32 bytes, which may be given as base64 or hexadecimal text here).
-            A passphrase is used exactly as given: a newline at its end is a part of it.
-
-    Raises:
-        ConfigurationError: *keys* is empty, a key is empty, or a key is neither text nor bytes.
+    leaves such a database.  Decryption tries all keys of the kind that a value needs, and raises
+    UnknownKeyError if there is none.
     """
 
     def __init__(self, keys: Iterable[str | bytes]) -> None:
@@ -91,12 +85,7 @@ class Package1xKeys(KeyMaterial):
             raise ConfigurationError("give the keys of adk-secure-sessions 1.x")
 
     def decrypt_fernet(self, sealed: bytes) -> bytes:
-        """Return the plaintext of *sealed*, a ciphertext of `FernetBackend`.
-
-        Raises:
-            UnknownKeyError: No key is of the kind that *sealed* needs.
-            TamperedError: No key decrypts *sealed*, or *sealed* is malformed.
-        """
+        """Return the plaintext of *sealed*, a ciphertext of `FernetBackend`."""
         salt_end = 1 + _HKDF_SALT_LENGTH
         if sealed[:1] == bytes([_SALTED]) and len(sealed) >= salt_end + _LEAST_TOKEN:
             if not self._passphrases:
@@ -107,12 +96,7 @@ class Package1xKeys(KeyMaterial):
         return _first(self._unsalted(), sealed)
 
     def decrypt_aes_256_gcm(self, sealed: bytes) -> bytes:
-        """Return the plaintext of *sealed*, a ciphertext of `AesGcmBackend`.
-
-        Raises:
-            UnknownKeyError: No key has 32 bytes.
-            TamperedError: No key decrypts *sealed*, or *sealed* is malformed.
-        """
+        """Return the plaintext of *sealed*, a ciphertext of `AesGcmBackend`."""
         if len(sealed) < NONCE_LENGTH + _GCM_TAG_LENGTH:
             raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
         if not self._aes:

@@ -96,8 +96,7 @@ class AwsKmsKey(RemoteKey):
         endpoint_url: The URL of KMS; by default `AWS_ENDPOINT_URL_KMS`, then the endpoint of the
             region.
         timeout: The time limit of each attempt, in seconds.
-        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
-            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
+        attempts: The maximum number of attempts for one call, if the errors are temporary.
 
     Raises:
         ConfigurationError: An argument cannot be used, no region is known, or the extra `aws` is
@@ -198,8 +197,7 @@ class AwsKmsKey(RemoteKey):
                 "an alias was moved to another key, move it back"
             )
         if code in _ADVICE:
-            what, check = _ADVICE[code]
-            return self._failure(f"{what} ({code})", check)
+            return self._advised(_ADVICE, code)
         if retryable:
             return self._failure(
                 f"AWS KMS cannot answer now ({status})",

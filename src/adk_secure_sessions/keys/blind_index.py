@@ -44,8 +44,7 @@ class BlindIndex(KeyMaterial):
     def wrapped_state_key(self, *parts: str) -> bytes:
         """Return the tag that `EncryptedSessionWrapper` stores instead of a key of a state.
 
-        *parts* are the scope of the state (app, user or session), the ids of the app, the user and
-        the session as far as the scope has them, and the key.
+        *parts* are the scope (app, user or session), the ids that the scope has, and the key.
         """
         return self._tag("wrapped state key", *parts)
 
@@ -64,19 +63,15 @@ class BlindIndex(KeyMaterial):
     def migration_source(self, database_id: bytes, tag: bytes, version: bytes) -> bytes:
         """Return the 16-byte MAC that identifies an imported version of a session or a state.
 
-        *version* is the text that `import_session` was given for the session, or the state as
-        canonical JSON.  *tag* is the tag of the session, or of the user or the app that has the
-        state.
+        *tag* is the tag of the session, or of the user or the app that has the state, which is
+        canonical JSON in *version*.
         """
         return self._tag("migration source", database_id, tag, version)
 
     def migrated(
         self, database_id: bytes, tag: bytes, row_id: int, number: int, source: bytes
     ) -> bytes:
-        """Return the 16-byte MAC of a row of `secure_migrated`.
-
-        *tag*, *row_id*, *number* and *source* are the columns of the row.
-        """
+        """Return the 16-byte MAC of a row of `secure_migrated`, from its columns."""
         return self._tag("migrated", database_id, tag, source, numbers=(row_id, number))
 
     def migration_complete(self, database_id: bytes) -> bytes:
@@ -84,26 +79,21 @@ class BlindIndex(KeyMaterial):
         return self._tag("migration complete", database_id)
 
     def source_erased(self, database_id: bytes) -> bytes:
-        """Return the 16-byte MAC of the mark in `secure_meta` that the source may lack rows by now.
-
-        The source is the database from which sessions were imported.
-        """
+        """Return the 16-byte MAC of the mark that the source of an import may lack rows by now."""
         return self._tag("source erased", database_id)
 
     def audit_cipher(self, database_id: bytes, chain: bytes) -> Aes256Gcm:
         """Return the cipher of a chain of the audit trail; *chain* is the id of the chain.
 
-        The key is HKDF-Expand-SHA-256 (RFC 5869) of the index master.  A key of 32 bytes is one
-        HMAC.
+        The key is HKDF-Expand-SHA-256 (RFC 5869) of the index master: for 32 bytes, one HMAC.
         """
         mac = self._mac.copy()
         mac.update(context(("audit key", database_id, chain)) + b"\x01")
         return Aes256Gcm(mac.finalize())
 
     def state_key(self, app_name: str, key: str) -> bytes:
-        """Return the tag of a key of the state whose values `secure_state_index` contains.
-
-        *key* is a key of the session's state, or `user:` and a key of the user's state.
+        """Return the tag of a key of the session's state, or of `user:` and a key of the user's
+        state.
         """
         return self._tag("state index key", app_name, key)
 

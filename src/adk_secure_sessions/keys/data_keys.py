@@ -53,24 +53,15 @@ class CipherFactory(Protocol):
 
 
 class DataKeyRow(NamedTuple):
-    """A row of `secure_data_keys`.
+    """A row of `secure_data_keys`."""
 
-    Attributes:
-        id: A random id.
-        owner: The tag (blind index) of a user or an app.
-        generation: The number of the data key: 0 for the owner's first data key, 1 for the second,
-            and so on.  The data keys of different backends share one count.
-        backend_id: The id of the backend that encrypts with the key.
-        created_at: When the key was created, in microseconds since 1970, UTC.
-        wrapped: The data key, wrapped by a data master, in the format of a record.
-    """
-
-    id: int
-    owner: bytes
+    id: int  # random
+    owner: bytes  # the tag (blind index) of a user or an app
+    # The number of the data key: 0 for the owner's first one.  All backends share one count.
     generation: int
     backend_id: int
-    created_at: int
-    wrapped: bytes
+    created_at: int  # microseconds since 1970, UTC
+    wrapped: bytes  # a record: the data key, wrapped by a data master
 
     def context(self, database_id: bytes) -> bytes:
         """Return the context that `wrapped` is bound to."""
@@ -81,15 +72,7 @@ class DataKeyRow(NamedTuple):
 class DataKey(KeyMaterial):
     """An unwrapped data key.  Only its cipher contains the bytes of the key."""
 
-    __slots__ = (
-        "backend_id",
-        "cipher",
-        "created_at",
-        "generation",
-        "id",
-        "master_id",
-        "owner",
-    )
+    __slots__ = ("backend_id", "cipher", "created_at", "generation", "id", "master_id", "owner")
 
     def __init__(self, row: DataKeyRow, master_id: int, cipher: Cipher) -> None:
         self.id: int = row.id
@@ -109,16 +92,7 @@ class StaleKeyring(Exception):
 
 
 class OwnerKeys(KeyMaterial):
-    """All known data keys of one owner.
-
-    Attributes:
-        by_id: The data keys by id; None for a data key whose backend this process was not given.
-        current: The owner's current data key, which encrypts new records; None if the owner's row
-            names no data key that this process may encrypt with, or if the owner's row has not been
-            decrypted yet.
-        newest_generation: The highest generation of the owner's data keys, including those whose
-            backend this process was not given; -1 if the owner has no data key.
-    """
+    """All known data keys of one owner."""
 
     __slots__ = ("by_id", "current", "newest_generation")
 
@@ -128,41 +102,30 @@ class OwnerKeys(KeyMaterial):
         current: DataKey | None,
         newest_generation: int,
     ) -> None:
+        # None for a data key whose backend this process was not given.
         self.by_id: Mapping[int, DataKey | None] = by_id
+        # None if the owner's row names no usable key, or has not been decrypted yet.
         self.current: DataKey | None = current
+        # Also of keys whose backend this process was not given; -1 if there is no key.
         self.newest_generation: int = newest_generation
 
 
 class DataKeys(KeyMaterial):
-    """The keyring, and a cache of unwrapped data keys that were read from committed rows.
-
-    Attributes:
-        keyring: The unwrapped master keys.  A new object replaces it when the keyring is read
-            again.
-        backends: All backends that this process was given, by backend id.
-        encrypting: What telemetry calls an encryption, by backend id.
-        decrypting: What telemetry calls a decryption, by backend id.
-        writer: The backend that encrypts new records.
-        by_owner: The data keys of the most recently used owners, by the owner's tag.
-        owners: The tags of the owners of the most recently used data keys, by data key id.
-    """
+    """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
     def __init__(
         self, keyring: Keyring, backends: Mapping[int, CipherFactory], writer_id: int, limit: int
     ) -> None:
-        self.keyring = keyring
+        self.keyring = keyring  # another object when the keyring is read again
         self.backends = backends
-        self.encrypting: dict[int, telemetry.Kind] = {
-            backend_id: telemetry.cipher_kind(backend.name, "encrypt")
-            for backend_id, backend in backends.items()
-        }
-        self.decrypting: dict[int, telemetry.Kind] = {
-            backend_id: telemetry.cipher_kind(backend.name, "decrypt")
-            for backend_id, backend in backends.items()
-        }
+        # What telemetry calls an encryption and a decryption, by backend id.
+        self.encrypting, self.decrypting = (
+            {key: telemetry.cipher_kind(one.name, direction) for key, one in backends.items()}
+            for direction in ("encrypt", "decrypt")
+        )
         self.writer: CipherFactory = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
-        self.owners: Lru[int, bytes] = Lru(limit)
+        self.owners: Lru[int, bytes] = Lru(limit)  # the owner's tag, by data key id
 
     def knows(self, *owners: bytes) -> bool:
         """Return whether the data keys of all *owners* (tags) are cached."""
@@ -179,24 +142,10 @@ class StagedKeys:
     Before the commit, other transactions must not encrypt with these keys: if this transaction is
     rolled back, the keys that it created are lost.
 
-    Args:
-        keys: The cache.
-        keyring_is_complete: If False, `load` compares the keyring of this process with the stored
-            keyring, and raises StaleKeyring if another process has changed the stored keyring.
-            Pass True if this operation has already read the keyring again.
-        uses_cache: If False, the transaction does not use cached data keys, because a data key may
-            have been deleted since it was cached.
-        created: The ids of data keys that earlier attempts of this operation have stored in a key
-            database.  The owners' rows do not name these data keys yet.
-        packing: How `seal` compresses and pads.
-
-    Attributes:
-        created: The argument *created*.
-        packing: The argument *packing*.
-        new_rows: The rows of the data keys that `new` has created.
-        lacks_master: Whether `load` has rejected a row because its data master is not known, while
-            the stored keyring differs from the keyring of this process.
-        operation: Counts encryption and decryption; None if nothing is measured.
+    If *keyring_is_complete* is False, `load` compares the keyring of this process with the stored
+    keyring, and raises StaleKeyring if another process has changed the stored keyring.  It is True
+    if this operation has already read the keyring again.  If *uses_cache* is False, the transaction
+    uses no cached data keys, because one may have been deleted since it was cached.
     """
 
     def __init__(
@@ -208,6 +157,8 @@ class StagedKeys:
         created: Collection[int] = (),
         packing: Packing = Packing(),
     ) -> None:
+        # The ids of data keys that earlier attempts of this operation have stored in a key
+        # database.  The owners' rows do not name these data keys yet.
         self.created: Collection[int] = created
         self.packing: Packing = packing
         self._keys = keys
@@ -223,6 +174,8 @@ class StagedKeys:
         self._rejected_of: dict[bytes, DecryptionError] = {}
         self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
+        # Whether `load` has rejected a row because its data master is not known, while the stored
+        # keyring differs from the keyring of this process.
         self.lacks_master: bool = False
         self.operation: telemetry.Operation | None = telemetry.current_operation()
         if self.operation is not None:
@@ -236,15 +189,11 @@ class StagedKeys:
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
 
-        A tampered row raises no error here, so that it does not affect other owners.  `cipher`
+        A tampered row raises no error here, so that it does not affect other owners.  `key_of`
         raises the error if a record names the key of the tampered row.
 
-        Args:
-            rows: Rows of `secure_data_keys`.
-            masters: The marks of all rows of `secure_keyring`, read by the same query.
-
-        Raises:
-            StaleKeyring: *masters* differ from the keyring, and *keyring_is_complete* is False.
+        If *masters*, the marks of `secure_keyring` that the same query has read, differ from the
+        keyring and *keyring_is_complete* is False, raise StaleKeyring.
         """
         keyring_has_changed = not self._keys.keyring.has_marks(masters)
         if keyring_has_changed and not self._keyring_is_complete:
@@ -274,14 +223,8 @@ class StagedKeys:
         """Determine the current data key of *owner*, which encrypts new records.
 
         Call this method before `current`, `seal` and `names`.  The current data key is the newest
-        data key that the owner's row names and that this process may encrypt with.  If there is no
-        such data key, the current data key is the newest one that this operation has created, if
-        any.
-
-        Args:
-            owner: A tag.
-            key_ids: The ids of the data keys that the owner's row names.  The row must be
-                authentic.  Empty if the owner has no row yet.
+        usable one of *key_ids*, those that the owner's authentic row names.  If there is none, it
+        is the newest one that this operation has created, if any.
         """
         known = self._of(owner)
         if known is None:
@@ -300,14 +243,10 @@ class StagedKeys:
     def names(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
 
-        The current data key, which encrypts new records, replaces the other keys of its backend.
-        The keys of other backends are kept if they still exist.  If the data keys of *owner* come
-        from the cache, all keys in *key_ids* are assumed to exist: another process may have created
-        a key after the keys were cached.
-
-        Args:
-            owner: A tag.  `adopt` must have found the owner's current data key.
-            key_ids: The ids of the data keys that the owner's row names now.
+        The current data key, which `adopt` must have found, replaces the other keys of its backend.
+        Of *key_ids*, which the row names now, the keys of other backends are kept if they still
+        exist.  If the data keys of *owner* come from the cache, all keys in *key_ids* are assumed
+        to exist: another process may have created a key after the keys were cached.
         """
         known = self._of(owner)
         assert known is not None
@@ -324,14 +263,9 @@ class StagedKeys:
     def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
         """Create a data key of the next generation for *owner*, and return the row to store.
 
-        Args:
-            owner: A tag.  If the owner has data keys, they must have been loaded.
-            not_before: The earliest `created_at`, in microseconds since 1970.  A rotation passes
-                the time of its start, because the clock of this process may be behind the clock
-                that measured the start.
-
-        Raises:
-            TamperedError: A row of another data key of *owner* has the highest possible generation.
+        If the owner has data keys, they must have been loaded.  *not_before* is the earliest
+        `created_at`, in microseconds since 1970.  A rotation passes the time of its start, because
+        the clock of this process may be behind the clock that measured the start.
         """
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
@@ -365,9 +299,9 @@ class StagedKeys:
     def keyring_guard(self) -> dict[str, object]:
         """Return the parameters for the condition in the statement `INSERT_KEY`.
 
-        `INSERT_KEY` stores a data key only if the stored keyring has not changed since this process
-        read it.  Otherwise, another process may have retired or replaced the data master that wraps
-        the data key.
+        It stores a data key only if the stored keyring has not changed since this process read it.
+        Otherwise, another process may have retired or replaced the data master that wraps the data
+        key.
         """
         keyring = self._keys.keyring
         return {"master_id": keyring.current_id, "masters": keyring.row_count}
@@ -377,34 +311,21 @@ class StagedKeys:
         return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key, which encrypts new records.
-
-        Return None if `adopt` was not called for the owner, or has found no such data key.
-        """
+        """Return the owner's current data key; None if `adopt` was not called, or found none."""
         known = self._of(owner)
         return known.current if known else None
 
     def current_is_newest(self, owner: bytes) -> bool:
-        """Return whether the data key that encrypts new records of *owner* is also the newest one.
-
-        Return False if the data key that encrypts new records is not known.
-        """
+        """Return whether the owner's current data key is known and is also the newest one."""
         known = self._of(owner)
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
     def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
         """Return whether the current data key is at least as new as the keys that encrypt *stored*.
 
-        The current data key of *owner* is the data key that encrypts new records.  If the result is
-        False, the caller reads the owner's data keys again: another process may have created a
-        newer data key, or retired the current data key.
-
-        Args:
-            owner: A tag.  If `adopt` has found no current data key, the result is False.
-            *stored: Records of *owner*.
-
-        Raises:
-            DecryptionError: The header of a record is malformed.
+        Return False if there is no current data key.  If the result is False, the caller reads the
+        owner's data keys again: another process may have created a newer data key, or retired the
+        current data key.
         """
         known = self._of(owner)
         if known is None or known.current is None:
@@ -416,8 +337,7 @@ class StagedKeys:
     def seal(self, owner: bytes, context: bytes, content: bytes) -> bytes:
         """Encrypt *content* with the owner's current data key, and return the record.
 
-        `adopt` must have found the current data key.  The content is first compressed and padded as
-        `packing` says.
+        The content is first compressed and padded as `packing` says.
         """
         began = perf_counter()
         plaintext = self.packing.pack(content)
@@ -444,26 +364,15 @@ class StagedKeys:
         return record
 
     def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Decrypt *stored*, a record of *owner*, and return the content.
-
-        Raises:
-            DecryptionError: The data key cannot be used (see the method `key_of`), or the record
-                cannot be decrypted (see `records.open_record`).
-        """
+        """Decrypt *stored*, a record of *owner*, and return the content."""
         return self._open(owner, context, stored, records.open_record)
 
     def open_witness(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Decrypt *stored*, a version witness of *owner*, and return the link in it.
-
-        Raises the errors of `open`, also for a compressed or padded content.
-        """
+        """Decrypt *stored*, a version witness of *owner*, and return the link in it."""
         return self._open(owner, context, stored, records.open_without_flags)
 
     def open_whole(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Decrypt *stored*, a record of *owner*, and return the plaintext with its flags.
-
-        Raises the errors of `open`.
-        """
+        """Decrypt *stored*, a record of *owner*, and return the plaintext with its flags."""
         return self._open(owner, context, stored, records.open_whole)
 
     def _open(
@@ -481,12 +390,10 @@ class StagedKeys:
         return opened
 
     def count_decrypted(self, key: DataKey, size: int, began: float) -> None:
-        """Count the decryption of records with *key*, if anything is measured.
+        """Count the decryption of records of *size* bytes in all with *key*, if anything is
+        measured.
 
-        Args:
-            key: The data key of these records.
-            size: The total length of the plaintexts of all these records, in bytes.
-            began: `time.perf_counter()` before the decryption.
+        *began* is `time.perf_counter()` before the decryption.
         """
         if self.operation is not None:
             seconds = perf_counter() - began
@@ -494,17 +401,9 @@ class StagedKeys:
             self.operation.values.append((kind, size, seconds))
 
     def key_of(self, owner: bytes, stored: bytes) -> DataKey:
-        """Return the data key that the header of the record *stored* names.
+        """Return the data key that the header of the record *stored* names.  No other key is tried.
 
-        No other data key is tried.
-
-        Raises:
-            UnknownKeyError: The data key is not known, or this process was not given the backend.
-            TamperedError: The data key belongs to another owner or backend, or the header is
-                malformed.
-            PlaintextRefusedError: *stored* is not a record; or `NoOpBackend` wrote *stored*, and
-                this process was not given `NoOpBackend`.
-            DecryptionError: `load` rejected the row of the data key.
+        Raises the error of the row of the data key, if `load` has rejected it.
         """
         known = self._of(owner)
         backend_id, key_id = records.unpack(stored)
@@ -553,7 +452,7 @@ class StagedKeys:
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
         """Authenticate and unwrap *row*; return None if this process was not given its backend.
 
-        A missing backend is no error here.  `cipher` raises an error if a record names the backend.
+        A missing backend is no error here.  `key_of` raises an error if a record names the backend.
         """
         keyring, backend = self._keys.keyring, self._keys.backends.get(row.backend_id)
         key = unwrap_data_key(row, keyring)
@@ -563,11 +462,7 @@ class StagedKeys:
 
 
 def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:
-    """Return the cipher for *key*, the bytes of an authentic data key.
-
-    Raises:
-        TamperedError: The backend rejects the key, for example because of its length.
-    """
+    """Return the cipher for *key*, an authentic data key; raise TamperedError if *backend* does."""
     try:
         return backend.cipher(key)
     except Exception:  # a third party's backend may put the key into the text of its exception
@@ -575,11 +470,7 @@ def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
-    """Wrap the data key *key* with data master *master_id*, and return *row* with the result.
-
-    Raises:
-        ConfigurationError: A third party's backend has made a key that is too long.
-    """
+    """Wrap the data key *key* with data master *master_id*, and return *row* with the result."""
     master, context = keyring.master(master_id), row.context(keyring.database_id_for(master_id))
     record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
     if len(record) > MAX_WRAPPED:
@@ -590,11 +481,7 @@ def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes)
 
 
 def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
-    """Unwrap the data key in *row*, and return its bytes.
-
-    Raises:
-        DecryptionError: The row was tampered with, or *keyring* does not have its data master.
-    """
+    """Unwrap the data key in *row*, and return its bytes."""
     backend_id, master_id = records.unpack(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)

@@ -64,8 +64,7 @@ class GcpKmsKey(RemoteKey):
         endpoint: The address of the service, `HOST` or `HOST:PORT`; by default
             `cloudkms.googleapis.com`.
         timeout: The time limit of each attempt, in seconds.
-        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
-            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
+        attempts: The maximum number of attempts for one call, if the errors are temporary.
 
     Raises:
         ConfigurationError: `key` does not have the form above, or the extra `gcp` is not installed.
@@ -94,14 +93,7 @@ class GcpKmsKey(RemoteKey):
         self._endpoint = endpoint
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        request = {
-            "name": self._name,
-            "plaintext": plaintext,
-            "plaintext_crc32c": _checksum(plaintext),
-            "additional_authenticated_data": associated_data,
-            "additional_authenticated_data_crc32c": _checksum(associated_data),
-        }
-        said = await self._call("encrypt", request)
+        said = await self._call("encrypt", plaintext=plaintext, aad=associated_data)
         arrived = (
             said.verified_plaintext_crc32c and said.verified_additional_authenticated_data_crc32c
         )
@@ -112,22 +104,18 @@ class GcpKmsKey(RemoteKey):
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         if not sealed:
             raise TamperedError("not a key wrapped by Cloud KMS", reason=Reason.MALFORMED)
-        request = {
-            "name": self._name,
-            "ciphertext": sealed,
-            "ciphertext_crc32c": _checksum(sealed),
-            "additional_authenticated_data": associated_data,
-            "additional_authenticated_data_crc32c": _checksum(associated_data),
-        }
-        said = await self._call("decrypt", request)
+        said = await self._call("decrypt", ciphertext=sealed, aad=associated_data)
         if said.plaintext_crc32c != _checksum(said.plaintext):
             raise self._corrupted()
         return bytes(said.plaintext)
 
-    async def _call(self, operation: str, request: dict[str, Any]) -> Any:
+    async def _call(self, operation: str, *, aad: bytes, **data: bytes) -> Any:
         from google.api_core.exceptions import GoogleAPICallError
         from google.auth.exceptions import GoogleAuthError
 
+        data["additional_authenticated_data"] = aad
+        checksums = {f"{field}_crc32c": _checksum(value) for field, value in data.items()}
+        request = {"name": self._name, **data, **checksums}
         try:
             if self._found is None:
                 # google-auth blocks: it reads files or calls the machine's metadata service.
@@ -168,8 +156,7 @@ class GcpKmsKey(RemoteKey):
             if operation == "decrypt":
                 return TamperedError()
         if name in _ADVICE:
-            what, check = _ADVICE[name]
-            return self._failure(f"{what} ({name})", check)
+            return self._advised(_ADVICE, name)
         if "metadata from plugin" in text:  # what gRPC says of all errors of credentials
             return self._failure(
                 f"the credentials cannot be used ({name})",
@@ -255,9 +242,6 @@ def _check_plain_http(url: str) -> None:
     """Reject an http:// URL of a service that gives credentials, if it is on another machine.
 
     The machine's metadata service has a link-local address, or a name that the operator has set.
-
-    Raises:
-        ConfigurationError: The URL is rejected.
     """
     host = (urlsplit(url).hostname or "").rstrip(".")
     named = (urlsplit(f"//{os.environ.get(name, '')}").hostname for name in _METADATA_VARIABLES)

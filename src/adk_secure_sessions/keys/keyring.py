@@ -8,7 +8,6 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from reprlib import repr as short
 from typing import NamedTuple, cast
@@ -49,7 +48,7 @@ def new_key_id() -> int:
     return secrets.randbits(63)
 
 
-class MasterKey(KeyMaterial):
+class UnwrappedMaster(KeyMaterial):
     """An unwrapped master key.  Comparing two master keys takes constant time.
 
     Only this module reads the bytes of the key.  The functions of this module do not store these
@@ -62,7 +61,7 @@ class MasterKey(KeyMaterial):
         self._key = key
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MasterKey) and hmac.compare_digest(self._key, other._key)
+        return isinstance(other, UnwrappedMaster) and hmac.compare_digest(self._key, other._key)
 
     @property
     def length(self) -> int | None:
@@ -99,21 +98,13 @@ class MasterMark(NamedTuple):
 
 
 class MasterKeyRow(NamedTuple):
-    """A row of `secure_keyring`.
+    """A row of `secure_keyring`."""
 
-    Attributes:
-        id: A random id.
-        purpose: `DATA` or `INDEX`.
-        root_key_id: The id of the root key that wraps the master key.
-        created_at: Microseconds since 1970, UTC.
-        wrapped: The master key, wrapped by the provider of that root key.
-    """
-
-    id: int
-    purpose: str
+    id: int  # random
+    purpose: str  # `DATA` or `INDEX`
     root_key_id: str
-    created_at: int
-    wrapped: bytes
+    created_at: int  # microseconds since 1970, UTC
+    wrapped: bytes  # the master key, wrapped by the provider of the root key
 
     def context(self, database_id: bytes) -> bytes:
         """Return the context that `wrapped` is bound to."""
@@ -125,17 +116,14 @@ class NewMaster(NamedTuple):
     """A master key that `new_master` created, and the row to store."""
 
     row: MasterKeyRow
-    key: MasterKey
+    key: UnwrappedMaster
 
 
 class Separation(NamedTuple):
     """The state of an unfinished `separate`, which gives a copy of a database its own id and keys.
 
-    Attributes:
-        old_id: The id of the database that was copied, 16 bytes.
-        since: When the separation began, in microseconds since 1970, UTC; later than all old keys.
-        masters: The ids of the old data masters.  The context of a data key contains the old id
-            if one of these data masters wraps the key, and otherwise the new id.
+    The context of a data key contains the old id if one of *masters* (ids of the old data masters)
+    wraps the key, and otherwise the new id.  All old keys are older than *since*.
     """
 
     old_id: bytes
@@ -148,28 +136,6 @@ class Keyring(KeyMaterial):
 
     A row of `secure_keyring` is *pending* if its key service failed.  The keyring is then used
     without this row, until a later attempt unwraps the row.
-
-    Attributes:
-        database_id: The id of the database, 16 bytes.
-        index: The index master, as the object that computes blind indexes.
-        masters: The data masters by id.
-        current_id: The id of the data master that wraps new data keys; None if the keyring has only
-            data masters that are stored as plaintext, and this process writes encrypted records.
-        rows: The accepted rows by id: the rows of `masters` and the row of the index master.
-        separation: The state of an unfinished `separate`; None if there is none.
-        former: Data masters by id that are not used any more, because their rows have changed and
-            the changed rows were rejected or are pending.  If a later row has such an id, it must
-            hold the same key.
-        features: The features of the database when this keyring was read.
-        has_audit_table: Whether the database had the table of the audit trail at that time.  With
-            a key database, this is known only to maintenance commands.
-        retry_at: When the pending rows are unwrapped again, in monotonic seconds; infinity if no
-            row is pending.
-        is_being_renewed: Whether a task is reading the keyring again.  Other tasks use this
-            keyring meanwhile.
-        row_count: The number of stored rows, including rows that were rejected or not read.
-        indexed_keys: The tags of the state keys whose values this process stores in
-            `secure_state_index`.
     """
 
     def __init__(
@@ -188,28 +154,34 @@ class Keyring(KeyMaterial):
         self.database_id = database_id
         self.index = index
         self.masters = masters
+        # The data master that wraps new data keys; None if all data masters are stored as
+        # plaintext, and this process writes encrypted records.
         self.current_id = current_id
+        # The accepted rows by id: of `masters` and of the index master.
         self.rows: Mapping[int, MasterKeyRow] = rows or {}
         self.separation: Separation | None = None
-        self.features: frozenset[str] = frozenset()
+        self.features: frozenset[str] = frozenset()  # of the database, when this was read
+        # With a key database, only maintenance commands know this.
         self.has_audit_table: bool = False
+        # The tags of the state keys whose values this process stores in `secure_state_index`.
         self.indexed_keys: set[bytes] = set()
         self._usable = usable
+        # Data masters that are not used any more, because their rows have changed and the changed
+        # rows were rejected or are pending.  A later row with such an id must hold the same key.
         self.former: Mapping[int, Aes256Gcm] = former or {}
+        # When the pending rows are unwrapped again, in monotonic seconds.
         self.retry_at: float = math.inf
+        # Whether a task is reading the keyring again.  Other tasks use this one meanwhile.
         self.is_being_renewed: bool = False
-        self._rejected = Counter(map(_typed, rejected))
-        self._pending = Counter(map(_typed, pending))
+        self._rejected = frozenset(map(_typed, rejected))
+        self._pending = frozenset(map(_typed, pending))
         stored = [*self.rows.values(), *rejected, *pending]
+        # Of all stored rows, including those that were rejected or not read.
         self.row_count: int = len(stored) if row_count is None else row_count
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
-        """Return the cipher of the data master *key_id*.
-
-        Raises:
-            UnknownKeyError: The keyring has no data master with this id.
-        """
+        """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
         if (master := self.masters.get(key_id)) is not None:
             return master
         if any((int, key_id) == row[0] for row in self._pending):
@@ -224,10 +196,6 @@ class Keyring(KeyMaterial):
         if self.separation is not None and key_id in self.separation.masters:
             return self.separation.old_id
         return self.database_id
-
-    def holds(self, key_id: int) -> bool:
-        """Return whether the keyring has the data master *key_id*."""
-        return key_id in self.masters
 
     @property
     def has_too_many_rows(self) -> bool:
@@ -252,10 +220,7 @@ class Keyring(KeyMaterial):
         return _typed(row) in self._rejected
 
     def has_pending(self, row: MasterKeyRow) -> bool:
-        """Return whether an identical row was pending when this keyring was read.
-
-        A row is pending if its key service failed.
-        """
+        """Return whether an identical row was pending when this keyring was read."""
         return _typed(row) in self._pending
 
     @property
@@ -286,30 +251,16 @@ def _typed(row: MasterKeyRow) -> tuple[tuple[type, object], ...]:
 
 
 async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> NewMaster:
-    """Create a random master key, wrapped by *root*.
-
-    Args:
-        purpose: `DATA` or `INDEX`.
-        root: The provider of the root key.
-        database_id: The id of the database, 16 bytes.
-        now: The time of creation, in microseconds since 1970, UTC.
-
-    Raises:
-        KeyServiceError: The provider failed.
-    """
+    """Create a random master key at the time *now* (microseconds since 1970), wrapped by *root*."""
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
-    key = MasterKey(secrets.token_bytes(KEY_LENGTH))
+    key = UnwrappedMaster(secrets.token_bytes(KEY_LENGTH))
     return NewMaster(await wrap_master_key(row, root, database_id, key), key)
 
 
 async def wrap_master_key(
-    row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: MasterKey
+    row: MasterKeyRow, root: KeyProvider, database_id: bytes, key: UnwrappedMaster
 ) -> MasterKeyRow:
-    """Wrap the master key *key* with *root*, and return *row* with the result.
-
-    Raises:
-        KeyServiceError: The provider failed.
-    """
+    """Wrap the master key *key* with *root*, and return *row* with the result."""
     row = row._replace(root_key_id=root.key_id)
     answer = await _answer_of(root, root.wrap(key._key, row.context(database_id)))
     if len(answer._key) > MAX_WRAPPED:
@@ -329,18 +280,8 @@ async def rewrap_master_key(
 ) -> MasterKeyRow:
     """Unwrap the master key in *row* and wrap it again; return *row* with the result.
 
-    Also unwraps the result, to check that the master key can be read back.
-
-    Args:
-        row: A row of `secure_keyring`.
-        roots: The providers of the root keys, by root key id.
-        database_id: The id of the database that *row* belongs to.
-        new_root: The provider that wraps the master key; by default, the provider that *row* names.
-        new_database_id: The id to which the result is bound; by default, *database_id*.
-
-    Raises:
-        SecureSessionError: The provider does not unwrap the result.  Also the errors of
-            `unwrap_master_key` and `wrap_master_key`.
+    By default, the same root key wraps it, for the same database.  Also unwraps the result, to
+    check that the master key can be read back.
     """
     key = await unwrap_master_key(row, roots, database_id)
     root = new_root or roots[row.root_key_id]
@@ -352,12 +293,9 @@ async def rewrap_master_key(
 
 
 def check_row_count(number: int) -> None:
-    """Reject a keyring of more than `MAX_ROWS` rows.
+    """Raise WrongKeyError if *number*, the rows of the keyring, is greater than `MAX_ROWS`.
 
     An attacker may have inserted rows, and unwrapping each row would call the key service.
-
-    Raises:
-        WrongKeyError: *number* is greater than `MAX_ROWS`.
     """
     if number > MAX_ROWS:
         raise WrongKeyError(
@@ -378,41 +316,24 @@ async def open_keyring(
 ) -> Keyring:
     """Unwrap *rows* and return the keyring.  Each row is unwrapped only by the root key it names.
 
-    The newest data master (by `created_at`) under the writer's root key wraps new data keys.  If
-    there is no such data master, the newest one under another root key wraps them: a process does
-    not create master keys only because its writing backend has a new root key.  A data master that
-    is stored as plaintext wraps new data keys only if the writing backend is `NoOpBackend`.
+    The newest data master (by `created_at`) under the root key *writer*, which is the writing
+    backend's, wraps new data keys.  If there is no such data master, the newest one under another
+    root key wraps them: a process does not create master keys only because its writing backend has
+    a new root key.  A data master that is stored as plaintext wraps new data keys only if the
+    writing backend is `NoOpBackend`.
 
-    Without *known*, a row that is not valid raises an error that names the row.  With *known*, such
-    a row is logged and rejected, so that an attacker cannot stop a running service by inserting a
-    row.  If *known* has rejected an identical row already, that row is not unwrapped and not logged
-    again.
+    Without *known*, a keyring that was read earlier, a row that is not valid raises an error that
+    names the row.  With *known*, such a row is logged and rejected, so that an attacker cannot stop
+    a running service by inserting a row.  A row that *known* has accepted is not unwrapped again,
+    and one that it has rejected is neither unwrapped nor logged again.
 
     If *known* is given and *leaves_pending* is True, a row whose key service fails is pending: a
     call after `Keyring.retry_at` tries to unwrap the row again.  Until then, the data keys that the
-    row's data master wraps are not used.  If there are more than `MAX_ROWS` rows, only the rows
-    that *known* has accepted and that have not changed are used.
+    row's data master wraps are not used.  If there are more than `MAX_ROWS` rows (*row_count*),
+    *rows* need only contain the ids that *known* has accepted, and only those that have not changed
+    are used.
 
-    Args:
-        rows: All rows of `secure_keyring`; if there are more than `MAX_ROWS`, only the rows whose
-            ids are in *known*.
-        roots: The providers of all root keys that were given, by root key id.
-        writer: The id of the writing backend's root key.
-        database_id: The id of the database, 16 bytes.
-        known: A keyring read earlier.  Rows that have not changed since are not unwrapped again.
-        leaves_pending: Whether a failure of a key service leaves a row pending, as in a running
-            service.
-        row_count: The number of stored rows; by default, the number of *rows*.
-
-    Raises:
-        WrongKeyError: The keyring would have no index master or no data master.  Or there are more
-            than `MAX_ROWS` rows, and either *known* or *leaves_pending* was not given, or *known*
-            has accepted none of the stored data masters.  Or, without *known*: a row is
-            malformed, its root key is not in *roots*, or its root key does not unwrap it.
-        PlaintextRefusedError: Without *known*: a master key is stored as plaintext, and the service
-            was not given `NoOpBackend`.
-        KeyServiceError: A provider failed, and the row cannot be left pending: either *known* or
-            *leaves_pending* was not given, or the keyring would have no data master.
+    An error is raised in any case if the keyring would have no index master or no data master.
     """
     rows = list(rows)
     row_count = len(rows) if row_count is None else row_count
@@ -486,11 +407,7 @@ class _Opening:
         self._failing: set[str] = set()
 
     def order(self, row: MasterKeyRow) -> int:
-        """Return the sort key of *row*.
-
-        It is 0 if the known keyring accepted the same row, 2 if the same row was pending in the
-        known keyring, and 1 for every other row.
-        """
+        """Return the sort key of *row*: known rows first, rows that were pending last."""
         if self.is_known(row):
             return 0
         return 2 if self._known is not None and self._known.has_pending(row) else 1
@@ -524,9 +441,8 @@ class _Opening:
     async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
         """Accept, reject or leave pending each of *rows*, and return the index master.
 
-        *rows* are the rows of index masters.  If a keyring is known, the result is always the index
-        master of that keyring, and a row is accepted only if it holds the same key.  If no keyring
-        is known, the result is the unwrapped index master, or None if there is no row.
+        If a keyring is known, the result is its index master, and a row is accepted only if it
+        holds the same key.  Otherwise, the result is the unwrapped index master, if there is a row.
         """
         known = self._known
         if len(rows) > 1:
@@ -573,11 +489,10 @@ class _Opening:
                     self.accepted[row.id] = row
         return masters
 
-    def _is_same(self, row: MasterKeyRow, key: MasterKey) -> bool:
+    def _is_same(self, row: MasterKeyRow, key: UnwrappedMaster) -> bool:
         """Return whether *key* may be the key of *row*; if not, reject *row*.
 
-        If this process has unwrapped a data master with the id of *row* before, *key* must be equal
-        to that data master.
+        A data master with an id that this process has unwrapped before must hold the same key.
         """
         known = self._known
         if known is None:
@@ -589,12 +504,14 @@ class _Opening:
         self._reject(row, _malformed(row, error))
         return False
 
-    async def _unwrapped(self, row: MasterKeyRow) -> MasterKey | None:
+    async def _unwrapped(self, row: MasterKeyRow) -> UnwrappedMaster | None:
         """Return the master key of *row*; None if the row was rejected or left pending."""
-        if self._known is not None and self._known.has_rejected(row):
+        known = self._known
+        if known is not None and known.has_rejected(row):
             self.rejected.append(row)
             return None
-        if row.root_key_id in self._failing or self._is_paused(row):
+        is_paused = known is not None and known.has_pending(row) and not known.retry_is_due
+        if row.root_key_id in self._failing or is_paused:
             # Do not call the key service: a call with this root key has just failed, or the pause
             # after a failure has not ended.  A further call might take as long to fail.
             self.pending.append(row)
@@ -602,27 +519,19 @@ class _Opening:
         try:
             return await unwrap_master_key(row, self._roots, self._database_id)
         except (WrongKeyError, DecryptionError) as error:
-            rejection = error
+            self._reject(row, error)
         except SecureSessionError as error:
             if not self._leaves_pending:
                 raise
-            self._leave_pending(row, error)
-            return None
-        self._reject(row, rejection)
+            self.pending.append(row)
+            self.failure = self.failure or without_frames(error)
+            if error.retryable:
+                self._failing.add(row.root_key_id)
+            if known is not None and not known.has_pending(row):
+                logger.error(
+                    "a row of secure_keyring is not used until it can be unwrapped: %s", error
+                )
         return None
-
-    def _is_paused(self, row: MasterKeyRow) -> bool:
-        known = self._known
-        return known is not None and known.has_pending(row) and not known.retry_is_due
-
-    def _leave_pending(self, row: MasterKeyRow, error: SecureSessionError) -> None:
-        assert self._known is not None
-        self.pending.append(row)
-        self.failure = self.failure or without_frames(error)
-        if error.retryable:
-            self._failing.add(row.root_key_id)
-        if not self._known.has_pending(row):
-            logger.error("a row of secure_keyring is not used until it can be unwrapped: %s", error)
 
     def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
         """Reject *row* because of *error*; log *error* unless the same row was rejected before.
@@ -672,15 +581,12 @@ def _second_index_master(row: MasterKeyRow, rows: Sequence[MasterKeyRow]) -> Wro
 
 async def unwrap_master_key(
     row: MasterKeyRow, roots: Mapping[str, KeyProvider], database_id: bytes
-) -> MasterKey:
+) -> UnwrappedMaster:
     """Unwrap the master key in *row* with the root key that the row names, and return it.
 
-    Raises:
-        WrongKeyError: The row is malformed; or its root key is not in *roots*, or does not unwrap
-            the master key.
-        PlaintextRefusedError: The master key is stored as plaintext, and the service was not given
-            `NoOpBackend`.
-        KeyServiceError: The provider failed.
+    Raises WrongKeyError if the row is malformed, or its root key is not in *roots* or does not
+    unwrap it; PlaintextRefusedError if it is plaintext, and `NoOpBackend` was not given; and
+    KeyServiceError.
     """
     fault = _fault(row)
     if fault is not None:
@@ -714,19 +620,15 @@ async def unwrap_master_key(
     )
 
 
-async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> MasterKey:
+async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> UnwrappedMaster:
     """Await *answer*, a call of `wrap` or `unwrap` of *root*, and return its result.
 
-    The returned object contains the result: a wrapped or an unwrapped master key.  Errors are
-    raised without the provider's frames, because the local variables of these frames contain keys.
-
-    Raises:
-        SecureSessionError: The provider has raised this error.
-        KeyServiceError: The provider did not return bytes, or raised another exception.  The text
-            of that exception may contain secrets, so the message names only its class.
+    Errors are raised without the provider's frames, because the local variables of these frames
+    contain keys.  An exception of another package may have a text that contains secrets, so the
+    KeyServiceError that replaces it names only its class.
     """
     try:
-        result = MasterKey(await answer)
+        result = UnwrappedMaster(await answer)
         if result.length is not None:
             return result
         name = "something that is not bytes"

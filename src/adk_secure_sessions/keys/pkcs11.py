@@ -60,56 +60,43 @@ class _Module:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._pid: int | None = None
-        self._failed = False
-        self._lock = threading.Lock()
+        self.pid: int | None = None  # of the process that has initialized the library
+        self.failed = False  # whether `held` must initialize the library again
+        self.lock = threading.Lock()
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[Any]:
         """Lock the library for this thread, initialize the library if needed, and yield it.
 
-        Raises:
-            TimeoutError: Another thread has locked the library for longer than *seconds*.
+        If another thread has locked the library for longer than *seconds*, raise TimeoutError.
         """
         import pkcs11
 
-        if not self._lock.acquire(timeout=seconds):
+        if not self.lock.acquire(timeout=seconds):
             raise TimeoutError
         try:
             library = pkcs11.lib(self.path)
             # Initialize the library again in a forked process, and after a failure: many libraries
             # notice a reconnected token or server only when they are initialized.
-            if self._failed or self._pid not in (None, os.getpid()):
+            if self.failed or self.pid not in (None, os.getpid()):
                 try:
                     library.finalize()
                 except pkcs11.PKCS11Error:
                     pass
                 library.initialize()
-            self._pid, self._failed = os.getpid(), False
+            self.pid, self.failed = os.getpid(), False
             yield library
         finally:
-            self._lock.release()
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the library was loaded and initialized once."""
-        return self._pid is not None
-
-    def mark_failed(self) -> None:
-        """Make the next call of `held` initialize the library again, because a call has failed."""
-        self._failed = True
-
-    def renew_lock(self) -> None:
-        """Replace the lock in a forked process, in which the thread that held it does not exist."""
-        self._lock = threading.Lock()
+            self.lock.release()
 
 
 _modules: dict[str, _Module] = {}
 
 
 def _renew_locks() -> None:
+    """Replace the locks in a forked process, in which the threads that held them do not exist."""
     for module in _modules.values():
-        module.renew_lock()
+        module.lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -132,8 +119,7 @@ class Pkcs11Key(RemoteKey):
         key_id: The name of the root key, stored as plaintext with each wrapped key; by default
             `pkcs11:` followed by `key`.
         timeout: The time limit of each attempt, in seconds.
-        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
-            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
+        attempts: The maximum number of attempts for one call, if the errors are temporary.
 
     Raises:
         ConfigurationError: An argument is missing or cannot be used, or the extra `pkcs11` is not
@@ -168,16 +154,15 @@ class Pkcs11Key(RemoteKey):
         self._pin_error: str | None = None  # a key of `_ADVICE`, if the token rejected the PIN
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return await in_thread(
-            lambda: self._in_session(lambda key: _encrypt(key, plaintext, associated_data))
-        )
+        return await self._in_session(_encrypt, plaintext, associated_data)
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return await in_thread(
-            lambda: self._in_session(lambda key: _decrypt(key, sealed, associated_data))
-        )
+        return await self._in_session(_decrypt, sealed, associated_data)
 
-    def _in_session(self, use: Callable[[Any], bytes]) -> bytes:
+    async def _in_session(self, use: Callable[[Any, bytes, bytes], bytes], *data: bytes) -> bytes:
+        return await in_thread(lambda: self._use(lambda key: use(key, *data)))
+
+    def _use(self, use: Callable[[Any], bytes]) -> bytes:
         import pkcs11
 
         is_open = False
@@ -185,7 +170,7 @@ class Pkcs11Key(RemoteKey):
             with self._module.held(self._timeout) as library:
                 # A token locks after a few wrong PINs, so do not try a rejected PIN again.
                 if self._pin_error is not None:
-                    raise self._advised(self._pin_error)
+                    raise self._advised(_ADVICE, self._pin_error)
                 try:
                     with _session(library.get_token(token_label=self._token), self._pin) as session:
                         is_open = True
@@ -227,25 +212,21 @@ class Pkcs11Key(RemoteKey):
                 f"other code of this process has initialized the library {self._module.path!r}",
                 "let that code use python-pkcs11 and the same path, or use another process",
             )
-        if name == "PKCS11Error" and not self._module.is_loaded:
+        if name == "PKCS11Error" and self._module.pid is None:
             return self._failure(
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
             )
         if name in _ADVICE:
             if "Pin" in name:
                 self._pin_error = name
-            return self._advised(name)
-        self._module.mark_failed()
+            return self._advised(_ADVICE, name)
+        self._module.failed = True
         return self._failure(
             f"the token failed ({name})",
             "check that it is plugged in and works",
             # At a login, the code of a vendor may be about the PIN.
             retryable=unmapped is None or not at_login,
         )
-
-    def _advised(self, name: str) -> KeyServiceError:
-        what, check = _ADVICE[name]
-        return self._failure(f"{what} ({name})", check)
 
 
 @contextmanager

@@ -71,12 +71,7 @@ class KeyProvider(Protocol):
 
 
 def check_key_id(key_id: object) -> None:
-    """Check the id that a provider other than `StaticKey` gives its root key.
-
-    Raises:
-        ConfigurationError: *key_id* is not 1 to 255 printable characters; or it is reserved for
-            another kind of root key: `none`, or any text that begins with `key:`.
-    """
+    """Check the id that a provider other than `StaticKey` gives its root key."""
     if not (isinstance(key_id, str) and 0 < len(key_id) <= KEY_ID_LENGTH and key_id.isprintable()):
         raise ConfigurationError(f"a key_id has 1 to {KEY_ID_LENGTH} printable characters")
     if key_id == PLAINTEXT_ROOT_KEY_ID or key_id.startswith(_STATIC_KEY):
@@ -93,11 +88,7 @@ def generate_key() -> str:
 
 @hides_locals
 def parse_key(key: bytes | str) -> bytes:
-    """Return the 32 bytes of *key*, which is 32 bytes or their base64 text, standard or URL-safe.
-
-    Raises:
-        ConfigurationError: *key* is anything else; the message does not repeat *key*.
-    """
+    """Return the 32 bytes of *key*: 32 bytes or their base64 text, standard or URL-safe."""
     if isinstance(key, bytes | bytearray) and len(key) == KEY_LENGTH:
         return bytes(key)
     if not isinstance(key, bytes | bytearray | str):
@@ -199,11 +190,7 @@ class FileKey(StaticKey):
 
 
 def read_environment(name: str) -> str:
-    """Return the value of the environment variable *name*.
-
-    Raises:
-        ConfigurationError: The variable is not set, is empty, or is not text in UTF-8.
-    """
+    """Return the value of the environment variable *name*; reject an empty value."""
     check_text(name, "the name of an environment variable")
     value = os.environ.get(name)
     if not value:
@@ -217,9 +204,6 @@ def check_text(secret: str, name: str) -> None:
 
     Bytes that are not UTF-8 become surrogates in a variable or an argument.  Without this check, a
     library would raise UnicodeEncodeError, which contains the text.
-
-    Raises:
-        ConfigurationError: *secret* contains surrogates; the message does not repeat it.
     """
     try:
         secret.encode()
@@ -228,12 +212,10 @@ def check_text(secret: str, name: str) -> None:
 
 
 def read_private_file(path: Path) -> bytes:
-    """Return the first 4096 bytes of the file *path*, which contains a secret.
+    """Return the first 4096 bytes of the regular file *path*, which contains a secret.
 
-    Raises:
-        ConfigurationError: The file cannot be read, or is not a regular file.  On POSIX: the owner
-            of the file is neither root nor the user of this process, or other accounts may read or
-            write the file.
+    On POSIX, its owner must be root or the user of this process, and nobody else may read or write
+    it.
     """
     name = repr(str(path))
     try:

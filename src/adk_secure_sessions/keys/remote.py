@@ -7,7 +7,7 @@ import random
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -76,14 +76,10 @@ class RemoteKey(KeyMaterial):
 
     No connection stays open between two calls, so an object can be used in several event loops and
     in forked processes.  Two objects are equal if they name the same key of the same service.
-
-    Attributes:
-        pause: The upper limit of the pause before the second attempt, in seconds.  The limit
-            doubles before each further attempt, but never exceeds `longest_pause`.  The length of a
-            pause is random: between half of the limit and the limit.
-        longest_pause: The highest possible limit of a pause, in seconds.
     """
 
+    # The limit of the pause before the second attempt, in seconds.  The limit doubles before each
+    # further attempt, up to `longest_pause`.  A pause has a random length, at least half its limit.
     pause: ClassVar[float] = 0.25
     longest_pause: ClassVar[float] = 2.0
     _kind: ClassVar[bytes]  # the first byte of a wrapped key, authenticated with the rest
@@ -111,22 +107,12 @@ class RemoteKey(KeyMaterial):
         return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        """Encrypt `key` in the key service, and bind the result to `associated_data`.
-
-        Raises:
-            KeyServiceError: The service failed.  The message says what to check.
-        """
+        """Encrypt `key` in the key service, and bind the result to `associated_data`."""
         bound = self._kind + associated_data
         return self._kind + await self._with_retries("wrap", lambda: self._encrypt(key, bound))
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        """Return the key in `wrapped`, which `wrap` returned.
-
-        Raises:
-            TamperedError: The root key or `associated_data` is wrong, or `wrapped` was modified.
-            WrongKeyError: The service reported that another root key wrapped the key.
-            KeyServiceError: The service failed.  The message says what to check.
-        """
+        """Return the key in `wrapped`, which `wrap` returned."""
         if not wrapped.startswith(self._kind):
             raise TamperedError(
                 "not a key wrapped by this kind of key service", reason=Reason.MALFORMED
@@ -181,6 +167,11 @@ class RemoteKey(KeyMaterial):
         """Return an error without the text of the service's answer, which may contain a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
+    def _advised(self, advice: Mapping[str, tuple[str, str]], name: str) -> KeyServiceError:
+        """Return the error for the entry *name* of *advice*: the cause, and what to do."""
+        what, check = advice[name]
+        return self._failure(f"{what} ({name})", check)
+
     def _unreachable(self, what: str) -> KeyServiceError:
         check = "check its address, the network and its status"
         return self._failure(f"the key service {what}", check, retryable=True)
@@ -199,14 +190,12 @@ def _silence_libraries() -> None:
 async def in_thread(call: Callable[[], T]) -> T:
     """Run *call*, which blocks, in a thread, and return its result.
 
-    If the caller is cancelled or closed, the thread runs on, and its result is discarded.
+    If the caller is cancelled or closed, the thread runs on, and its result is discarded.  If very
+    many such threads have not ended, raise TimeoutError.
 
     The threads of `asyncio.to_thread` would have three faults.  A few of them that never end would
     block all other users of `asyncio.to_thread`.  The process would not exit before they end.  The
     debug log of asyncio contains the arguments and the result, which may be keys.
-
-    Raises:
-        TimeoutError: Very many earlier threads, whose callers were cancelled, have not ended.
     """
     _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
     if len(_abandoned) >= _MAX_ABANDONED:
@@ -242,24 +231,13 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 def require(extra: str, *modules: str, user: str = "this key") -> None:
-    """Import *modules*, to check that the optional dependencies named *extra* are installed.
-
-    Args:
-        extra: The extra of this package that installs the modules.
-        modules: The modules to import.
-        user: The name of the object that needs the modules, for the text of the error.
-
-    Raises:
-        ConfigurationError: A module cannot be imported.
-    """
-    missing = None
+    """Import *modules*, which the optional dependencies named *extra* install and *user* needs."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError:
-            missing = missing or module
-    if missing is not None:
-        raise ConfigurationError(f"{user} needs {missing}: {install_command(extra)}")
+            needed = f"{user} needs {module}: {install_command(extra)}"
+            raise ConfigurationError(needed) from None
 
 
 def is_plain_http(url: str) -> bool:
@@ -273,22 +251,18 @@ def is_plain_http(url: str) -> bool:
 def check_transport(url: str, service: str = "a key service") -> None:
     """Reject the address of *service* if secrets would be sent over a network unencrypted.
 
-    Raises:
-        ConfigurationError: *url* is neither an https:// URL nor an http:// URL of this machine.
+    The address must be an https:// URL, or an http:// URL of this machine.
     """
-    parts = None
     try:
-        split = urlsplit(url)
+        parts = urlsplit(url)
         # Some libraries connect to another host than the one that `urlsplit` finds if this part has
         # a backslash.  Some log a password in it.
-        if split.port != 0 and _AUTHORITY.fullmatch(split.netloc) and url.isprintable():
-            parts = split
-    except ValueError:  # of `urlsplit` or of `port`
-        pass
-    if parts is None:
+        if parts.port == 0 or not _AUTHORITY.fullmatch(parts.netloc) or not url.isprintable():
+            raise ValueError
+    except ValueError:  # also of `urlsplit` or of `port`
         raise ConfigurationError(
             f"the address of {service} does not have the form https://HOST:PORT/PATH"
-        )
+        ) from None
     here = parts.hostname in ("127.0.0.1", "::1", "localhost")
     if not parts.hostname or (parts.scheme != "https" and not (here and parts.scheme == "http")):
         raise ConfigurationError(

@@ -51,11 +51,7 @@ def key_provider(spec: str) -> KeyProvider:
 
 @hides_locals
 def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
-    """Return the provider for *key*: 32 bytes, base64 text, a key spec, or a provider itself.
-
-    Raises:
-        ConfigurationError: *key* is none of these, or the key cannot be read.
-    """
+    """Return the provider for *key*: 32 bytes, base64 text, a key spec, or a provider itself."""
     if isinstance(key, str) and ":" in key:  # base64 has no colon
         return key_provider(key)
     if isinstance(key, bytes | bytearray | str):

@@ -81,8 +81,7 @@ class VaultKey(RemoteKey):
         key_id: The name of the root key, stored as plaintext with each wrapped key; by default
             `vault:` followed by `key`.
         timeout: The time limit of each attempt, in seconds.
-        attempts: The maximum number of attempts for one call.  Only temporary errors are retried,
-            after pauses of at most 0.25 s, 0.5 s, 1 s, and then 2 s each.
+        attempts: The maximum number of attempts for one call, if the errors are temporary.
 
     Raises:
         ConfigurationError: An argument is missing or cannot be used, or the extra `vault` is not
