@@ -21,7 +21,6 @@ _LOCK_TIMEOUT = 60  # seconds
 # SQLSTATEs of a database that has no advisory locks: the function does not exist, this account may
 # not call it, or it is not implemented.
 _NO_ADVISORY_LOCKS = ("42883", "42501", "0A000")
-_NOT_ALLOWED = "42501"  # SQLSTATE
 # The errors of a CREATE TABLE for a table that exists.  On PostgreSQL, the last two occur if
 # another transaction creates the table at the same time.
 _EXISTS: set[object] = {1050, "42P07", "42710", "23505"}
@@ -36,6 +35,8 @@ _PRIMARY_KEY = sa.text(
 )
 # In bytes.  By default, every MySQL and MariaDB server accepts a packet with a value of this size.
 _LARGE = 900_000
+_BUSY_TIMEOUT = "PRAGMA busy_timeout", "PRAGMA busy_timeout = {}"
+IN_USE = "other connections used the database all the time"
 _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the largest value
 
 
@@ -104,12 +105,9 @@ class Dialect:
     def exclusively(self, connection: sa.Connection) -> AbstractContextManager[None]:
         """Hold a lock during the block, so that only one process creates tables at a time.
 
-        Without a lock, if two processes create the same table at the same time, the server reports
-        an error to one of them.  Not every database has such a lock, and on a cluster each node may
-        have a lock of its own.  So callers must also handle this error: see `already_exists`.
-
-        *connection* must not have run a statement in its transaction yet.  On MySQL and MariaDB,
-        the end of the block commits.
+        Not every database has such a lock, and on a cluster each node may have a lock of its own.
+        So callers must also handle the error of `already_exists`.  *connection* must not have run a
+        statement in its transaction yet.  On MySQL and MariaDB, the end of the block commits.
         """
         return nullcontext()
 
@@ -119,8 +117,7 @@ class Dialect:
         """On PostgreSQL, wait for the transactions that write to *tables*, and let no other begin.
 
         There, a query does not see what an open transaction will commit.  The lock ends with the
-        transaction.  *timeout* is in seconds.  Other databases lock the rows that a query could
-        find.
+        transaction.  *timeout* is in seconds.
         """
 
     def locks_per_node(self, connection: sa.Connection) -> bool:
@@ -149,10 +146,7 @@ class Dialect:
     def decoding(
         self, connection: sa.Connection, decode: Callable[[bytes], object]
     ) -> AbstractContextManager[None]:
-        """On SQLite, let *decode* convert the texts that queries of the block return.
-
-        The connection may be the application's, so its own function is restored after the block.
-        """
+        """On SQLite, let *decode* convert the texts that queries of the block return."""
         return nullcontext()
 
     def check_sizes(self, connection: sa.Connection, rows: Rows) -> None:
@@ -165,10 +159,7 @@ class Dialect:
         """Choose a storage engine with transactions for *table*, which is about to be created."""
 
     def kill_statement(self, driver: Any) -> str | None:
-        """Return the SQL that ends the statement of another connection, or None.
-
-        None means that the driver sends the server a request of its own when it is cancelled.
-        """
+        """Return the SQL that ends another connection's statement; None if the driver ends it."""
         return None
 
     # --- bytes of deleted rows ---
@@ -181,10 +172,7 @@ class Dialect:
         return "the table of the data keys was not rewritten"
 
     def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
-        """Rewrite *table*, so that its file has no bytes of deleted rows; return an obstacle or "".
-
-        *lock_wait* is in seconds.
-        """
+        """Rewrite *table*, so that its file has no bytes of deleted rows; return an obstacle."""
         return f"there is no known way to rewrite a table of {self.name}"
 
 
@@ -216,7 +204,7 @@ class _Sqlite(Dialect):
     def decoding(
         self, connection: sa.Connection, decode: Callable[[bytes], object]
     ) -> Iterator[None]:
-        driver: Any = connection.connection.driver_connection
+        driver: Any = connection.connection.driver_connection  # may be the application's
         text_factory = driver.text_factory
         driver.text_factory = decode
         try:
@@ -228,21 +216,14 @@ class _Sqlite(Dialect):
         connection.exec_driver_sql("PRAGMA secure_delete = ON").close()
 
     def empty_log(self, connection: sa.Connection, lock_wait: int) -> str:
-        return self._clear(connection, lock_wait)
-
-    def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
-        return self._clear(connection, lock_wait, "VACUUM")
-
-    def _clear(self, connection: sa.Connection, lock_wait: int, *statements: str) -> str:
-        show, change = "PRAGMA busy_timeout", "PRAGMA busy_timeout = {}"
-        with _setting(connection, show, change, lock_wait * 1000):
-            for statement in statements:
-                connection.exec_driver_sql(statement)
+        with _setting(connection, *_BUSY_TIMEOUT, lock_wait * 1000):
             busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
         return IN_USE if busy else ""
 
-
-IN_USE = "other connections used the database all the time"
+    def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
+        with _setting(connection, *_BUSY_TIMEOUT, lock_wait * 1000):
+            connection.exec_driver_sql("VACUUM")
+        return self.empty_log(connection, lock_wait)
 
 
 def _begin(connection: sa.Connection, statement: str) -> None:
@@ -298,7 +279,7 @@ class _PostgreSql(Dialect):
             connection.commit()
             return ""
         except sa.exc.DBAPIError as error:
-            if getattr(error.orig, "sqlstate", None) != _NOT_ALLOWED:
+            if getattr(error.orig, "sqlstate", None) != "42501":
                 raise
         connection.rollback()
         return f"this account is not allowed to rewrite {name}; the owner of the table is allowed"
