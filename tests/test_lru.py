@@ -16,14 +16,6 @@ def held(lru: Lru[str, str], keys: str) -> str:
     return "".join(key for key in keys if lru.get(key) is not None)
 
 
-def test_value_is_found_under_its_key() -> None:
-    assert filled(2, "a").get("a") == "A"
-
-
-def test_unknown_key_gives_none() -> None:
-    assert filled(2, "a").get("b") is None
-
-
 def test_entry_put_first_is_forgotten_first() -> None:
     assert held(filled(2, "a", "b", "c"), "abc") == "bc"
 
@@ -47,10 +39,6 @@ def test_dropped_key_is_gone() -> None:
     lru = filled(2, "a", "b")
     lru.drop("a")
     assert held(lru, "ab") == "b"
-
-
-def test_dropping_an_unknown_key_is_no_error() -> None:
-    filled(2).drop("a")
 
 
 def test_limit_of_zero_holds_nothing() -> None:

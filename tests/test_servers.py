@@ -18,18 +18,6 @@ def server_and_driver(request: pytest.FixtureRequest) -> tuple[Server, str]:
     return request.getfixturevalue(server), driver
 
 
-async def test_databases_of_two_tests_are_separate(server_and_driver: tuple[Server, str]) -> None:
-    server, driver = server_and_driver
-    with server.database() as one, server.database() as another:
-        for url in (one, another):
-            engine = create_async_engine(url.set(drivername=driver))
-            async with engine.begin() as connection:
-                await connection.execute(sa.text("CREATE TABLE a_table (number INTEGER)"))
-                tables = await connection.run_sync(lambda sync: sa.inspect(sync).get_table_names())
-                assert tables == ["a_table"]
-            await engine.dispose()
-
-
 async def test_database_in_use_is_dropped(server_and_driver: tuple[Server, str]) -> None:
     server, driver = server_and_driver
     with server.database() as url:

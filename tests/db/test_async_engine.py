@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool, StaticPool
+from sqlalchemy.pool import AsyncAdaptedQueuePool, StaticPool
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, LoopBinding
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
@@ -50,27 +50,6 @@ def call(one: LoopBinding) -> bool:
 
 def test_engine_of_ours_serves_one_event_loop_after_the_other() -> None:
     one = binding(owns_engine=True)
-    assert [call(one) for _ in range(3)] == [True] * 3
-
-
-def test_engine_of_the_application_serves_a_single_event_loop() -> None:
-    one = binding(owns_engine=False)
-    call(one)
-    with pytest.raises(ConfigurationError, match="still holds connections of another event loop"):
-        call(one)
-
-
-@pytest.mark.parametrize("owns_engine", [True, False])
-def test_engine_without_a_pool_serves_one_event_loop_after_the_other(owns_engine: bool) -> None:
-    one = binding(owns_engine=owns_engine, engine=engine_without_a_server(poolclass=NullPool))
-    assert [call(one) for _ in range(3)] == [True] * 3
-
-
-@pytest.mark.parametrize("owns_engine", [True, False])
-def test_connections_that_need_no_loop_serve_one_event_loop_after_the_other(
-    owns_engine: bool,
-) -> None:
-    one = binding(owns_engine=owns_engine, connections_need_loop=False)
     assert [call(one) for _ in range(3)] == [True] * 3
 
 

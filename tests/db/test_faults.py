@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from functools import partial
 
 import pytest
 import sqlalchemy as sa
@@ -19,7 +18,6 @@ from adk_secure_sessions.db.protocol import (
 )
 from tests.db.support import (
     ALL,
-    INSERT,
     Kind,
     apply,
     insert,
@@ -28,7 +26,7 @@ from tests.db.support import (
     stored,
     update,
 )
-from tests.faults import FaultyExecutor, Point, lost, with_faults
+from tests.faults import FaultyExecutor, Point, lost
 
 
 @pytest.fixture
@@ -71,36 +69,6 @@ async def test_connection_lost_after_a_point_of_a_write_leaves_what_was_committe
     assert await stored(faulty) == ({1: b"new"} if committed else {})
 
 
-@pytest.mark.parametrize("point", [Point.WORK, Point.DEFINE], ids=lambda p: p.name)
-async def test_connection_lost_after_defined_work_leaves_it_if_it_was_committed(
-    faulty: FaultyExecutor, point: Point
-) -> None:
-    def work(connection: sa.Connection) -> None:
-        connection.execute(INSERT, {"id": 1, "value": b"x"})
-
-    faulty.after(point, lost())
-    with pytest.raises(Disconnected):
-        await faulty.define(work, commit=True)
-    assert await stored(faulty) == ({1: b"x"} if point is Point.DEFINE else {})
-
-
-async def test_error_around_a_read_is_raised_at_the_time_that_was_planned(
-    faulty: FaultyExecutor,
-) -> None:
-    faulty.before(Point.READ, lost(), nth=2)
-    assert await stored(faulty) == {}
-    with pytest.raises(Disconnected):
-        await stored(faulty)
-    assert await stored(faulty) == {}
-    faulty.after(Point.READ, Conflict(), nth=None)
-    for _ in range(3):
-        with pytest.raises(Conflict):
-            await stored(faulty)
-    faulty.forget()
-    assert await stored(faulty) == {}
-    assert faulty.counts[Point.READ] == 7
-
-
 async def test_plan_may_look_at_what_is_asked_and_at_the_answer(faulty: FaultyExecutor) -> None:
     def inserts_seven(step: object, _: object) -> bool:
         return isinstance(step, Apply) and step.changes[0].parameters["id"] == 7
@@ -117,30 +85,6 @@ async def test_plan_may_look_at_what_is_asked_and_at_the_answer(faulty: FaultyEx
     with pytest.raises(Conflict):
         await stored(faulty)
     assert (inserted.happened, found.happened) == (1, 1)
-
-
-async def test_function_is_called_in_order_between_the_steps(faulty: FaultyExecutor) -> None:
-    called: list[str] = []
-    for point in (Point.WRITE, Point.READ, Point.APPLY):
-        faulty.before(point, partial(called.append, f"before {point.name}"))
-        faulty.after(point, partial(called.append, f"after {point.name}"))
-
-    def transaction() -> Steps[str]:
-        yield Read(ALL, {})
-        called.append("between")
-        yield Apply([insert(1)])
-        return "done"
-
-    assert await faulty.write(transaction) == "done"
-    assert called == [
-        "before WRITE",
-        "before READ",
-        "after READ",
-        "between",
-        "before APPLY",
-        "after APPLY",
-        "after WRITE",
-    ]
 
 
 @on("asyncpg", "asyncpg-engine", "psycopg", "asyncmy")
@@ -168,36 +112,6 @@ async def test_another_process_changes_a_row_between_the_read_and_the_changes(
     assert threads != [threading.current_thread()]
 
 
-@on("sqlite", "aiosqlite-engine", "asyncpg", "psycopg", "asyncmy")
-async def test_another_process_reads_before_the_changes_are_committed_and_after(
-    faulty: FaultyExecutor, url: sa.URL
-) -> None:
-    found: list[dict[int, bytes]] = []
-
-    async def look() -> None:
-        executor = executors_for(url, None, None, None, {}).data
-        found.append(await stored(executor))
-        await executor.close()
-
-    faulty.before(Point.APPLY, look)
-    faulty.after(Point.WRITE, look)
-    await faulty.write(reading_then_applying(insert(1)))
-    assert found == [{}, {1: b"new"}]
-
-
-@on("sqlite", "asyncpg", "asyncmy")
-async def test_error_of_another_process_is_raised_where_it_happened(
-    faulty: FaultyExecutor,
-) -> None:
-    async def fail() -> None:
-        raise RuntimeError("another's")
-
-    for plan in (faulty.before, faulty.after):
-        plan(Point.APPLY, fail)
-        with pytest.raises(RuntimeError, match="another's"):
-            await apply(faulty, insert(1))
-
-
 @on("sqlite", "asyncpg", "asyncmy")
 async def test_caller_is_cancelled_at_a_point(faulty: FaultyExecutor) -> None:
     loop = asyncio.get_running_loop()
@@ -208,14 +122,3 @@ async def test_caller_is_cancelled_at_a_point(faulty: FaultyExecutor) -> None:
         await writing
     assert reported == [True]
     assert await stored(faulty) == {1: b"new"}
-
-
-@on("sqlite")
-async def test_faults_of_what_is_made(url: sa.URL) -> None:
-    made, faults = with_faults(lambda: executors_for(url, None, None, None, {}))
-    assert (faults.data, faults.keys) == (made.data, made.keys)
-    assert faults.data is faults.keys
-    keys = url.set(database=f"{url.database}.keys")
-    made, faults = with_faults(lambda: executors_for(url, None, keys, None, {}))
-    assert (faults.data, faults.keys) == (made.data, made.keys)
-    assert faults.data is not faults.keys

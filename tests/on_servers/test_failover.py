@@ -38,7 +38,7 @@ def servers() -> Iterator[Cluster]:
 @pytest.fixture(params=DRIVERS)
 def url(request: pytest.FixtureRequest, servers: Cluster) -> URL:
     """The database on both servers, as an application names it for writes."""
-    url = servers.primary.server.admin_url.set(drivername=f"postgresql+{request.param}")
+    url = servers.primary.admin_url.set(drivername=f"postgresql+{request.param}")
     return servers.multi_host(url)
 
 
