@@ -23,7 +23,14 @@ from adk_secure_sessions.formats.records import (
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring, new_key_id
-from adk_secure_sessions.storage.bindings import session_context, user_context, witness_context
+from adk_secure_sessions.storage.rows import (
+    SESSIONS,
+    USERS,
+    WITNESSES,
+    SessionRow,
+    UserRow,
+    WitnessRow,
+)
 from tests.attacks.support import Database
 from tests.attacks.world import VISIT
 
@@ -57,18 +64,20 @@ class ForgedKey:
             f"SELECT {columns} FROM secure_users WHERE id = :alice"
         )
         link = new_link()
-        context = user_context(VISIT.app_name, tag, row, app_row, version)
+        user = UserRow(row, app_row, tag, version, b"")
+        context = USERS.context((VISIT.app_name,), user)
         fields = OwnerFields(link, (self.row.id,), _JSON)
         state = self.seal(context, with_id(VISIT.user_id, join_owner(fields)))
         db.run("UPDATE secure_users SET state = :state WHERE id = :alice", state=state)
-        seal = self.seal(witness_context(VISIT.app_name, tag, version), link)
+        context = WITNESSES.context((VISIT.app_name,), WitnessRow(tag, version, b""))
+        seal = self.seal(context, link)
         db.run("UPDATE secure_witnesses SET seal = :seal WHERE tag = :tag", seal=seal, tag=tag)
 
     def replace_session(self, db: Database) -> None:
         """Replace the state of alice's session *VISIT*, but not its events."""
-        columns = "tag, id, user_row, revision, base_revision, created_at, updated_at, expires_at"
-        ((tag, *numbers),) = db.rows(f"SELECT {columns} FROM secure_sessions WHERE id = :visit")
-        context = session_context(VISIT.app_name, VISIT.user_id, tag, *numbers)
+        columns = ", ".join(SessionRow._fields)
+        (row,) = db.rows(f"SELECT {columns} FROM secure_sessions WHERE id = :visit")
+        context = SESSIONS.context((VISIT.app_name, VISIT.user_id), SessionRow(*row))
         fields = SessionFields(secrets.token_bytes(16), NO_LINK, _JSON)
         state = self.seal(context, with_id(VISIT.session_id, join_session(fields)))
         db.run("UPDATE secure_sessions SET state = :state WHERE id = :visit", state=state)

@@ -30,18 +30,11 @@ from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
-from adk_secure_sessions.storage import bindings, queries
-from adk_secure_sessions.storage.bindings import (
-    Attempt,
-    Identity,
-    KeySource,
-    Owner,
-    RowCache,
-    StoredSession,
-    identify,
-)
+from adk_secure_sessions.storage import queries, sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
+from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession, identify
 from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
 
 T = TypeVar("T")
@@ -213,15 +206,15 @@ def marks(ring: Keyring | None = None) -> list[MasterMark]:
 # --- rows ----------------------------------------------------------------------------------------
 
 # A row's kind, as the statements number them; test_queries.py compares that with a database.
-APP, USER, WITNESS, KEY, MASTER_MARK, SESSION, SNAPSHOT, EVENT = range(8)
+APP, USER, WITNESS, SESSION, SNAPSHOT, EVENT, KEY, MASTER_MARK = range(8)
 # The positions of values in a row: the numbers begin at 1, the blobs here.
-BLOB, SECOND_BLOB = 9, 10
+BLOB, SECOND_BLOB, THIRD_BLOB = 9, 10, 11
 WHO = identify(INDEX, "clinic", "alice", "visit")
 
 
 def raw(kind: int, numbers: Sequence[object], *blobs: object) -> RawRow:
-    """A row as the driver returns it: its kind, eight numbers, two blobs."""
-    return (kind, *numbers, *[0] * (8 - len(numbers)), *blobs, *[None] * (2 - len(blobs)))
+    """A row as the driver returns it: its kind, eight numbers, three blobs."""
+    return (kind, *numbers, *[0] * (8 - len(numbers)), *blobs, *[None] * (3 - len(blobs)))
 
 
 def key_row(row: DataKeyRow) -> RawRow:
@@ -277,7 +270,7 @@ class Stored:
             b"",
         )  # fmt: skip
         sealing = self.attempt(keys=staged)
-        self.session = session._replace(sealed=bindings.seal_session(sealing, session))
+        self.session = sealed_rows.seal_session(sealing, session)
         self._rows = self._made(sealing)
 
     def another_copy(
@@ -371,11 +364,9 @@ class Stored:
 
     def _made(self, attempt: Attempt) -> list[RawRow]:
         app, user, session = self.app, self.user, self.session
-        name, sealed_app = encode_text(WHO.app_name), bindings.seal_app(attempt, app)
-        sealed_user = bindings.seal_user(attempt, user)
         rows = [
-            raw(APP, [app.id, app.version], name, sealed_app),
-            raw(USER, [user.id, user.app_row, user.version], user.tag, sealed_user),
+            owner_row(attempt, app),
+            owner_row(attempt, user),
             witness_row(attempt, app.tag, app.tag, app.version, app.link),
             witness_row(attempt, user.tag, user.tag, user.version, user.link),
             witness_row(attempt, user.tag, session.tag, session.id, b""),
@@ -383,16 +374,25 @@ class Stored:
         ]
         if session.base_revision != NO_SNAPSHOT:
             assert session.snapshot is not None
-            sealed = bindings.seal_snapshot(
-                attempt, session.id, session.base_revision, session.snapshot_link, session.snapshot
-            )
-            rows.append(raw(SNAPSHOT, [session.id, session.base_revision], sealed))
+            rows.append(snapshot_row(attempt, session))
         previous = NO_LINK
         for seq, link in enumerate(self.links):
             before = session._replace(head=previous)
             rows.append(event_row(attempt, before, seq, link, b"event %d" % seq))
             previous = link
         return rows
+
+
+def owner_row(attempt: Attempt, owner: Owner) -> RawRow:
+    state = sealed_rows.seal_owner(attempt, owner).state
+    if owner.is_user:
+        return raw(USER, [owner.id, owner.app_row, owner.version], owner.tag, state)
+    return raw(APP, [owner.id, owner.version], owner.tag, encode_text(WHO.app_name), state)
+
+
+def snapshot_row(attempt: Attempt, session: StoredSession) -> RawRow:
+    sealed = sealed_rows.seal_snapshot(attempt, session).state
+    return raw(SNAPSHOT, [session.id, session.base_revision], sealed)
 
 
 def session_row(session: StoredSession) -> RawRow:
@@ -402,12 +402,14 @@ def session_row(session: StoredSession) -> RawRow:
 
 
 def witness_row(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> RawRow:
-    return raw(WITNESS, (number,), tag, bindings.seal_witness(attempt, owner, tag, number, link))
+    seal = sealed_rows.seal_witness(attempt, owner, tag, number, link).seal
+    return raw(WITNESS, (number,), tag, seal)
 
 
 def event_row(
     attempt: Attempt, session: StoredSession, seq: int, link: bytes, plaintext: bytes
 ) -> RawRow:
     """The row of an event with *link*, at time 100 + *seq*, that follows the head of *session*."""
-    sealed = bindings.seal_event(attempt, session, seq, 100 + seq, link, plaintext)
-    return raw(EVENT, [seq, 100 + seq], sealed)
+    new = [(plaintext, 100 + seq)]
+    (row,) = sealed_rows.seal_events(attempt, session.id, seq, new, [link], session.head)
+    return raw(EVENT, [seq, 100 + seq], row.event)

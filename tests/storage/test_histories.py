@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.storage.bindings import RowCache
+from adk_secure_sessions.storage.attempts import RowCache
 from adk_secure_sessions.storage.histories import History, HistoryCache, size_of_event
 from adk_secure_sessions.storage.reads import GetSession
 from tests.storage.support import (

@@ -15,15 +15,17 @@ from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import schema
 from adk_secure_sessions.storage.queries import (
-    AppRow,
     Found,
+    chunks,
+    is_one_of,
+    numbered,
+)
+from adk_secure_sessions.storage.rows import (
+    AppRow,
     SessionRow,
     SnapshotRow,
     UserRow,
     WitnessRow,
-    chunks,
-    is_one_of,
-    numbered,
 )
 from tests.storage.support import (
     APP,
@@ -42,7 +44,7 @@ from tests.storage.support import (
 # --- typed rows ----------------------------------------------------------------------------------
 
 ONE_OF_EACH = [
-    raw(APP, [1, 2], b"name", b"state"),
+    raw(APP, [1, 2], b"tag", b"name", b"state"),
     raw(USER, [3, 4, 5], b"tag", b"state"),
     raw(WITNESS, [6], b"tag", b"seal"),
     raw(KEY, [7, 8, 9, 10], b"owner", b"wrapped"),
@@ -55,7 +57,7 @@ ONE_OF_EACH = [
 
 def test_row_of_each_kind_becomes_a_typed_one() -> None:
     found = Found(ONE_OF_EACH)
-    assert found.app == AppRow(id=1, version=2, name=b"name", state=b"state")
+    assert found.app == AppRow(id=1, tag=b"tag", app_name=b"name", version=2, state=b"state")
     assert found.user == UserRow(id=3, app_row=4, version=5, tag=b"tag", state=b"state")
     assert found.witnesses == {b"tag": WitnessRow(number=6, tag=b"tag", seal=b"seal")}
     assert found.data_keys == [
@@ -65,8 +67,9 @@ def test_row_of_each_kind_becomes_a_typed_one() -> None:
     ]
     assert found.session == SessionRow(
         id=11, user_row=12, revision=13, base_revision=14, created_at=15, updated_at=16,
-        expires_at=17, last_seq=24, tag=b"tag", state=b"state",
+        expires_at=17, tag=b"tag", state=b"state",
     )  # fmt: skip
+    assert found.last_seqs == {11: 24}
     assert found.masters == [MasterMark(id=22, created_at=23, wrapped=b"wrapped")]
     assert found.snapshots == {18: SnapshotRow(session_row=18, revision=19, state=b"state")}
     (event,) = found.events
@@ -185,9 +188,10 @@ def found(connection: sa.Connection, query: sa.Executable, **more: object) -> Fo
 
 def test_statement_returns_the_rows_of_one_session_and_nobody_elses(filled: sa.Connection) -> None:
     rows = found(filled, sql.SESSION_WITH_ALL_EVENTS[True])
-    assert rows.app == AppRow(1, 4, b"clinic", b"app")
-    assert rows.users == [UserRow(2, 1, 5, WHO.user_tag, b"user")]
-    assert rows.sessions == [SessionRow(3, 2, 1, -1, 50, 60, 65, 2, WHO.session_tag, b"session")]
+    assert rows.app == AppRow(**APP_COLUMNS)
+    assert rows.users == [UserRow(**USER_COLUMNS)]
+    assert rows.sessions == [SessionRow(**SESSION_COLUMNS)]
+    assert rows.last_seqs == {3: 2}
     assert rows.snapshots == {3: SnapshotRow(3, 0, b"snapshot")}
     assert rows.data_keys == [DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")]
     assert rows.masters == [MARK]
@@ -231,9 +235,7 @@ def test_last_events_are_counted_from_the_revision(
 
 def test_session_without_events_has_the_last_sequence_minus_one(filled: sa.Connection) -> None:
     filled.execute(sa.delete(schema.events))
-    session = found(filled, sql.SESSION_WITHOUT_EVENTS[False]).session
-    assert session is not None
-    assert session.last_seq == -1
+    assert found(filled, sql.SESSION_WITHOUT_EVENTS[False]).last_seqs == {3: -1}
 
 
 @pytest.mark.parametrize("forms", [sql.SESSIONS_OF_USER, sql.SESSIONS_OF_APP])

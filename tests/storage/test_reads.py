@@ -10,19 +10,21 @@ from adk_secure_sessions.db.protocol import Read
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.records import NO_LINK
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings
-from adk_secure_sessions.storage.bindings import Attempt, identify
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.reads import (
     GetSession,
     GetUserState,
     ListAppSessions,
     ListUserSessions,
 )
+from adk_secure_sessions.storage.rows import identify
 from tests.storage.support import (
     APP,
     BLOB,
     EVENT,
     INDEX,
+    SECOND_BLOB,
     SESSION,
     USER,
     WHO,
@@ -31,7 +33,7 @@ from tests.storage.support import (
     key_rows,
     marks,
     one_database,
-    raw,
+    owner_row,
     session_row,
     two_databases,
     witness_row,
@@ -189,7 +191,7 @@ def another_session(stored: Stored, attempt: Attempt, number: int) -> list[RawRo
     session = stored.session._replace(
         id=number, tag=who.session_tag, session_id=who.session_id, revision=0, head=NO_LINK
     )
-    session = session._replace(sealed=bindings.seal_session(attempt._replace(who=who), session))
+    session = sealed_rows.seal_session(attempt._replace(who=who), session)
     witness = witness_row(attempt, WHO.user_tag, who.session_tag, number, b"")
     return [session_row(session), witness]
 
@@ -211,7 +213,11 @@ async def test_listing_has_every_session(operation: Any) -> None:
 
 
 def damaged(rows: list[RawRow], kind: int, row: int) -> list[RawRow]:
-    return [(*one[:-1], one[-1][:-1]) if one[0] == kind and one[1] == row else one for one in rows]
+    at = SECOND_BLOB
+    return [
+        (*one[:at], one[at][:-1], *one[at + 1 :]) if one[0] == kind and one[1] == row else one
+        for one in rows
+    ]
 
 
 @pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
@@ -315,8 +321,7 @@ async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None
 async def test_user_of_another_app_is_not_listed() -> None:
     stored = Stored()
     moved = stored.user._replace(app_row=99)
-    sealed = bindings.seal_user(stored.sealing(), moved)
-    rows = [*stored.rows(without=[USER, EVENT]), raw(USER, [2, 99, 7], WHO.user_tag, sealed)]
+    rows = [*stored.rows(without=[USER, EVENT]), owner_row(stored.sealing(), moved)]
     executors, _ = one_database(rows)
     with pytest.raises(TamperedError, match="its app's row was removed"):
         await ListAppSessions(WHO, skip=False).attempt(stored.attempt(), executors)

@@ -6,8 +6,8 @@ import pytest
 
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.lru import Caches
-from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.reads import GetSession
+from adk_secure_sessions.storage.rows import StoredSession
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     AppendEvent,

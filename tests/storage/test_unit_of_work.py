@@ -30,7 +30,7 @@ from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.lru import Caches
-from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey
+from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
     OpenKeyring,

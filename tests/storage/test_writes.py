@@ -13,15 +13,18 @@ from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import NO_LINK, split_link, unpack
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings
-from adk_secure_sessions.storage.bindings import (
-    Attempt,
-    KeySource,
-    NeedsDataKey,
-    RowCache,
-)
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey, RowCache
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
+from adk_secure_sessions.storage.rows import (
+    EVENTS,
+    SESSIONS,
+    SNAPSHOTS,
+    EventRow,
+    SessionRow,
+    SnapshotRow,
+)
 from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
 from adk_secure_sessions.storage.writes import (
     OVERLAY_LIMIT,
@@ -53,6 +56,7 @@ from tests.storage.support import (
     key_rows,
     keyring,
     marks,
+    owner_row,
     raw,
     request,
     result_of,
@@ -135,7 +139,8 @@ def test_append_stores_the_event_bound_to_its_place_in_the_history() -> None:
     row = change_in(next(steps), "INSERT_EVENT").parameters
     assert (row["session_row"], row["seq"], row["time"]) == (3, 2, 500)
     record: Any = row["event"]
-    plaintext = attempt.keys.open(WHO.user_tag, bindings.event_context(WHO, 3, 2, 500), record)
+    context = EVENTS.context(WHO.ids, EventRow(3, 2, 500, record))
+    plaintext = attempt.keys.open(WHO.user_tag, context, record)
     head = result_of(steps, True).head
     assert plaintext == head + stored.session.head + b"the event"
     assert head not in (NO_LINK, stored.session.head)
@@ -143,8 +148,7 @@ def test_append_stores_the_event_bound_to_its_place_in_the_history() -> None:
 
 def test_append_to_a_known_session_that_has_changed_reads_it() -> None:
     stored = Stored(events=2)
-    older = bindings.seal_session(stored.sealing(), stored.session)
-    known = stored.session._replace(sealed=older)
+    known = sealed_rows.seal_session(stored.sealing(), stored.session)
     steps = steps_of(append(stored), stored.knowing_session(known))
     assert request(next(steps)) == "apply UPDATE_SESSION, INSERT_EVENT"
     assert request(steps.send(False)) == READ_LAST
@@ -333,7 +337,8 @@ def test_first_snapshot_holds_the_whole_state_under_an_empty_overlay() -> None:
     row = change_in(step, "INSERT_SNAPSHOT").parameters
     assert (row["session_row"], row["revision"]) == (3, 3)
     sealed: Any = row["state"]
-    snapshot = attempt.keys.open(WHO.user_tag, bindings.snapshot_context(WHO, 3, 3), sealed)
+    context = SNAPSHOTS.context(WHO.ids, SnapshotRow(3, 3, sealed))
+    snapshot = attempt.keys.open(WHO.user_tag, context, sealed)
     session = result_of(steps, True)
     link, state = split_link(snapshot)
     assert loads(state) == {"s": 1} | FULL
@@ -352,7 +357,8 @@ def test_next_snapshot_replaces_the_one_before() -> None:
     row = change_in(step, "UPDATE_SNAPSHOT").parameters
     assert (row["at_id"], row["at_revision"], row["revision"]) == (3, 0, 3)
     sealed: Any = row["state"]
-    snapshot = attempt.keys.open(WHO.user_tag, bindings.snapshot_context(WHO, 3, 3), sealed)
+    context = SNAPSHOTS.context(WHO.ids, SnapshotRow(3, 3, sealed))
+    snapshot = attempt.keys.open(WHO.user_tag, context, sealed)
     link, state = split_link(snapshot)
     assert loads(state) == {"old": 1, "s": 1} | FULL
     assert link == result_of(steps, True).snapshot_link != stored.session.snapshot_link
@@ -399,9 +405,9 @@ def test_created_rows_open_again() -> None:
     step = steps.send([])
     assert isinstance(step, Apply)
     row = change_in(step, "INSERT_SESSION").parameters
-    numbers: list[Any] = [row[name] for name in ("id", "user_row", "revision", "base_revision")]
-    numbers += [500, 500, NEVER]
-    context = bindings.session_context("clinic", "alice", WHO.session_tag, *numbers)
+    values: Any = row
+    assert (row["created_at"], row["updated_at"], row["expires_at"]) == (500, 500, NEVER)
+    context = SESSIONS.context(("clinic", "alice"), SessionRow(**values))
     record: Any = row["state"]
     assert attempt.keys.open(WHO.user_tag, context, record).endswith(b'{"s":1}')
 
@@ -435,8 +441,8 @@ def remembering(stored: Stored) -> Attempt:
     """An attempt of a process that has opened the app's and the user's rows before."""
     cache = RowCache(10)
     found = Found(owners_only(stored))
-    bindings.open_app(stored.attempt(cache=cache), found)
-    bindings.open_user(stored.attempt(cache=cache), found)
+    sealed_rows.open_app(stored.attempt(cache=cache), found)
+    sealed_rows.open_user(stored.attempt(cache=cache), found)
     return stored.knowing(cache)
 
 
@@ -525,9 +531,8 @@ def test_user_of_another_apps_row_gets_no_session() -> None:
     """An attacker who can write may have changed which row the app's name leads to."""
     stored = Stored()
     moved = stored.user._replace(app_row=99)
-    sealed = bindings.seal_user(stored.sealing(), moved)
     rows = [row for row in owners_only(stored) if row[0] != USER]
-    rows.append(raw(USER, [2, 99, 7], WHO.user_tag, sealed))
+    rows.append(owner_row(stored.sealing(), moved))
     steps = steps_of(create(), reading(stored))
     next(steps)
     with pytest.raises(TamperedError, match="another app's row") as rejected:
@@ -626,7 +631,7 @@ def test_row_of_the_owner_names_the_new_key_and_keeps_those_of_other_backends() 
         raw(USER, numbers, WHO.user_tag, row["state"]),
         raw(WITNESS, [witness["number"]], WHO.user_tag, witness["seal"]),
     ]
-    user = bindings.open_user(attempt, Found(rows))
+    user = sealed_rows.open_user(attempt, Found(rows))
     assert user is not None
     assert user.key_ids == (made, stored.key_rows[1].id)
     assert (user.version, user.state) == (8, stored.user.state)
@@ -639,7 +644,7 @@ def test_key_that_is_older_than_a_records_is_locked_while_it_encrypts() -> None:
     ours, keys = first.key_rows, other_backends(first)
     theirs = keys.new(WHO.user_tag)
     stored = first.another_copy(more_key_ids=(theirs.id,))
-    resealed = bindings.seal_session(stored.attempt(keys=keys), stored.session)
+    resealed = sealed_rows.seal_session(stored.attempt(keys=keys), stored.session).sealed
     rows = [row for row in stored.replaced(SESSION, SECOND_BLOB, resealed) if row[0] != EVENT]
     last = stored.rows(last=1)[-1]
     attempt = stored.attempt(keys=StagedKeys(stored.keys))
@@ -654,9 +659,7 @@ def test_known_session_under_a_newer_key_is_read_with_its_keys_before_it_is_writ
     stored = Stored()
     keys = stored.read_keys()
     keys.new(WHO.user_tag)
-    newer = stored.session._replace(
-        sealed=bindings.seal_session(stored.attempt(keys=keys), stored.session)
-    )
+    newer = sealed_rows.seal_session(stored.attempt(keys=keys), stored.session)
     steps = steps_of(append(stored), stored.knowing_session(newer))
     assert request(next(steps)) == READ_LAST
 
@@ -694,7 +697,7 @@ def test_key_that_the_row_does_not_name_encrypts_nothing_from_the_cache_either()
     planted = stored.read_keys().new(WHO.user_tag)
     keys = StagedKeys(stored.keys)
     keys.load([*stored.key_rows, planted], marks())
-    bindings.open_user(stored.attempt(keys=keys), stored.found())
+    sealed_rows.open_user(stored.attempt(keys=keys), stored.found())
     keys.publish()
     attempt = stored.knowing_session()._replace(keys=StagedKeys(stored.keys))
     step = next(steps_of(append(stored), attempt))
@@ -708,7 +711,7 @@ def test_append_that_reads_is_rejected_where_the_session_row_is_of_another_copy(
     rows = stored.with_rows_of(stored.another_copy(), SESSION)
     cache = RowCache(10)
     found = Found(rows)
-    bindings.open_session(stored.knowing(cache), found, stored.user)  # a read without events
+    sealed_rows.open_session(stored.knowing(cache), found, stored.user)  # a read without events
     steps = steps_of(append(stored), stored.knowing(cache))
     assert request(next(steps)) == READ_LAST
     with pytest.raises(TamperedError, match="another copy of the database"):
@@ -735,11 +738,11 @@ def named_by(stored: Stored, step: Any, whose: str, keys: StagedKeys) -> tuple[i
     witness = change_in(step, "UPDATE_WITNESS").parameters
     rows = [raw(WITNESS, [witness["number"]], WHOSE[whose][1], witness["seal"])]
     if whose == "app":
-        rows.append(raw(APP, [1, row["version"]], b"clinic", row["state"]))
-        owner = bindings.open_app(stored.attempt(keys=keys), Found(rows))
+        rows.append(raw(APP, [1, row["version"]], WHO.app_tag, b"clinic", row["state"]))
+        owner = sealed_rows.open_app(stored.attempt(keys=keys), Found(rows))
     else:
         rows.append(raw(USER, [2, 1, row["version"]], WHO.user_tag, row["state"]))
-        owner = bindings.open_user(stored.attempt(keys=keys), Found(rows))
+        owner = sealed_rows.open_user(stored.attempt(keys=keys), Found(rows))
     assert owner is not None
     return owner.key_ids
 

@@ -31,7 +31,11 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.pages import first_rows
-from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.queries import (
+    chunks,
+    is_one_of,
+    numbered,
+)
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import AUDIT
 

@@ -53,7 +53,10 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark
 from adk_secure_sessions.storage.pages import first_rows, spans
-from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
+from adk_secure_sessions.storage.queries import (
+    DATA_KEYS,
+    MASTER_KEYS,
+)
 from adk_secure_sessions.storage.schema import (
     KEY_TABLES,
     audit_records,

@@ -21,9 +21,13 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import app_name_of
-from adk_secure_sessions.storage.bindings import Owner
-from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.queries import (
+    chunks,
+    is_one_of,
+    numbered,
+)
 from adk_secure_sessions.storage.reads import CheckApp, CheckUser, Headers
+from adk_secure_sessions.storage.rows import Owner
 from adk_secure_sessions.storage.schema import apps, users
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 

@@ -22,27 +22,25 @@ from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.owners import header_of
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.maintenance.walk import SessionColumns
-from adk_secure_sessions.storage.bindings import (
-    Identity,
-    app_context,
-    event_context,
-    naming,
-    session_context,
-    snapshot_context,
-    user_context,
-    witness_context,
-)
 from adk_secure_sessions.storage.pages import Span, grouped, pages
-from adk_secure_sessions.storage.queries import UserRow
+from adk_secure_sessions.storage.rows import (
+    APPS,
+    EVENTS,
+    SESSIONS,
+    SNAPSHOTS,
+    USERS,
+    WITNESSES,
+    EventRow,
+    SealedColumn,
+    SessionRow,
+    SnapshotRow,
+    naming,
+)
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
-    bases,
-    events,
     sessions,
     users,
-    witnesses,
 )
 
 R = TypeVar("R", bound=tuple[Any, ...])
@@ -58,42 +56,15 @@ _SIZES = 1000  # how many pairs (primary key, length of the record) one statemen
 # --- records and their contexts ------------------------------------------------------------------
 
 
-class RecordColumn(NamedTuple):
-    """A column that contains records.
-
-    Attributes:
-        table: The table that has the column.
-        value: The column.
-        key: The columns of the table's primary key.
-        version: A column that changes with every write of a row; None for events.  Services never
-            change an event, but may replace an item of a collection.  If a service replaces an
-            item during a rotation, the header of the item's record changes: the service reads the
-            user's row first, and so encrypts with the new data key.  `_swap` compares headers.
-    """
-
-    table: sa.Table
-    value: sa.Column[Any]
-    key: tuple[sa.Column[Any], ...]
-    version: sa.Column[Any] | None
-
-
-APPS = RecordColumn(apps, apps.c.state, (apps.c.id,), apps.c.version)
-USERS = RecordColumn(users, users.c.state, (users.c.id,), users.c.version)
-SESSIONS = RecordColumn(sessions, sessions.c.state, (sessions.c.id,), sessions.c.revision)
-SNAPSHOTS = RecordColumn(bases, bases.c.state, (bases.c.session_row,), bases.c.revision)
-EVENTS = RecordColumn(events, events.c.event, (events.c.session_row, events.c.seq), None)
-WITNESSES = RecordColumn(witnesses, witnesses.c.seal, (witnesses.c.tag,), witnesses.c.number)
-
-
 class Record(NamedTuple):
     """A stored record, still encrypted.
 
     *key* is the primary key of the row.  *version* is the value of the row's version column
-    (`RecordColumn.version`), or 0 for an event.  *context* is a function that returns the record's
+    (`SealedColumn.version`), or 0 for an event.  *context* is a function that returns the record's
     context, or raises DecryptionError.  *stored* are the bytes of the record.
     """
 
-    column: RecordColumn
+    column: SealedColumn[Any]
     key: Key
     version: int
     context: Callable[[], bytes]
@@ -141,13 +112,13 @@ async def read_app(
     Raises:
         DecryptionError: The app's row cannot be decrypted.
     """
-    rows = await _read(db, APPS, [(row_id,)], AppColumns)
+    rows = await _read(db, APPS, [(row_id,)])
     if not rows:
         return None
     row = rows[0]
     with naming(apps.name, row_id):
         app_name = decode_text(row.app_name)
-        context = app_context(app_name, row.tag, row_id, row.version)
+        context = APPS.context((app_name,), row)
         fields = split_owner(keys.open(row.tag, context, row.state))
     keys.adopt(row.tag, fields.key_ids)
     owner = OwnerIds(row.tag, row_id, app_name, None)
@@ -166,12 +137,12 @@ async def read_user(
     Raises:
         DecryptionError: The user's row cannot be decrypted.
     """
-    rows = await _read(db, USERS, [(row_id,)], UserRow)
+    rows = await _read(db, USERS, [(row_id,)])
     if not rows:
         return None
     row = rows[0]
     with naming(users.name, row_id):
-        context = user_context(app_name, row.tag, row_id, row.app_row, row.version)
+        context = USERS.context((app_name,), row)
         user_id, rest = split_id(keys.open(row.tag, context, row.state))
         fields = split_owner(rest)
     keys.adopt(row.tag, fields.key_ids)
@@ -188,7 +159,7 @@ async def session_batches(
     Sessions that cannot be decrypted are added to *problems* instead.
     """
     query, size = _OF_USER, db.limits.rows
-    walk = pages(db.read, query, sessions.c.id, size, SessionColumns, user_row=owner.row)
+    walk = pages(db.read, query, sessions.c.id, size, SessionRow, user_row=owner.row)
     async for rows in walk:
         ids, records, tags = {}, [], []
         for row in rows:
@@ -215,7 +186,7 @@ async def snapshot_batches(
     header are skipped.
     """
     async for keys in _keys_of_others(db, SNAPSHOTS, owner, batch, current):
-        rows = await _read(db, SNAPSHOTS, keys, SnapshotColumns)
+        rows = await _read(db, SNAPSHOTS, keys)
         yield [_snapshot_record(owner, batch, row) for row in rows]
 
 
@@ -228,38 +199,11 @@ async def event_batches(
     are skipped.
     """
     async for keys in _keys_of_others(db, EVENTS, owner, batch, current):
-        rows = await _read(db, EVENTS, keys, EventColumns)
+        rows = await _read(db, EVENTS, keys)
         yield [_event_record(owner, batch, row) for row in rows]
 
 
-class AppColumns(NamedTuple):
-    id: int
-    tag: bytes
-    version: int
-    state: bytes
-    app_name: bytes
-
-
-class SnapshotColumns(NamedTuple):
-    session_row: int
-    revision: int
-    state: bytes
-
-
-class EventColumns(NamedTuple):
-    session_row: int
-    seq: int
-    time: int
-    event: bytes
-
-
-class WitnessColumns(NamedTuple):
-    tag: bytes
-    number: int
-    seal: bytes
-
-
-def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionColumns) -> tuple[str, Record]:
+def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionRow) -> tuple[str, Record]:
     """Decrypt the session in *row*, and return its id and its record.
 
     Raises:
@@ -267,38 +211,32 @@ def _session_record(keys: StagedKeys, owner: OwnerIds, row: SessionColumns) -> t
     """
     assert owner.user_id is not None
     with naming(sessions.name, row.id):
-        context = session_context(owner.app_name, owner.user_id, row.tag, *row.numbers)
+        context = SESSIONS.context((owner.app_name, owner.user_id), row)
         session_id, _ = split_id(keys.open(owner.tag, context, row.state))
     return session_id, Record(SESSIONS, (row.id,), row.revision, lambda: context, row.state)
 
 
-def _snapshot_record(owner: OwnerIds, batch: SessionBatch, row: SnapshotColumns) -> Record:
-    who = _identity(owner, batch.sessions[row.session_row])
-    context = partial(snapshot_context, who, row.session_row, row.revision)
+def _snapshot_record(owner: OwnerIds, batch: SessionBatch, row: SnapshotRow) -> Record:
+    context = partial(SNAPSHOTS.context, _ids(owner, batch.sessions[row.session_row]), row)
     return Record(SNAPSHOTS, (row.session_row,), row.revision, context, row.state)
 
 
-def _event_record(owner: OwnerIds, batch: SessionBatch, row: EventColumns) -> Record:
-    who = _identity(owner, batch.sessions[row.session_row])
-    context = partial(event_context, who, row.session_row, row.seq, row.time)
+def _event_record(owner: OwnerIds, batch: SessionBatch, row: EventRow) -> Record:
+    context = partial(EVENTS.context, _ids(owner, batch.sessions[row.session_row]), row)
     return Record(EVENTS, (row.session_row, row.seq), 0, context, row.event)
 
 
 async def _witness_records(db: Database, app_name: str, tags: Iterable[bytes]) -> list[Record]:
     records = []
-    for row in await _read(db, WITNESSES, [(tag,) for tag in tags], WitnessColumns):
-        context = partial(witness_context, app_name, row.tag, row.number)
+    for row in await _read(db, WITNESSES, [(tag,) for tag in tags]):
+        context = partial(WITNESSES.context, (app_name,), row)
         records.append(Record(WITNESSES, (row.tag,), row.number, context, row.seal))
     return records
 
 
-def _identity(owner: OwnerIds, session_id: str) -> Identity:
-    """Return the ids for the contexts of events and snapshots.
-
-    These contexts contain no tag, so the tags of the app and the session are left empty.
-    """
+def _ids(owner: OwnerIds, session_id: str) -> tuple[str, str, str]:
     assert owner.user_id is not None
-    return Identity(owner.app_name, owner.user_id, session_id, b"", owner.tag, b"")
+    return owner.app_name, owner.user_id, session_id
 
 
 # --- re-encrypting -------------------------------------------------------------------------------
@@ -402,7 +340,7 @@ def _key_id(stored: object) -> int | None:
 
 
 async def _keys_of_others(
-    db: Database, column: RecordColumn, owner: OwnerIds, batch: SessionBatch, current: bytes
+    db: Database, column: SealedColumn[Any], owner: OwnerIds, batch: SessionBatch, current: bytes
 ) -> AsyncIterator[list[Key]]:
     """Yield groups of primary keys of the records in *batch* whose header is not *current*."""
     parameters = {**batch.span.parameters, "user_row": owner.row, "current": current}
@@ -417,17 +355,14 @@ def _sized(*row: Any) -> tuple[Key, int]:
     return tuple(key), size
 
 
-async def _read(db: Database, column: RecordColumn, keys: Sequence[Key], row: type[R]) -> list[R]:
-    """Return the rows with the primary keys *keys*, as named tuples of the class *row*.
-
-    The names of the fields are the names of the columns.
-    """
-    columns = tuple(column.table.c[name] for name in row._fields)  # type: ignore[attr-defined]
-    return [row(*values) for values in await _select(db, column, keys, columns)]
+async def _read(db: Database, column: SealedColumn[R], keys: Sequence[Key]) -> list[R]:
+    """Return the rows with the primary keys *keys*."""
+    columns = tuple(column.table.c)
+    return [column.row(*values) for values in await _select(db, column, keys, columns)]
 
 
 async def _select(
-    db: Database, column: RecordColumn, keys: Sequence[Key], of: tuple[sa.Column[Any], ...]
+    db: Database, column: SealedColumn[Any], keys: Sequence[Key], of: tuple[sa.Column[Any], ...]
 ) -> list[Row]:
     rows: list[Row] = []
     for start in range(0, len(keys), _RECORDS):
@@ -444,7 +379,7 @@ async def _select(
 
 
 @functools.cache
-def _by_keys(column: RecordColumn, of: tuple[sa.Column[Any], ...]) -> sa.Select[Any]:
+def _by_keys(column: SealedColumn[Any], of: tuple[sa.Column[Any], ...]) -> sa.Select[Any]:
     wanted = [
         sa.and_(
             *(
@@ -457,13 +392,11 @@ def _by_keys(column: RecordColumn, of: tuple[sa.Column[Any], ...]) -> sa.Select[
     return sa.select(*of).where(sa.or_(*wanted))
 
 
-_OF_USER = sa.select(*(sessions.c[name] for name in SessionColumns._fields)).where(
-    sessions.c.user_row == sa.bindparam("user_row")
-)
+_OF_USER = sa.select(*sessions.c).where(sessions.c.user_row == sa.bindparam("user_row"))
 
 
 @functools.cache
-def _others(column: RecordColumn) -> sa.Select[Any]:
+def _others(column: SealedColumn[Any]) -> sa.Select[Any]:
     """Select the primary keys and lengths of a user's records whose header is not `current`."""
     return (
         sa.select(*column.key, sa.func.length(column.value))
@@ -488,7 +421,7 @@ def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> 
 
 
 @functools.cache
-def _swap(column: RecordColumn) -> sa.Update:
+def _swap(column: SealedColumn[Any]) -> sa.Update:
     """Return the UPDATE that replaces a record if the record has not changed since it was read.
 
     The statement compares the row's version and the record's header.  Every write of a row changes

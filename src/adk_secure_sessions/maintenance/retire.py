@@ -27,7 +27,10 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import located_sessions, sessions_of
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.pages import pages
-from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
+from adk_secure_sessions.storage.queries import (
+    DATA_KEYS,
+    MASTER_KEYS,
+)
 from adk_secure_sessions.storage.reads import CheckSession, Headers
 from adk_secure_sessions.storage.schema import (
     apps,

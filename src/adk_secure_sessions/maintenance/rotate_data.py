@@ -27,7 +27,7 @@ from adk_secure_sessions.maintenance.records import (
 from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.maintenance.walk import OwnerTag, app_name_of, owner_tags
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.bindings import naming
+from adk_secure_sessions.storage.rows import naming
 from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
 from adk_secure_sessions.storage.writes import RenewKey
 

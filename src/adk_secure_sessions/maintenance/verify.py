@@ -31,13 +31,18 @@ from adk_secure_sessions.maintenance.walk import (
     read_tagged_user,
 )
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.bindings import Identity, StoredSession, naming
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.search_index import IndexState
 from adk_secure_sessions.storage.features.searches import CheckIndexed
 from adk_secure_sessions.storage.pages import pages, spans
-from adk_secure_sessions.storage.queries import DATA_KEYS, MigratedRow, chunks, is_one_of, numbered
+from adk_secure_sessions.storage.queries import (
+    DATA_KEYS,
+    chunks,
+    is_one_of,
+    numbered,
+)
 from adk_secure_sessions.storage.reads import CheckApp, CheckLocatedSession
+from adk_secure_sessions.storage.rows import Identity, MigratedRow, StoredSession, naming
 from adk_secure_sessions.storage.schema import (
     apps,
     bases,

@@ -11,16 +11,22 @@ from adk_secure_sessions.formats.records import binary, decode_text, split_id
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.storage.bindings import (
-    Owner,
-    StoredSession,
-    naming,
-    session_context,
-    user_context,
-)
 from adk_secure_sessions.storage.pages import pages
-from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.queries import (
+    chunks,
+    is_one_of,
+    numbered,
+)
 from adk_secure_sessions.storage.reads import CheckUser
+from adk_secure_sessions.storage.rows import (
+    SESSIONS,
+    USERS,
+    Owner,
+    SessionRow,
+    StoredSession,
+    UserRow,
+    naming,
+)
 from adk_secure_sessions.storage.schema import COLLECTION, apps, sessions, users
 
 
@@ -46,7 +52,7 @@ class LocatedSession(NamedTuple):
     tag: bytes
     ids: SessionIds | None
     error: Exception | None = None
-    columns: "SessionColumns | None" = None
+    columns: SessionRow | None = None
 
     def known_ids(self) -> SessionIds:
         """Return the ids, or raise the error that decrypting them raised."""
@@ -54,25 +60,6 @@ class LocatedSession(NamedTuple):
             assert self.error is not None
             raise self.error
         return self.ids
-
-
-class SessionColumns(NamedTuple):
-    """The columns of a row of `secure_sessions`; the record in *state* is still encrypted."""
-
-    id: int
-    user_row: int
-    revision: int
-    base_revision: int
-    created_at: int
-    updated_at: int
-    expires_at: int
-    tag: bytes
-    state: bytes
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The integer columns, in the order in which `session_context` takes them."""
-        return self[:7]
 
 
 class Due(NamedTuple):
@@ -110,7 +97,7 @@ async def located_sessions(
     """
     query, parameters = (_SESSIONS, {}) if due is None else (_DUE_SESSIONS, due.parameters)
     size = db.limits.rows
-    walk = pages(db.read, query, sessions.c.id, size, SessionColumns, **parameters)
+    walk = pages(db.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
         yield await _located(db, rows)
 
@@ -118,7 +105,7 @@ async def located_sessions(
 async def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[LocatedSession]]:
     """Yield the sessions and collections of one user; see `located_sessions`."""
     size = db.limits.rows
-    walk = pages(db.read, _OF_USER, sessions.c.id, size, SessionColumns, user_row=user_row)
+    walk = pages(db.read, _OF_USER, sessions.c.id, size, SessionRow, user_row=user_row)
     async for rows in walk:
         yield await _located(db, rows)
 
@@ -190,18 +177,7 @@ async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | N
     return app_name, user
 
 
-class _User(NamedTuple):
-    """The row of a user, and the name of the user's app; nothing is authenticated yet."""
-
-    id: int
-    app_row: int
-    version: int
-    tag: bytes
-    state: bytes
-    app_name: object
-
-
-async def _located(db: Database, rows: Sequence[SessionColumns]) -> list[LocatedSession]:
+async def _located(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
     found = await _decrypted(db, rows)
     if all(one.error is None for one in found):
         return found
@@ -210,34 +186,38 @@ async def _located(db: Database, rows: Sequence[SessionColumns]) -> list[Located
     return await _decrypted(db, await _with_ids(db, [row.id for row in rows]))
 
 
-async def _decrypted(db: Database, rows: Sequence[SessionColumns]) -> list[LocatedSession]:
-    owners: dict[object, _User] = {}
+async def _decrypted(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
+    owners: dict[object, tuple[UserRow, object]] = {}
     for ids in chunks({row.user_row for row in rows}):
-        found = await db.read(_users(len(ids)), numbered(ids))
-        owners.update((user.id, user) for user in (_User(*values) for values in found))
-    keys = await db.keys_of(*(user.tag for user in owners.values()))
+        for *user, app_name in await db.read(_users(len(ids)), numbered(ids)):
+            owners[user[0]] = UserRow(*user), app_name
+    keys = await db.keys_of(*(user.tag for user, _ in owners.values()))
     return [_locate(row, owners.get(row.user_row), keys) for row in rows]
 
 
-async def _with_ids(db: Database, row_ids: Iterable[int]) -> list[SessionColumns]:
-    rows: list[SessionColumns] = []
+async def _with_ids(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
+    rows: list[SessionRow] = []
     for ids in chunks(row_ids):
-        rows += [SessionColumns(*row) for row in await db.read(_sessions(len(ids)), numbered(ids))]
+        rows += [SessionRow(*row) for row in await db.read(_sessions(len(ids)), numbered(ids))]
     return sorted(rows)
 
 
-def _locate(row: SessionColumns, user: _User | None, keys: StagedKeys) -> LocatedSession:
+def _locate(
+    row: SessionRow, owner: tuple[UserRow, object] | None, keys: StagedKeys
+) -> LocatedSession:
+    """Decrypt the ids of *row*; *owner* is its user's row, and the name of the user's app."""
     try:
-        if user is None:
+        if owner is None:
             raise TamperedError(
                 "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
             )
+        user, stored_name = owner
         with naming(users.name, user.id):
-            app_name = app_name_of(user.app_name)
-            context = user_context(app_name, user.tag, user.id, user.app_row, user.version)
+            app_name = app_name_of(stored_name)
+            context = USERS.context((app_name,), user)
             user_id, _ = split_id(keys.open(user.tag, context, user.state))
         with naming(sessions.name, row.id):
-            context = session_context(app_name, user_id, row.tag, *row.numbers)
+            context = SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
         return LocatedSession(row.id, row.tag, None, error)
@@ -256,7 +236,7 @@ def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
     return is_session, sa.or_(sessions.c.updated_at < before, sessions.c.expires_at <= now)
 
 
-_SESSIONS = sa.select(*(sessions.c[name] for name in SessionColumns._fields))
+_SESSIONS = sa.select(*sessions.c)
 _DUE_SESSIONS = _SESSIONS.where(*purgeable())
 _OF_USER = _SESSIONS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
@@ -268,7 +248,6 @@ def _sessions(number: int) -> sa.Select[Any]:
 
 @functools.cache
 def _users(number: int) -> sa.Select[Any]:
-    columns = (users.c[name] for name in _User._fields[:-1])
-    query = sa.select(*columns, apps.c.app_name)
+    query = sa.select(*users.c, apps.c.app_name)
     query = query.select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
     return query.where(is_one_of(users.c.id, number))

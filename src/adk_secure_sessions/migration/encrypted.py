@@ -33,10 +33,10 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
-from adk_secure_sessions.storage.bindings import StoredSession, naming
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.pages import Span, first_rows, grouped
 from adk_secure_sessions.storage.reads import CheckApp
+from adk_secure_sessions.storage.rows import StoredSession, naming
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,

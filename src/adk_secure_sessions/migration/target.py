@@ -14,7 +14,11 @@ from adk_secure_sessions.maintenance.walk import located
 from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession
 from adk_secure_sessions.storage.features.imports import Imported, ImportStatus, SourceEvent
 from adk_secure_sessions.storage.pages import pages
-from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.queries import (
+    chunks,
+    is_one_of,
+    numbered,
+)
 from adk_secure_sessions.storage.reads import CheckApp, CheckSession
 from adk_secure_sessions.storage.schema import NEVER, apps, migrated, sessions, users
 from adk_secure_sessions.storage.store import Store

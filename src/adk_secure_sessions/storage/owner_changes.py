@@ -5,18 +5,26 @@ together with its changes of a session, in one request.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from adk_secure_sessions.db.protocol import Change
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
-from adk_secure_sessions.formats.records import encode_text, new_link
+from adk_secure_sessions.formats.records import new_link
 from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, loads
-from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import Attempt, KeySource, NeedsDataKey, Owner
+from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring
 from adk_secure_sessions.storage.features import search_index
-from adk_secure_sessions.storage.queries import AppRow, Found, UserRow, WitnessRow
+from adk_secure_sessions.storage.queries import Found
+from adk_secure_sessions.storage.rows import AppRow, Owner, UserRow, WitnessRow, parameters
 from adk_secure_sessions.storage.schema import new_row_key, users
+from adk_secure_sessions.storage.sealed_rows import seal_owner, seal_witness
+
+
+def witness_change(old: int, new: WitnessRow) -> Change:
+    """Return the change that replaces a version witness with the number *old* by *new*."""
+    values = {"at_tag": new.tag, "at_number": old, "number": new.number, "seal": new.seal}
+    return Change(sql.UPDATE_WITNESS, values)
 
 
 class OwnerChanges:
@@ -52,21 +60,13 @@ class OwnerChanges:
                 encrypt new records.
         """
         if app is None:
-            who = self._attempt.who
-            self._ensure_first_key(who.app_tag)
-            key_ids = self._keys.names(who.app_tag, ())
-            app = Owner(new_row_key(), who.app_tag, 0, "", 0, dumps(delta), new_link(), key_ids)
-            sealed = bindings.seal_app(self._attempt, app)
-            row = {"id": app.id, "tag": app.tag, "app_name": encode_text(who.app_name)}
-            self.changes.append(Change(sql.INSERT_APP, row | {"version": 0, "state": sealed}))
-            self._put_app(app, sealed, self._insert_witness(app))
+            app = self._insert(self._attempt.who.app_tag, 0, "", delta)
         elif delta or needs_key:
             assert found.app is not None
             stored = found.app.state
             self._ensure_key(app.tag, stored)
             if delta or not self._names_current_key(app):
-                app = self._next_version(app, delta)
-                self._update_app(app, stored)
+                app = self._update(app, stored, delta)
         return app
 
     def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
@@ -83,16 +83,7 @@ class OwnerChanges:
         """
         if user is None:
             who = self._attempt.who
-            self._ensure_first_key(who.user_tag)
-            key_ids = self._keys.names(who.user_tag, ())
-            user = Owner(
-                new_row_key(), who.user_tag, app_row, who.user_id, 0, dumps(delta), new_link(),
-                key_ids,
-            )  # fmt: skip
-            sealed = bindings.seal_user(self._attempt, user)
-            row = {"id": user.id, "app_row": app_row, "tag": user.tag}
-            self.changes.append(Change(sql.INSERT_USER, row | {"version": 0, "state": sealed}))
-            self._put_user(user, sealed, self._insert_witness(user))
+            user = self._insert(who.user_tag, app_row, who.user_id, delta)
             found_entries = search_index.entries(self._attempt, USER_PREFIX, delta)
             self.changes += search_index.insertion(search_index.row_of_user(user.id), found_entries)
             return user
@@ -107,8 +98,7 @@ class OwnerChanges:
         stored = found.user.state
         self._ensure_key(user.tag, stored, *(row.state for row in found.sessions))
         if delta or not self._names_current_key(user):
-            user = self._next_version(user, delta)
-            self._update_user(user, stored)
+            user = self._update(user, stored, delta)
             changed = search_index.entries(self._attempt, USER_PREFIX, delta)
             self.changes += search_index.update(search_index.row_of_user(user.id), changed)
         return user
@@ -116,19 +106,14 @@ class OwnerChanges:
     def set_state(self, found: Found, owner: Owner, state: bytes) -> Owner:
         """Replace the state of a stored owner by *state*: add the changes to `changes`.
 
-        *owner* is the user of *found*, or the app of *found* if `owner.app_row` is 0.  Return the
-        changed owner.
+        *owner* is the user or the app of *found*.  Return the changed owner.
         """
-        row = found.user if owner.app_row else found.app
+        row = found.user if owner.is_user else found.app
         assert row is not None
         self._ensure_key(owner.tag, row.state)
-        changed = self._next_version(owner._replace(state=state), {})
-        if owner.app_row:
-            self._update_user(changed, row.state)
+        if owner.is_user:
             self._index_user(owner, state)
-        else:
-            self._update_app(changed, row.state)
-        return changed
+        return self._update(owner._replace(state=state), row.state)
 
     def _index_user(self, user: Owner, state: bytes) -> None:
         """Add the changes of the search index that are due if *state* replaces the user's state."""
@@ -161,62 +146,46 @@ class OwnerChanges:
             self._new_key(owner.tag, since)
         elif owner.key_ids == (current.id,):
             return False
-        owner = self._next_version(owner._replace(key_ids=()), {})
-        if owner.user_id or owner.app_row:
-            self._update_user(owner, stored)
-        else:
-            self._update_app(owner, stored)
+        self._update(owner._replace(key_ids=()), stored)
         return True
 
     def _names_current_key(self, owner: Owner) -> bool:
         current = self._keys.current(owner.tag)
         return current is not None and current.id in owner.key_ids
 
-    def _next_version(self, owner: Owner, delta: JsonObject) -> Owner:
+    def _insert(self, tag: bytes, app_row: int, user_id: str, state: JsonObject) -> Owner:
+        """Add the changes that store a new owner, and return the owner."""
+        self._ensure_first_key(tag)
+        key_ids = self._keys.names(tag, ())
+        owner = Owner(new_row_key(), tag, app_row, user_id, 0, dumps(state), new_link(), key_ids)
+        row, witness = self._sealed(owner)
+        insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
+        self.changes.append(Change(insert, parameters(row)))
+        self.changes.append(Change(sql.INSERT_WITNESS, parameters(witness)))
+        return owner
+
+    def _update(self, owner: Owner, stored: bytes, delta: JsonObject | None = None) -> Owner:
+        """Add the changes that store the next version of *owner*, and return that version.
+
+        *stored* is the record in the row of *owner*.
+        """
+        number = owner.version
         state = dumps(loads(owner.state) | delta) if delta else owner.state
         key_ids = self._keys.names(owner.tag, owner.key_ids)
-        return owner._replace(
-            version=owner.version + 1, state=state, link=new_link(), key_ids=key_ids
-        )
+        owner = owner._replace(version=number + 1, state=state, link=new_link(), key_ids=key_ids)
+        row, witness = self._sealed(owner)
+        at = {"at_id": owner.id, "at_version": number, "at_state": stored}
+        update = sql.UPDATE_USER if owner.is_user else sql.UPDATE_APP
+        self.changes.append(Change(update, at | {"version": row.version, "state": row.state}))
+        self.changes.append(witness_change(number, witness))
+        return owner
 
-    def _update_app(self, app: Owner, stored: bytes) -> None:
-        sealed = bindings.seal_app(self._attempt, app)
-        row = self._update(app, stored, sealed)
-        self.changes.append(Change(sql.UPDATE_APP, row))
-        self._put_app(app, sealed, self._update_witness(app))
-
-    def _update_user(self, user: Owner, stored: bytes) -> None:
-        sealed = bindings.seal_user(self._attempt, user)
-        row = self._update(user, stored, sealed)
-        self.changes.append(Change(sql.UPDATE_USER, row))
-        self._put_user(user, sealed, self._update_witness(user))
-
-    def _update(self, owner: Owner, stored: bytes, sealed: bytes) -> dict[str, object]:
-        row = {"at_id": owner.id, "at_version": owner.version - 1, "at_state": stored}
-        return row | {"version": owner.version, "state": sealed}
-
-    def _insert_witness(self, owner: Owner) -> WitnessRow:
-        seal = bindings.seal_witness(self._attempt, owner.tag, owner.tag, 0, owner.link)
-        witness = WitnessRow(0, owner.tag, seal)
-        self.changes.append(Change(sql.INSERT_WITNESS, witness._asdict()))
-        return witness
-
-    def _update_witness(self, owner: Owner) -> WitnessRow:
-        tag, number = owner.tag, owner.version
-        seal = bindings.seal_witness(self._attempt, tag, tag, number, owner.link)
-        row = {"at_tag": tag, "at_number": number - 1, "number": number, "seal": seal}
-        self.changes.append(Change(sql.UPDATE_WITNESS, row))
-        return WitnessRow(number, tag, seal)
-
-    def _put_app(self, app: Owner, sealed: bytes, witness: WitnessRow) -> None:
-        cache = self._attempt.cache
-        row = AppRow(app.id, app.version, encode_text(self._attempt.who.app_name), sealed)
-        self._after_commit.append(lambda: cache.put(cache.apps, row, witness, app))
-
-    def _put_user(self, user: Owner, sealed: bytes, witness: WitnessRow) -> None:
-        cache = self._attempt.cache
-        row = UserRow(user.id, user.app_row, user.version, user.tag, sealed)
-        self._after_commit.append(lambda: cache.put(cache.users, row, witness, user))
+    def _sealed(self, owner: Owner) -> tuple[AppRow | UserRow, WitnessRow]:
+        """Return the row and the version witness of *owner*; they are cached after the commit."""
+        row = seal_owner(self._attempt, owner)
+        witness = seal_witness(self._attempt, owner.tag, owner.tag, owner.version, owner.link)
+        self._after_commit.append(partial(self._attempt.cache.put_owner, row, witness, owner))
+        return row, witness
 
     def _ensure_first_key(self, owner: bytes) -> None:
         """Create the first data key of an owner that has no row yet.

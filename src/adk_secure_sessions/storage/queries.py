@@ -3,12 +3,13 @@
 Each read is one statement, so that its rows are consistent with each other on every database and
 at every isolation level.  The statement is a UNION ALL of SELECTs with the same columns.  The first
 column is the kind of the row, such as an app or an event.  A *tag* is a blind index, as in
-`bindings`.
+`rows`.
 """
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -17,9 +18,11 @@ from sqlalchemy import (
     CompoundSelect,
     FromClause,
     Insert,
+    Integer,
     LargeBinary,
     Select,
     Table,
+    Update,
     and_,
     bindparam,
     case,
@@ -38,6 +41,16 @@ from sqlalchemy import (
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
+from adk_secure_sessions.storage.rows import (
+    AppRow,
+    EventRow,
+    IndexedRow,
+    MigratedRow,
+    SessionRow,
+    SnapshotRow,
+    UserRow,
+    WitnessRow,
+)
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     INDEX_MARK,
@@ -53,17 +66,15 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 
-# The kinds of rows.
-_APP, _USER, _WITNESS, _KEY, _MASTER, _SESSION, _SNAPSHOT, _EVENT = range(8)
-# A row of `secure_migrated` has three binary columns, but a row of a read has only two.  Therefore
-# a read returns two rows for it.
-_MIGRATED, _MIGRATED_SEAL = 8, 9
-_INDEXED = 10
-_NUMBERS, _BLOBS = 8, 2
+R = TypeVar("R", bound=tuple[Any, ...])
+
+# How many integers and how many binary values the rows of a read have.
+_NUMBERS, _BLOBS = 8, 3
 # The positions of an event's values in its row.  Event rows are used as the driver returns them.  A
 # history may have thousands of events, and converting each row to a named tuple would take as long
 # as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
+_LAST_SEQ = _NUMBERS  # the position of `last_seq` in the row of a session
 _ZERO: ColumnElement[int] = literal_column("0")
 _MARK: ColumnElement[int] = literal_column(str(INDEX_MARK))
 # The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
@@ -104,53 +115,79 @@ def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
 MASTER_KEYS = select(keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:]))
 
 
-def _member(kind: int, numbers: list[Any], blobs: list[Any]) -> Select[Any]:
-    """Return one SELECT of a UNION ALL.
+class RowKind(Generic[R]):
+    """A kind of rows in a UNION ALL, and how it stands in the columns of the UNION ALL.
 
-    All these SELECTs have the same columns: `kind`, 8 numbers (padded with zeros) and 2 blobs
-    (padded with NULL).
+    All SELECTs of a UNION ALL have the same columns: the number of the kind, 8 integers (padded
+    with zeros) and 3 binary values (padded with NULL).
+
+    Attributes:
+        number: The number of the kind.
     """
-    padded = numbers + [_ZERO] * (_NUMBERS - len(numbers))
-    padded += blobs + [cast(null(), LargeBinary)] * (_BLOBS - len(blobs))
-    names = list("abcdefghij")
-    return select(
-        literal_column(str(kind)).label("kind"),
-        *(column.label(name) for column, name in zip(padded, names, strict=True)),
-    )
+
+    def __init__(self, number: int, row: type[R], columns: Iterable[ColumnElement[Any]]) -> None:
+        self.number: int = number
+        self._row = row
+        self._integers: list[Any] = []
+        self._blobs: list[Any] = []
+        positions = []
+        for column in columns:
+            is_integer = isinstance(column.type, Integer)
+            same, before = (self._integers, 0) if is_integer else (self._blobs, _NUMBERS)
+            same.append(column)
+            positions.append(before + len(same))
+        self._values = itemgetter(*positions)
+
+    def select(self, *conditions: ColumnElement[bool], last_number: Any = None) -> Select[Any]:
+        """Return a SELECT of the rows for which *conditions* hold.
+
+        *last_number* is the SQL expression of the last of the 8 integers, if the kind leaves it.
+        """
+        columns = [literal_column(str(self.number)), *self._integers]
+        columns += [_ZERO] * (1 + _NUMBERS - len(columns))
+        if last_number is not None:
+            columns[_NUMBERS] = last_number
+        columns += self._blobs
+        columns += [cast(null(), LargeBinary)] * (1 + _NUMBERS + _BLOBS - len(columns))
+        labels = (column.label(name) for column, name in zip(columns, _LABELS, strict=True))
+        return select(*labels).where(*conditions)
+
+    def rows(self, found: Iterable[Row]) -> list[R]:
+        """Return the rows of this kind; *found* are rows that the driver returned for them."""
+        make, values = self._row._make, self._values  # type: ignore[attr-defined]
+        return [make(values(row)) for row in found]
 
 
-def _app() -> Select[Any]:
-    numbers: list[Any] = [apps.c.id, apps.c.version]
-    return _member(_APP, numbers, [apps.c.app_name, apps.c.state]).where(apps.c.tag == _app_tag)
+_LABELS = ("kind", *"abcdefghijk")
+APP = RowKind(0, AppRow, apps.c)
+USER = RowKind(1, UserRow, users.c)
+WITNESS = RowKind(2, WitnessRow, witnesses.c)
+SESSION = RowKind(3, SessionRow, sessions.c)
+_SNAPSHOT = RowKind(4, SnapshotRow, bases.c)
+_EVENT = RowKind(5, EventRow, (events.c.seq, events.c.time, events.c.event))
+_KEY = RowKind(6, DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
+_MASTER = RowKind(
+    7, MasterMark, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
+)
+_MIGRATED = RowKind(8, MigratedRow, migrated.c)
+_INDEXED = RowKind(9, IndexedRow, indexed.c)
+_KINDS = 10
 
 
-def _user() -> Select[Any]:
-    numbers = [users.c.id, users.c.app_row, users.c.version]
-    return _member(_USER, numbers, [users.c.tag, users.c.state])
-
-
-def _witness() -> Select[Any]:
-    return _member(_WITNESS, [witnesses.c.number], [witnesses.c.tag, witnesses.c.seal])
-
-
-def _key() -> Select[Any]:
-    c = data_keys.c
-    numbers: list[Any] = [c.id, c.generation, c.backend_id, c.created_at]
-    return _member(_KEY, numbers, [c.owner, bounded(c.wrapped)])
+def _witness(*tags: BindParameter[bytes]) -> Select[Any]:
+    return WITNESS.select(witnesses.c.tag.in_(tags))
 
 
 def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> Select[Any]:
     """Return the SELECT of a UNION ALL for the data keys of one owner, at most `_MAX_KEYS`."""
     c = data_keys.c
-    keys = _key().where(c.owner == owner, *conditions).order_by(c.generation)
+    keys = _KEY.select(c.owner == owner, *conditions).order_by(c.generation)
     return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
 def _master() -> Select[Any]:
-    c = keyring.c
-    masters = _member(_MASTER, [c.id, bounded(c.created_at)], [bounded(c.wrapped)])
     # To detect a keyring with too many rows, read one row more than a keyring may have.
-    return _first(MAX_ROWS + 1, masters, "masters")
+    return _first(MAX_ROWS + 1, _MASTER.select(), "masters")
 
 
 def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
@@ -161,33 +198,10 @@ def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
     return select(limited.subquery(name))
 
 
-def _session(source: FromClause = sessions) -> Select[Any]:
-    c = sessions.c
-    head = select(func.max(events.c.seq)).where(events.c.session_row == c.id).scalar_subquery()
-    last_seq = func.coalesce(head, literal_column("-1"))
-    numbers: list[Any] = [c.id, c.user_row, c.revision, c.base_revision, c.created_at, c.updated_at]
-    numbers += [c.expires_at, last_seq]
-    return _member(_SESSION, numbers, [c.tag, c.state]).select_from(source)
-
-
-def _snapshot() -> Select[Any]:
-    return _member(_SNAPSHOT, [bases.c.session_row, bases.c.revision], [bases.c.state])
-
-
-def _event() -> Select[Any]:
-    return _member(_EVENT, [events.c.seq, events.c.time], [events.c.event])
-
-
-def _migrated(*tags: BindParameter[bytes]) -> list[Select[Any]]:
-    c = migrated.c
-    source = _member(_MIGRATED, [c.row_id, c.number], [c.tag, c.source])
-    seal = _member(_MIGRATED_SEAL, [], [c.tag, c.seal])
-    return [source.where(_among(c.tag, *tags)), seal.where(_among(c.tag, *tags))]
-
-
-def _indexed(*conditions: ColumnElement[bool]) -> Select[Any]:
-    c = indexed.c
-    return _member(_INDEXED, [c.row_id], [c.key_tag, c.value_tag]).where(*conditions)
+def _session(*conditions: ColumnElement[bool], source: FromClause = sessions) -> Select[Any]:
+    head = select(func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
+    last_seq = func.coalesce(head.scalar_subquery(), literal_column("-1"))
+    return SESSION.select(*conditions, last_number=last_seq).select_from(source)
 
 
 def index_row_of_user(user_row: Any) -> ColumnElement[int]:
@@ -195,6 +209,14 @@ def index_row_of_user(user_row: Any) -> ColumnElement[int]:
     minus_one: ColumnElement[int] = literal_column("-1", BigInteger)
     row_id: ColumnElement[int] = minus_one - user_row
     return row_id
+
+
+def _app() -> Select[Any]:
+    return APP.select(apps.c.tag == _app_tag)
+
+
+def _user() -> Select[Any]:
+    return USER.select(users.c.tag == _user_tag)
 
 
 def _app_id() -> Any:
@@ -209,106 +231,79 @@ def _session_id() -> Any:
     return select(sessions.c.id).where(sessions.c.tag == _session_tag).scalar_subquery()
 
 
-def _among(column: ColumnElement[Any], *tags: Any) -> ColumnElement[bool]:
-    return column.in_(tags)
+def _forms(*members: Select[Any]) -> QueryForms:
+    """Return the two forms of the UNION ALL of *members*, which read one app and one user.
 
-
-def _members(keys: bool, *members: Select[Any]) -> CompoundSelect[Any]:
-    """Return the UNION ALL of *members*.
-
-    If *keys* is True, the query also reads the data keys of the app and the user, and the
-    `MasterMark` of each row of the keyring.
+    The form with data keys also reads the data keys of the app and the user, and the `MasterMark`
+    of each row of the keyring.
     """
-    wanted = [_keys_of(_app_tag), _keys_of(_user_tag), _master()]
-    return union_all(*members, *(wanted if keys else []))
+    keys = (_keys_of(_app_tag), _keys_of(_user_tag), _master())
+    return {False: union_all(*members), True: union_all(*members, *keys)}
 
 
-def _last_events() -> Select[Any]:
-    revision = select(sessions.c.revision).where(sessions.c.tag == _session_tag).scalar_subquery()
-    return _event().where(events.c.session_row == _session_id(), events.c.seq >= revision - _limit)
-
-
-def _session_query(keys: bool, history: list[Select[Any]]) -> CompoundSelect[Any]:
-    return _members(
-        keys,
+def _session_forms(*history: Select[Any]) -> QueryForms:
+    return _forms(
         _app(),
-        _user().where(users.c.tag == _user_tag),
-        _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag, _session_tag)),
-        _session().where(sessions.c.tag == _session_tag),
-        _snapshot().where(bases.c.session_row == _session_id()),
+        _user(),
+        _witness(_app_tag, _user_tag, _session_tag),
+        _session(sessions.c.tag == _session_tag),
+        _SNAPSHOT.select(bases.c.session_row == _session_id()),
         *history,
     )
 
 
-def _owners_query(keys: bool, *more: Select[Any]) -> CompoundSelect[Any]:
-    return _members(
-        keys,
-        _app(),
-        _user().where(users.c.tag == _user_tag),
-        _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
-        *more,
-    )
+def _owner_forms(*more: Select[Any]) -> QueryForms:
+    return _forms(_app(), _user(), _witness(_app_tag, _user_tag), *more)
 
 
-def _list_query(keys: bool, *, collections: bool = False) -> CompoundSelect[Any]:
-    """Return the query for a user's sessions and collections, or for the collections only.
+def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
+    """Return the forms of the query for a user's sessions and collections.
 
     A listing of sessions also reads the collections, to authenticate that they are collections.
     Otherwise, an attacker could hide a session by marking its row as a collection.
-
-    If *keys* is True, the query also reads the data keys of the app and the user.
     """
-    mine = sessions.c.user_row == _user_id()
-    if collections:
-        mark: ColumnElement[int] = literal_column(str(COLLECTION))
-        mine = and_(mine, sessions.c.base_revision == mark)
-    return _members(
-        keys,
-        _app(),
-        _user().where(users.c.tag == _user_tag),
-        _witness().where(_among(witnesses.c.tag, _app_tag, _user_tag)),
-        _witness().where(sessions.c.tag == witnesses.c.tag, mine),
-        _session().where(mine),
-        _snapshot().where(bases.c.session_row == sessions.c.id, mine),
+    mine = and_(sessions.c.user_row == _user_id(), *conditions)
+    return _owner_forms(
+        WITNESS.select(sessions.c.tag == witnesses.c.tag, mine),
+        _session(mine),
+        _SNAPSHOT.select(bases.c.session_row == sessions.c.id, mine),
     )
 
 
-def _list_all_query(keys: bool) -> CompoundSelect[Any]:
-    """Return the query for the sessions of all users of an app.
+def _listing_of_app() -> QueryForms:
+    """Return the forms of the query for the sessions of all users of an app.
 
-    If *keys* is True, the query also reads the data keys of the app and of these users.
+    The form with data keys also reads the data keys of the app and of these users.
     """
     of_app = users.c.app_row == _app_id()
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
-    wanted = [
-        _key().where(data_keys.c.owner == _app_tag),
-        _key().where(data_keys.c.owner == users.c.tag, of_app),
+    members = [
+        _app(),
+        USER.select(of_app),
+        _witness(_app_tag),
+        WITNESS.select(users.c.tag == witnesses.c.tag, of_app),
+        WITNESS.select(sessions.c.tag == witnesses.c.tag, of_app).select_from(theirs),
+        _session(of_app, source=theirs),
+        _SNAPSHOT.select(bases.c.session_row == sessions.c.id, of_app).select_from(theirs),
+    ]
+    keys = [
+        _KEY.select(data_keys.c.owner == _app_tag),
+        _KEY.select(data_keys.c.owner == users.c.tag, of_app),
         _master(),
     ]
-    return union_all(
-        _app(),
-        _user().where(of_app),
-        _witness().where(witnesses.c.tag == _app_tag),
-        _witness().where(users.c.tag == witnesses.c.tag, of_app),
-        _witness().where(sessions.c.tag == witnesses.c.tag).select_from(theirs).where(of_app),
-        _session(theirs).where(of_app),
-        _snapshot().where(bases.c.session_row == sessions.c.id).select_from(theirs).where(of_app),
-        *(wanted if keys else []),
-    )
+    return {False: union_all(*members), True: union_all(*members, *keys)}
 
 
-def _page_query(
-    keys: bool, *, of_app: bool, newest: bool, snapshots: bool, found_by: str | None = None
-) -> CompoundSelect[Any]:
-    """Return the query for a page of a listing: at most `limit` rows after a position.
+@functools.cache
+def page_of_sessions(
+    *, of_app: bool, newest: bool, snapshots: bool, found_by: str | None = None
+) -> QueryForms:
+    """Return the forms of the query for a page of a listing: at most `limit` rows after a position.
 
     The rows are those of one user or, with *of_app*, of all users of the app.  They are in the
     order of their users' row ids and then of their own row ids, which is the order of creation.
     With *newest*, the order is reversed.  The parameters `after_user` and `after_row` are the
-    position.
-
-    If *keys* is True, the query also reads data keys.  If *snapshots* is True, it also reads the
-    snapshots of the sessions in the page.
+    position.  If *snapshots* is True, the query also reads the snapshots of the sessions.
 
     If *found_by* is `session` or `user`, *of_app* must be True.  The page then contains only the
     sessions that `secure_state_index` lists with `value_tag`, or the sessions of the users that it
@@ -339,86 +334,52 @@ def _page_query(
     else:
         rows = rows.where(sessions.c.user_row == _user_id())
     page = rows.limit(_limit).offset(_ZERO).cte("page")
-    owners = users.c.id.in_(select(page.c.user_row)) if of_app else users.c.tag == _user_tag
-    of_owners = select(users.c.tag).where(owners)
     members = [
         _app(),
-        _user().where(owners),
-        _witness().where(_among(witnesses.c.tag, _app_tag, *([] if of_app else [_user_tag]))),
-        _witness().where(witnesses.c.tag.in_(select(page.c.tag))),
-        _session(page.join(sessions, sessions.c.id == page.c.id)),
+        WITNESS.select(witnesses.c.tag.in_(select(page.c.tag))),
+        _session(source=page.join(sessions, sessions.c.id == page.c.id)),
     ]
-    if of_app:
-        members.append(_witness().where(witnesses.c.tag.in_(of_owners)))
     if found_by:
-        members.append(_indexed(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
+        members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
     if snapshots:
-        members.append(_snapshot().where(bases.c.session_row.in_(select(page.c.id))))
-    if keys and of_app:
-        members += [_keys_of(_app_tag), _key().where(data_keys.c.owner.in_(of_owners)), _master()]
-        return union_all(*members)
-    return _members(keys, *members)
+        members.append(_SNAPSHOT.select(bases.c.session_row.in_(select(page.c.id))))
+    if not of_app:
+        return _forms(*members, _user(), _witness(_app_tag, _user_tag))
+    owners = users.c.id.in_(select(page.c.user_row))
+    of_owners = select(users.c.tag).where(owners)
+    members += [
+        USER.select(owners),
+        _witness(_app_tag),
+        WITNESS.select(witnesses.c.tag.in_(of_owners)),
+    ]
+    keys = [_keys_of(_app_tag), _KEY.select(data_keys.c.owner.in_(of_owners)), _master()]
+    return {False: union_all(*members), True: union_all(*members, *keys)}
 
 
-@functools.cache
-def page_of_sessions(*, of_app: bool, newest: bool, snapshots: bool) -> QueryForms:
-    """Return the two forms of the query for a page of a listing.
-
-    `_page_query` describes the arguments and the parameters of the query.
-    """
-    return {
-        keys: _page_query(keys, of_app=of_app, newest=newest, snapshots=snapshots)
-        for keys in (False, True)
-    }
+def _last_events() -> Select[Any]:
+    revision = select(sessions.c.revision).where(sessions.c.tag == _session_tag).scalar_subquery()
+    return _EVENT.select(events.c.session_row == _session_id(), events.c.seq >= revision - _limit)
 
 
-@functools.cache
-def page_of_found_sessions(*, of_users: bool, newest: bool) -> QueryForms:
-    """Return the two forms of the query for a page of the sessions that have a value.
-
-    If *of_users* is True, the value is in the states of users.  The parameters are those of a page
-    of an app, and `key_tag` and `value_tag`.
-    """
-    found_by = "user" if of_users else "session"
-    return {
-        keys: _page_query(keys, of_app=True, newest=newest, snapshots=True, found_by=found_by)
-        for keys in (False, True)
-    }
-
-
-def _by_keys(*history: Select[Any]) -> QueryForms:
-    return {keys: _session_query(keys, list(history)) for keys in (False, True)}
-
-
-SESSION_WITH_ALL_EVENTS = _by_keys(_event().where(events.c.session_row == _session_id()))
-SESSION_WITH_LAST_EVENTS = _by_keys(_last_events())
+SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT.select(events.c.session_row == _session_id()))
+SESSION_WITH_LAST_EVENTS = _session_forms(_last_events())
 # The parameter `known` is the `seq` of the first event to read.
-SESSION_WITH_NEW_EVENTS = _by_keys(
-    _event().where(events.c.session_row == _session_id(), events.c.seq >= _known)
+SESSION_WITH_NEW_EVENTS = _session_forms(
+    _EVENT.select(events.c.session_row == _session_id(), events.c.seq >= _known)
 )
-SESSION_WITHOUT_EVENTS = _by_keys()
-SESSIONS_OF_USER = {keys: _list_query(keys) for keys in (False, True)}
-COLLECTIONS_OF_USER = {keys: _list_query(keys, collections=True) for keys in (False, True)}
-OWNERS = {keys: _owners_query(keys) for keys in (False, True)}
+SESSION_WITHOUT_EVENTS = _session_forms()
+SESSIONS_OF_USER = _listing()
+COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == literal_column(str(COLLECTION)))
+SESSIONS_OF_APP = _listing_of_app()
+OWNERS = _owner_forms()
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
 # a row says whether a session or a state was imported before.
-IMPORTED_SESSION = {
-    keys: _session_query(keys, _migrated(_user_tag, _session_tag)) for keys in (False, True)
-}
-IMPORTED_OWNERS = {
-    keys: _owners_query(keys, *_migrated(_app_tag, _user_tag)) for keys in (False, True)
-}
+IMPORTED_SESSION = _session_forms(_MIGRATED.select(migrated.c.tag.in_([_user_tag, _session_tag])))
+IMPORTED_OWNERS = _owner_forms(_MIGRATED.select(migrated.c.tag.in_([_app_tag, _user_tag])))
 # The next two queries also read the rows of `secure_state_index` of the session or the user.
-INDEXED_SESSION = {
-    keys: _session_query(keys, [_indexed(indexed.c.row_id == _session_id())])
-    for keys in (False, True)
-}
-INDEXED_USER = {
-    keys: _owners_query(keys, _indexed(indexed.c.row_id == index_row_of_user(_user_id())))
-    for keys in (False, True)
-}
-SESSIONS_OF_APP = {keys: _list_all_query(keys) for keys in (False, True)}
-EVENT_AT = _event().where(
+INDEXED_SESSION = _session_forms(_INDEXED.select(indexed.c.row_id == _session_id()))
+INDEXED_USER = _owner_forms(_INDEXED.select(indexed.c.row_id == index_row_of_user(_user_id())))
+EVENT_AT = _EVENT.select(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )
 
@@ -429,7 +390,7 @@ def events_at(number: int) -> Select[Any]:
 
     The parameters are `session_row` and the values of `seq`, as `numbered` returns them.
     """
-    return _event().where(
+    return _EVENT.select(
         events.c.session_row == bindparam("session_row"), is_one_of(events.c.seq, number)
     )
 
@@ -476,8 +437,15 @@ def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
     return select(literal_column("1")).where(*_equal(table, prefix)).exists()
 
 
-def _equal(table: FromClause, prefix: str) -> list[ColumnElement[bool]]:
-    return [column == bindparam(f"{prefix}_{column.name}", type_=column.type) for column in table.c]
+def _equal(table: FromClause, prefix: str, *names: str) -> list[ColumnElement[bool]]:
+    """Return the conditions that the columns *names*, or all, equal the parameters *prefix*_…."""
+    columns = [table.c[name] for name in names] if names else table.c
+    return [column == bindparam(f"{prefix}_{column.name}", type_=column.type) for column in columns]
+
+
+def _update(table: Table, at: Iterable[ColumnElement[bool]], *names: str) -> Update:
+    """Return the UPDATE of the columns *names*, whose parameters have the same names."""
+    return update(table).where(*at).values({name: bindparam(name) for name in names})
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
@@ -510,11 +478,7 @@ IMPORT_SESSION = _insert(sessions, select(*_parameters(sessions)).where(_is_not_
 IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
 IMPORT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached, ~_row_of_user.exists())
 INSERT_MIGRATED = insert(migrated)
-UPDATE_MIGRATED = (
-    update(migrated)
-    .where(*_equal(migrated, "at"))
-    .values(**{name: bindparam(name) for name in ("row_id", "number", "source", "seal")})
-)
+UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")
 INSERT_INDEXED = insert(indexed)
 _is_indexed: Select[Any] = select(literal_column("1")).where(
     indexed.c.row_id == bindparam("row_id", type_=BigInteger),
@@ -528,7 +492,7 @@ _at_indexed = (
     indexed.c.row_id == bindparam("at_id", type_=BigInteger),
     indexed.c.key_tag == bindparam("at_key", type_=LargeBinary),
 )
-UPDATE_INDEXED = update(indexed).where(*_at_indexed).values(value_tag=bindparam("value_tag"))
+UPDATE_INDEXED = _update(indexed, _at_indexed, "value_tag")
 DELETE_INDEXED = delete(indexed).where(*_at_indexed)
 DELETE_ALL_INDEXED = delete(indexed).where(_at_indexed[0])
 # The marks of `secure_state_index`: at most one more than `opening` accepts.
@@ -540,15 +504,7 @@ INDEX_MARKS = (
 )
 INSERT_EVENT = insert(events)
 # Replaces the record of an event only if the stored record is as this process has read it.
-UPDATE_EVENT = (
-    update(events)
-    .where(
-        events.c.session_row == bindparam("at_session_row"),
-        events.c.seq == bindparam("at_seq"),
-        events.c.event == bindparam("at_event", type_=LargeBinary),
-    )
-    .values(event=bindparam("event"))
-)
+UPDATE_EVENT = _update(events, _equal(events, "at", "session_row", "seq", "event"), "event")
 
 
 def _lock(table: FromClause, tag: BindParameter[bytes]) -> Select[Any]:
@@ -565,145 +521,35 @@ LOCK_APP = _lock(apps, _app_tag)
 LOCK_USER = _lock(users, _user_tag)
 
 _AT_ID: BindParameter[int] = bindparam("at_id")
-_AT_VERSION: BindParameter[int] = bindparam("at_version")
-_AT_STATE: BindParameter[bytes] = bindparam("at_state", type_=LargeBinary)
 
-UPDATE_APP = (
-    update(apps)
-    .where(apps.c.id == _AT_ID, apps.c.version == _AT_VERSION, apps.c.state == _AT_STATE)
-    .values(version=bindparam("version"), state=bindparam("state"))
-)
-UPDATE_USER = (
-    update(users)
-    .where(users.c.id == _AT_ID, users.c.version == _AT_VERSION, users.c.state == _AT_STATE)
-    .values(version=bindparam("version"), state=bindparam("state"))
-)
-UPDATE_WITNESS = (
-    update(witnesses)
-    .where(witnesses.c.tag == bindparam("at_tag"), witnesses.c.number == bindparam("at_number"))
-    .values(number=bindparam("number"), seal=bindparam("seal"))
-)
-# Matches the stored row only if all its columns are as this process has read or written them.
-# Therefore, a row that was tampered with is not overwritten, and the next read rejects the row.
-UPDATE_SESSION = (
-    update(sessions)
-    .where(*_equal(sessions, "at"))
-    .values(
-        revision=bindparam("revision"),
-        base_revision=bindparam("base_revision"),
-        updated_at=bindparam("updated_at"),
-        expires_at=bindparam("expires_at"),
-        state=bindparam("state"),
-    )
-)
+
+_OWNER_AT = ("id", "version", "state")
+UPDATE_APP = _update(apps, _equal(apps, "at", *_OWNER_AT), "version", "state")
+UPDATE_USER = _update(users, _equal(users, "at", *_OWNER_AT), "version", "state")
+UPDATE_WITNESS = _update(witnesses, _equal(witnesses, "at", "tag", "number"), "number", "seal")
+# These three match the stored row only if all its columns are as this process has read or written
+# them.  Therefore, a row that was tampered with is not overwritten, and the next read rejects it.
+_SESSION_AT = _equal(sessions, "at")
+_CHANGED = ("revision", "base_revision", "updated_at", "expires_at", "state")
+UPDATE_SESSION = _update(sessions, _SESSION_AT, *_CHANGED)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.
-REPLACE_SESSION = (
-    update(sessions)
-    .where(*_equal(sessions, "at"))
-    .values(
-        id=bindparam("id"),
-        revision=bindparam("revision"),
-        base_revision=bindparam("base_revision"),
-        created_at=bindparam("created_at"),
-        updated_at=bindparam("updated_at"),
-        expires_at=bindparam("expires_at"),
-        state=bindparam("state"),
-    )
-)
-# Gives the row of a collection a new row id, so that the old items belong to no row.
-MOVE_COLLECTION = (
-    update(sessions)
-    .where(*_equal(sessions, "at"))
-    .values(
-        id=bindparam("id"),
-        revision=bindparam("revision"),
-        updated_at=bindparam("updated_at"),
-        state=bindparam("state"),
-    )
-)
-UPDATE_SNAPSHOT = (
-    update(bases)
-    .where(bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision"))
-    .values(revision=bindparam("revision"), state=bindparam("state"))
+REPLACE_SESSION = _update(sessions, _SESSION_AT, "id", "created_at", *_CHANGED)
+DELETE_KNOWN_SESSION = delete(sessions).where(*_SESSION_AT)
+UPDATE_SNAPSHOT = _update(
+    bases,
+    [bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision")],
+    "revision",
+    "state",
 )
 # Matches only the revision that was read.  If another process has appended an event since then,
 # DELETE_EVENTS might not see the event, because PostgreSQL runs both deletions in one statement.
 DELETE_SESSION = delete(sessions).where(
     sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
 )
-DELETE_KNOWN_SESSION = delete(sessions).where(*_equal(sessions, "at"))
 DELETE_SNAPSHOT = delete(bases).where(bases.c.session_row == _AT_ID)
 DELETE_EVENTS = delete(events).where(events.c.session_row == _AT_ID)
 DELETE_WITNESS = delete(witnesses).where(witnesses.c.tag == bindparam("at_tag"))
-
-
-class AppRow(NamedTuple):
-    """A row of `secure_apps`; *name* is UTF-8."""
-
-    id: int
-    version: int
-    name: bytes
-    state: bytes
-
-
-class UserRow(NamedTuple):
-    """A row of `secure_users`."""
-
-    id: int
-    app_row: int
-    version: int
-    tag: bytes
-    state: bytes
-
-
-class WitnessRow(NamedTuple):
-    """A row of `secure_witnesses`; *number* is an owner's version or a session's row id."""
-
-    number: int
-    tag: bytes
-    seal: bytes
-
-
-class SessionRow(NamedTuple):
-    """A row of `secure_sessions`; *last_seq* is the `seq` of the last event, or -1."""
-
-    id: int
-    user_row: int
-    revision: int
-    base_revision: int
-    created_at: int
-    updated_at: int
-    expires_at: int
-    last_seq: int
-    tag: bytes
-    state: bytes
-
-
-class SnapshotRow(NamedTuple):
-    """A row of `secure_bases`."""
-
-    session_row: int
-    revision: int
-    state: bytes
-
-
-class MigratedRow(NamedTuple):
-    """A row of `secure_migrated`, which says what was imported; `imports` describes the columns."""
-
-    tag: bytes
-    row_id: int
-    number: int
-    source: bytes
-    seal: bytes
-
-
-class IndexedRow(NamedTuple):
-    """A row of `secure_state_index`; nothing in it is authenticated, except in a mark."""
-
-    row_id: int
-    key_tag: bytes
-    value_tag: bytes
 
 
 class Found:
@@ -713,43 +559,27 @@ class Found:
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.apps: list[AppRow] = []
-        self.users: list[UserRow] = []
-        self.witnesses: dict[bytes, WitnessRow] = {}
-        self.data_keys: list[DataKeyRow] = []
-        self.masters: list[MasterMark] = []
-        self.sessions: list[SessionRow] = []
-        self.snapshots: dict[int, SnapshotRow] = {}
-        self.events: list[Row] = []  # as the driver returns them: see EVENT_SEQ
-        self.migrated: dict[bytes, MigratedRow] = {}
-        self.indexed: list[IndexedRow] = []
-        seals: dict[bytes, bytes] = {}
+        kinds: list[list[Row]] = [[] for _ in range(_KINDS)]
         for row in rows:
-            kind = row[0]
-            if kind == _EVENT:
-                self.events.append(row)
-            elif kind == _SESSION:
-                self.sessions.append(SessionRow._make(row[1:]))
-            elif kind == _WITNESS:
-                self.witnesses[row[9]] = WitnessRow(row[1], row[9], row[10])
-            elif kind == _USER:
-                self.users.append(UserRow(row[1], row[2], row[3], row[9], row[10]))
-            elif kind == _APP:
-                self.apps.append(AppRow(row[1], row[2], row[9], row[10]))
-            elif kind == _SNAPSHOT:
-                self.snapshots[row[1]] = SnapshotRow(row[1], row[2], row[9])
-            elif kind == _KEY:
-                self.data_keys.append(DataKeyRow(row[1], row[9], row[2], row[3], row[4], row[10]))
-            elif kind == _MASTER:
-                self.masters.append(MasterMark(row[1], row[2], row[9]))
-            elif kind == _MIGRATED:
-                self.migrated[row[9]] = MigratedRow(row[9], row[1], row[2], row[10], b"")
-            elif kind == _INDEXED:
-                self.indexed.append(IndexedRow(row[1], row[9], row[10]))
-            else:
-                seals[row[9]] = row[10]
-        for tag, seal in seals.items():
-            self.migrated[tag] = self.migrated[tag]._replace(seal=seal)
+            kinds[row[0]].append(row)
+        self.apps: list[AppRow] = APP.rows(kinds[APP.number])
+        self.users: list[UserRow] = USER.rows(kinds[USER.number])
+        self.witnesses: dict[bytes, WitnessRow] = {
+            row.tag: row for row in WITNESS.rows(kinds[WITNESS.number])
+        }
+        self.sessions: list[SessionRow] = SESSION.rows(kinds[SESSION.number])
+        # The `seq` of the last event, or -1, by the row id of the session.
+        self.last_seqs: dict[int, int] = {row[1]: row[_LAST_SEQ] for row in kinds[SESSION.number]}
+        self.snapshots: dict[int, SnapshotRow] = {
+            row.session_row: row for row in _SNAPSHOT.rows(kinds[_SNAPSHOT.number])
+        }
+        self.events: list[Row] = kinds[_EVENT.number]  # as the driver returns them: see EVENT_SEQ
+        self.data_keys: list[DataKeyRow] = _KEY.rows(kinds[_KEY.number])
+        self.masters: list[MasterMark] = _MASTER.rows(kinds[_MASTER.number])
+        self.migrated: dict[bytes, MigratedRow] = {
+            row.tag: row for row in _MIGRATED.rows(kinds[_MIGRATED.number])
+        }
+        self.indexed: list[IndexedRow] = _INDEXED.rows(kinds[_INDEXED.number])
 
     @property
     def app(self) -> AppRow | None:
@@ -812,7 +642,7 @@ def data_keys_of(number: int) -> CompoundSelect[Any]:
     maintenance commands.
     """
     if number > _FEW:
-        return union_all(_key().where(is_one_of(data_keys.c.owner, number)), _master())
+        return union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _master())
     first, second = (bindparam(f"v{n}", type_=LargeBinary) for n in range(_FEW))
     return union_all(_keys_of(first), _keys_of(second, second != first), _master())
 

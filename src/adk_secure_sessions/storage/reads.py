@@ -16,16 +16,9 @@ from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import (
-    Attempt,
-    Identity,
-    KeySource,
-    Owner,
-    RowCache,
-    StoredSession,
-)
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
 from adk_secure_sessions.storage.histories import History, size_of_event
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
@@ -34,6 +27,7 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
+from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
@@ -155,9 +149,9 @@ class GetSession(ReadOperation, Generic[E]):
     async def _open(
         self, attempt: Attempt, found: Found, known: History | None = None
     ) -> tuple[View, list[E]] | None:
-        app = bindings.open_app(attempt, found)
-        user = bindings.open_user(attempt, found)
-        session = bindings.open_session(attempt, found, user)
+        app = sealed_rows.open_app(attempt, found)
+        user = sealed_rows.open_user(attempt, found)
+        session = sealed_rows.open_session(attempt, found, user)
         if session is None or user is None:
             return None
         if session.has_expired and not self.finds_expired:
@@ -187,7 +181,7 @@ class GetSession(ReadOperation, Generic[E]):
         *found* has the last *limit* events, or all after those of *known*.  Events before the time
         *after* are decrypted but not returned.
         """
-        bindings.check_events(session, found.events, limit, known.revision if known else 0)
+        sealed_rows.check_events(session, found.events, limit, known.revision if known else 0)
         decoded: list[E] = []
         size = 0
         # If all events were read, no event comes before the first.  Otherwise, the link of the
@@ -201,7 +195,7 @@ class GetSession(ReadOperation, Generic[E]):
             rows = found.events[start : start + _CHUNK]
             # Decrypt the whole chunk, then decode it.  Decrypting and decoding one event after
             # another takes twice as long.
-            opened, link = bindings.open_events(attempt, session, rows, link)
+            opened, link = sealed_rows.open_events(attempt, session, rows, link)
             decoded += [
                 self._decode(plaintext, session.id, row[EVENT_SEQ])
                 for row, plaintext in zip(rows, opened, strict=True)
@@ -210,7 +204,7 @@ class GetSession(ReadOperation, Generic[E]):
             if self._caches:
                 size += sum(map(size_of_event, opened))
         if limit != 0:
-            bindings.check_head(attempt, session, link)
+            sealed_rows.check_head(attempt, session, link)
         return decoded, size
 
     async def _cached_history(
@@ -262,9 +256,9 @@ class ListUserSessions(ReadOperation):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
         found = await self._read(attempt, executors, sql.SESSIONS_OF_USER)
-        app = bindings.open_app(attempt, found)
+        app = sealed_rows.open_app(attempt, found)
         try:
-            user = bindings.open_user(attempt, found)
+            user = sealed_rows.open_user(attempt, found)
         except DecryptionError as error:
             _skip_or_raise(error, skip=self._skip)
             return []
@@ -276,8 +270,8 @@ class ListCollections(ReadOperation):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
         found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
-        app = bindings.open_app(attempt, found)
-        user = bindings.open_user(attempt, found)
+        app = sealed_rows.open_app(attempt, found)
+        user = sealed_rows.open_user(attempt, found)
         owners = [user] if user else []
         views = _listed(attempt, found, app, owners, skip=False, collections=True)
         return [view.session for view in views]
@@ -300,7 +294,7 @@ class ListAppSessions(ReadOperation):
         parameters = {"app_tag": self.who.app_tag}
         found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
         opened = await _users_of_app(attempt, executors, found, skip=self._skip)
-        app = bindings.open_app(attempt, found)
+        app = sealed_rows.open_app(attempt, found)
         return _listed(attempt, found, app, opened, skip=self._skip)
 
 
@@ -314,7 +308,7 @@ async def _users_of_app(
     opened = []
     for row in found.users:
         try:
-            opened.append(bindings.open_user_row(attempt, found, row))
+            opened.append(sealed_rows.open_user_row(attempt, found, row))
         except DecryptionError as error:
             _skip_or_raise(error, skip=skip)
     return opened
@@ -409,9 +403,9 @@ class ListPage(ReadOperation):
         if self._of_app:
             users = await _users_of_app(attempt, executors, found, skip=self._skip)
         else:
-            user = bindings.open_user(attempt, found)
+            user = sealed_rows.open_user(attempt, found)
             users = [user] if user else []
-        app = bindings.open_app(attempt, found)
+        app = sealed_rows.open_app(attempt, found)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
         # a user.
@@ -434,7 +428,7 @@ class GetUserState(ReadOperation):
     """Read a user's state as JSON; `{}` for an unknown user."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> bytes:
-        user = bindings.open_user(attempt, await self._read(attempt, executors, sql.OWNERS))
+        user = sealed_rows.open_user(attempt, await self._read(attempt, executors, sql.OWNERS))
         return user.state if user else b"{}"
 
 
@@ -443,8 +437,8 @@ class GetStates(ReadOperation):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
         found = await self._read(attempt, executors, sql.OWNERS)
-        app = bindings.open_app(attempt, found)
-        user = bindings.open_user(attempt, found)
+        app = sealed_rows.open_app(attempt, found)
+        user = sealed_rows.open_user(attempt, found)
         return app.state if app else b"{}", user.state if user else b"{}"
 
 
@@ -469,8 +463,8 @@ class UseKeys(ReadOperation, Generic[E]):
         is_current = attempt.key_source is not KeySource.CACHE
         if is_current:
             found = await self._read(attempt, executors, sql.OWNERS)
-            bindings.open_app(attempt, found)
-            bindings.open_user(attempt, found)
+            sealed_rows.open_app(attempt, found)
+            sealed_rows.open_user(attempt, found)
         return await self._work(attempt.keys, is_current)
 
 
@@ -494,7 +488,7 @@ class CheckApp(ReadOperation):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
         found = await self._read(attempt, executors, sql.OWNERS)
-        app = bindings.open_app(attempt._replace(cache=RowCache(0)), found)
+        app = sealed_rows.open_app(attempt._replace(cache=RowCache(0)), found)
         self.headers = Counter()
         if app is not None and found.app is not None:
             self.headers[apps.name, found.app.state[:HEADER_LENGTH]] += 1
@@ -520,7 +514,7 @@ class CheckUser(ReadOperation):
         self.headers = Counter()
         if found.user is None:
             return None
-        user = bindings.open_user_row(attempt._replace(cache=RowCache(0)), found, found.user)
+        user = sealed_rows.open_user_row(attempt._replace(cache=RowCache(0)), found, found.user)
         self.headers[users.name, found.user.state[:HEADER_LENGTH]] += 1
         self.headers[witnesses.name, found.witnesses[user.tag].seal[:HEADER_LENGTH]] += 1
         return user
@@ -582,7 +576,7 @@ class CheckLocatedSession(ReadOperation, Generic[E]):
     ) -> tuple[StoredSession, list[E]] | None:
         parameters = {**self.who.tags(), "limit": 0}
         found = await self._read(attempt, executors, sql.SESSION_WITH_ALL_EVENTS, parameters)
-        session = bindings.open_session(attempt, found, bindings.named_user(attempt, found))
+        session = sealed_rows.open_session(attempt, found, sealed_rows.named_user(attempt, found))
         if session is None:
             return None
         return session, await self._whole.history(attempt, found, session)
@@ -635,7 +629,7 @@ def _listed(
                     table=sessions.name,
                     row=row.id,
                 )
-            session = bindings.open_session_row(
+            session = sealed_rows.open_session_row(
                 attempt, found, user, row, with_snapshot=with_snapshots
             )
             view = _view(session, user, app)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.reads import (
     GetSession,
@@ -15,6 +14,7 @@ from adk_secure_sessions.storage.reads import (
     Position,
     View,
 )
+from adk_secure_sessions.storage.rows import StoredSession
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import DeleteSession
 

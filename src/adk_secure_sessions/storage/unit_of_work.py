@@ -44,14 +44,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys,
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import Caches, Lru
-from adk_secure_sessions.storage.bindings import (
-    Attempt,
-    Identity,
-    KeySource,
-    NeedsDataKey,
-    RowCache,
-    identify,
-)
+from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey, RowCache
 from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.queries import (
     INSERT_KEY,
@@ -60,6 +53,7 @@ from adk_secure_sessions.storage.queries import (
     data_keys_of,
     numbered,
 )
+from adk_secure_sessions.storage.rows import Identity, identify
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

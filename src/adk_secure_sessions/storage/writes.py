@@ -25,27 +25,24 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import (
-    Attempt,
-    Identity,
-    KeySource,
-    Owner,
-    RowCache,
-    StoredSession,
-)
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
 from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.features import search_index
-from adk_secure_sessions.storage.owner_changes import OwnerChanges
+from adk_secure_sessions.storage.owner_changes import OwnerChanges, witness_change
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
-    AppRow,
     Found,
     QueryForms,
-    UserRow,
+)
+from adk_secure_sessions.storage.rows import (
+    Identity,
+    Owner,
+    StoredSession,
     WitnessRow,
+    parameters,
 )
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -242,22 +239,22 @@ class CreateSession(Write[Created]):
             if created:
                 return created
         found = yield from read_found(attempt)
-        app = bindings.open_app(attempt, found)
-        user = bindings.open_user(attempt, found)
+        app = sealed_rows.open_app(attempt, found)
+        user = sealed_rows.open_user(attempt, found)
         if found.session and found.session.id not in self._sent:
             raise DuplicateSession(may_have_expired=found.session.expires_at != NEVER)
         # This call raises DecryptionError if only some of the session's rows are stored.
-        stored = bindings.open_session(attempt, found, user)
+        stored = sealed_rows.open_session(attempt, found, user)
         if stored and user and app:
             return Created(stored, app, user)
         app = owners.app(found, app, self._app_delta)
         changed = owners.user(found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, changed.id)
-        row = Change(sql.INSERT_SESSION, session_columns(session))
+        row = Change(sql.INSERT_SESSION, parameters(session.row))
         if found.user and changed == user:
             # No change of this transaction updates the user's row.  So the INSERT itself must
             # require that this row is unchanged.
-            columns = session_columns(session) | user_columns(found.user)
+            columns = parameters(session.row) | parameters(found.user, "user_")
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
         yield from apply_changes([*owners.changes, row, *rest])
         return Created(session, app, changed)
@@ -271,7 +268,7 @@ class CreateSession(Write[Created]):
         if known is None:
             return None
         session, rest = self._new_session(attempt, known.user.id)
-        columns = session_columns(session) | known.columns
+        columns = parameters(session.row) | known.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_KNOWN, columns), *rest])):
             return None
         return Created(session, known.app, known.user)
@@ -290,15 +287,15 @@ class CreateSession(Write[Created]):
                 snapshot=self._state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
             )
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
-        seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
-        self._witness = WitnessRow(session.id, session.tag, seal)
+        witness = sealed_rows.seal_witness(attempt, who.user_tag, session.tag, session.id)
+        self._witness = witness
         rest += claim_user(who.user_tag)
-        rest.append(Change(sql.INSERT_WITNESS, self._witness._asdict()))
+        rest.append(Change(sql.INSERT_WITNESS, parameters(witness)))
         if attempt.keys.keyring.indexed_keys:
             found = search_index.entries(attempt, "", loads(self._state))
             rest += search_index.insertion(session.id, found)
         self._sent.add(session.id)
-        return session._replace(sealed=bindings.seal_session(attempt, session)), rest
+        return sealed_rows.seal_session(attempt, session), rest
 
 
 class KnownOwners(NamedTuple):
@@ -329,10 +326,10 @@ def known_owners(attempt: Attempt) -> KnownOwners | None:
     if not same or not attempt.keys.is_as_new_as(who.user_tag, user.row.state):
         return None
     columns = (
-        app_columns(who.app_tag, app.row)
-        | user_columns(user.row)
-        | witness_columns("app_witness", app.witness)
-        | witness_columns("user_witness", user.witness)
+        parameters(app.row, "app_")
+        | parameters(user.row, "user_")
+        | parameters(app.witness, "app_witness_")
+        | parameters(user.witness, "user_witness_")
     )
     return KnownOwners(app.value, user.value, columns)
 
@@ -398,7 +395,7 @@ class AppendEvent(Write[StoredSession]):
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
         if event.app_delta:
-            app = bindings.open_app(attempt, found)
+            app = sealed_rows.open_app(attempt, found)
             if app is None or app.id != user.app_row:
                 raise TamperedError(
                     "its app's row was removed",
@@ -456,8 +453,8 @@ class AppendEvent(Write[StoredSession]):
                     snapshot=snapshot,
                     snapshot_link=new_link(),
                 )
-        new = new._replace(sealed=bindings.seal_session(attempt, new))
-        row = session_columns(session, "at_")
+        new = sealed_rows.seal_session(attempt, new)
+        row = parameters(session.row, "at_")
         row["revision"] = new.revision
         row["base_revision"] = new.base_revision
         row["updated_at"] = new.updated_at
@@ -469,10 +466,10 @@ class AppendEvent(Write[StoredSession]):
         indexed = search_index.entries(attempt, "", event.session_delta)
         changes += search_index.update(session.id, indexed)
         new = new._replace(snapshot=None)
-        record = bindings.seal_event(attempt, session, seq, event.time, link, event.plaintext)
-        values = {"session_row": session.id, "seq": seq, "time": event.time, "event": record}
-        changes.append(Change(sql.INSERT_EVENT, values))
-        self._sent[record] = new
+        one = (event.plaintext, event.time)
+        (stored,) = sealed_rows.seal_events(attempt, session.id, seq, [one], [link], session.head)
+        changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
+        self._sent[stored.event] = new
         return _Step(changes, new)
 
     def _stored_before(self) -> Steps[StoredSession]:
@@ -543,7 +540,7 @@ class ReplaceItems(AppendEvent):
                     table=events.name,
                     row=f"{session.id}, {seq}",
                 )
-            record = bindings.seal_replacement(attempt, session, row, item)
+            record = sealed_rows.seal_replacement(attempt, session, row, item)
             values = {"at_session_row": session.id, "at_seq": seq, "event": record}
             changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
         yield from apply_changes(changes)
@@ -601,35 +598,28 @@ class RewriteItems(Write[StoredSession]):
         if self._expected != (session.id, session.revision):
             raise StaleRevision
         owners.user(found, user, user.app_row, {})
-        new = session._replace(id=new_row_key(), revision=0, updated_at=self._now, head=NO_LINK)
-        rows: Changes = []
-        for seq, item in enumerate(self._items):
-            link = new_link()
-            record = bindings.seal_event(attempt, new, seq, self._now, link, item)
-            values = {"session_row": new.id, "seq": seq, "time": self._now, "event": record}
-            rows.append(Change(sql.INSERT_EVENT, values))
-            new = new._replace(revision=seq + 1, head=link)
-        new = new._replace(sealed=bindings.seal_session(attempt, new))
-        seal = bindings.seal_witness(attempt, attempt.who.user_tag, new.tag, new.id, b"")
-        self._witness = WitnessRow(new.id, new.tag, seal)
+        links = [new_link() for _ in self._items]
+        new = sealed_rows.seal_session(
+            attempt,
+            session._replace(
+                id=new_row_key(), revision=len(links), updated_at=self._now, head=links[-1]
+            ),
+        )
+        items = [(item, self._now) for item in self._items]
+        rows = sealed_rows.seal_events(attempt, new.id, 0, items, links, NO_LINK)
+        self._witness = sealed_rows.seal_witness(attempt, user.tag, new.tag, new.id)
         self._sent.add(new.id)
-        witness = {"at_tag": new.tag, "at_number": session.id, "number": new.id, "seal": seal}
-        moved = {
-            "id": new.id,
-            "revision": new.revision,
-            "updated_at": new.updated_at,
-            "state": new.sealed,
-        }
         yield from apply_changes(
             [
-                Change(sql.MOVE_COLLECTION, moved | session_columns(session, "at_")),
+                replacement(session, new),
                 *owners.changes,
-                Change(sql.UPDATE_WITNESS, witness),
+                witness_change(session.id, self._witness),
                 Change(sql.DELETE_EVENTS, {"at_id": session.id}, must_match_row=False),
             ]
         )
         for first in range(0, len(rows), _ROWS_AT_ONCE):
-            yield from apply_changes(rows[first : first + _ROWS_AT_ONCE])
+            part = rows[first : first + _ROWS_AT_ONCE]
+            yield from apply_changes([Change(sql.INSERT_EVENT, parameters(row)) for row in part])
         return new
 
 
@@ -664,11 +654,11 @@ class DeleteSession(Write[bool]):
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
         if known and self._condition is None and attempt.key_source is KeySource.CACHE:
-            row = Change(sql.DELETE_KNOWN_SESSION, session_columns(known, "at_"))
+            row = Change(sql.DELETE_KNOWN_SESSION, parameters(known.row, "at_"))
             if (yield Apply([row, *_deletions(attempt, known)])):
                 return True
         found = yield from read_found(attempt)
-        session = bindings.open_session(attempt, found, bindings.open_user(attempt, found))
+        session = sealed_rows.open_session(attempt, found, sealed_rows.open_user(attempt, found))
         if session is None:
             return False
         if self._condition is not None and not self._condition(session):
@@ -736,12 +726,12 @@ class RenewKey(Write[bool]):
         # Decrypt the stored row instead of using the cached row: if the row's data key has been
         # deleted, this operation must fail.
         uncached = attempt._replace(cache=RowCache(0))
-        owner = bindings.open_app(uncached, found)
+        owner = sealed_rows.open_app(uncached, found)
         if found.user and self._of_user:
-            owner = bindings.open_user_row(uncached, found, found.user)
+            owner = sealed_rows.open_user_row(uncached, found, found.user)
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
-        attempt.keys.packing = bindings.packing_of_owner(attempt, owner, row.state)
+        attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner, row.state)
         if owners.renew_key(owner, row.state, self._since):
             yield from apply_changes(owners.changes)
         return True
@@ -764,7 +754,7 @@ class EnsureOwners(Write[StagedKeys]):
         query = attempt.form_of(sql.OWNERS)
         found = Found(await executors.data.read(query, attempt.who.tags()))
         attempt.load_keys(found)
-        app, user = bindings.open_app(attempt, found), bindings.open_user(attempt, found)
+        app, user = sealed_rows.open_app(attempt, found), sealed_rows.open_user(attempt, found)
         if found.app and found.user and app and user and user.app_row == app.id:
             keys = attempt.keys
             has_app_key = keys.is_as_new_as(app.tag, found.app.state)
@@ -774,8 +764,8 @@ class EnsureOwners(Write[StagedKeys]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StagedKeys]:
         found = yield from read_found(attempt, sql.OWNERS)
-        app = bindings.open_app(attempt, found)
-        user = bindings.open_user(attempt, found)
+        app = sealed_rows.open_app(attempt, found)
+        user = sealed_rows.open_user(attempt, found)
         app = owners.app(found, app, {}, needs_key=True)
         owners.user(found, user, app.id, {})
         if owners.changes:
@@ -798,15 +788,15 @@ def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     not be read any more.
     """
     found = yield from read_found(attempt, sql.SESSION_WITH_LAST_EVENTS)
-    user = bindings.open_user(attempt, found)
-    session = bindings.open_session(attempt, found, user)
+    user = sealed_rows.open_user(attempt, found)
+    session = sealed_rows.open_session(attempt, found, user)
     if session is None or user is None:
         raise MissingSession
-    bindings.check_events(session, found.events, 1)
+    sealed_rows.check_events(session, found.events, 1)
     # If the session has more events, the link of the event before the last is not known.
     before = NO_LINK if len(found.events) == session.revision else None
-    _, link = bindings.open_events(attempt, session, found.events, before)
-    bindings.check_head(attempt, session, link)
+    _, link = sealed_rows.open_events(attempt, session, found.events, before)
+    sealed_rows.check_head(attempt, session, link)
     return found, user, session
 
 
@@ -815,47 +805,9 @@ def apply_changes(changes: Changes) -> Steps[None]:
         raise Conflict
 
 
-def session_columns(session: StoredSession, prefix: str = "") -> dict[str, object]:
-    """Return the session's row as statement parameters, whose names begin with *prefix*."""
-    return {
-        f"{prefix}id": session.id,
-        f"{prefix}user_row": session.user_row,
-        f"{prefix}tag": session.tag,
-        f"{prefix}revision": session.revision,
-        f"{prefix}base_revision": session.base_revision,
-        f"{prefix}created_at": session.created_at,
-        f"{prefix}updated_at": session.updated_at,
-        f"{prefix}expires_at": session.expires_at,
-        f"{prefix}state": session.sealed,
-    }
-
-
-def app_columns(tag: bytes, row: AppRow) -> dict[str, object]:
-    return {
-        "app_id": row.id,
-        "app_version": row.version,
-        "app_app_name": row.name,
-        "app_tag": tag,
-        "app_state": row.state,
-    }
-
-
-def user_columns(row: UserRow) -> dict[str, object]:
-    return {
-        "user_id": row.id,
-        "user_app_row": row.app_row,
-        "user_version": row.version,
-        "user_tag": row.tag,
-        "user_state": row.state,
-    }
-
-
-def witness_columns(prefix: str, row: WitnessRow) -> dict[str, object]:
-    return {
-        f"{prefix}_tag": row.tag,
-        f"{prefix}_number": row.number,
-        f"{prefix}_seal": row.seal,
-    }
+def replacement(old: StoredSession, new: StoredSession) -> Change:
+    """Return the change that replaces the row of *old* by that of *new*, with another row id."""
+    return Change(sql.REPLACE_SESSION, parameters(old.row, "at_") | parameters(new.row))
 
 
 def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:
@@ -864,10 +816,8 @@ def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> 
     The change replaces the snapshot of revision *replaced*.  If *replaced* is `NO_SNAPSHOT`, the
     change inserts the snapshot.
     """
-    session_row, revision, state = session.id, session.base_revision, session.snapshot or b"{}"
-    sealed = bindings.seal_snapshot(attempt, session_row, revision, session.snapshot_link, state)
+    row = sealed_rows.seal_snapshot(attempt, session)
     if replaced == NO_SNAPSHOT:
-        row = {"session_row": session_row, "revision": revision, "state": sealed}
-        return Change(sql.INSERT_SNAPSHOT, row)
-    where = {"at_id": session_row, "at_revision": replaced}
-    return Change(sql.UPDATE_SNAPSHOT, where | {"revision": revision, "state": sealed})
+        return Change(sql.INSERT_SNAPSHOT, parameters(row))
+    where = {"at_id": session.id, "at_revision": replaced}
+    return Change(sql.UPDATE_SNAPSHOT, where | {"revision": row.revision, "state": row.state})

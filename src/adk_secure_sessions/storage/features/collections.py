@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from adk_secure_sessions.formats.records import encode_text
-from adk_secure_sessions.storage.bindings import StoredSession
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.reads import GetSession, ListCollections
+from adk_secure_sessions.storage.rows import StoredSession
 from adk_secure_sessions.storage.survey import COLLECTIONS
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (

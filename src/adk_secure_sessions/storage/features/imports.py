@@ -11,11 +11,11 @@ wrong is rejected.  See docs/format-tools.md, "Migration".
 
 import hmac
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -26,9 +26,9 @@ from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import Attempt, Identity, KeySource, Owner, StoredSession
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt, KeySource
 from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.features.feature import Feature
@@ -39,14 +39,21 @@ from adk_secure_sessions.storage.features.migration_mark import (
     withdraw_migration,
 )
 from adk_secure_sessions.storage.features.searches import SearchIndex
-from adk_secure_sessions.storage.owner_changes import OwnerChanges
+from adk_secure_sessions.storage.owner_changes import OwnerChanges, witness_change
 from adk_secure_sessions.storage.queries import (
     Found,
-    MigratedRow,
-    WitnessRow,
     chunks,
     migrated_rows,
     numbered,
+)
+from adk_secure_sessions.storage.rows import (
+    Identity,
+    MigratedRow,
+    Owner,
+    StoredSession,
+    WitnessRow,
+    naming,
+    parameters,
 )
 from adk_secure_sessions.storage.schema import (
     NEVER,
@@ -66,9 +73,8 @@ from adk_secure_sessions.storage.writes import (
     apply_changes,
     known_owners,
     read_found,
-    session_columns,
+    replacement,
     snapshot_change,
-    user_columns,
 )
 
 SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
@@ -202,7 +208,7 @@ class Seals(NamedTuple):
 
     def check(self, row: MigratedRow) -> None:
         """Raise TamperedError if the row was modified, or was written for another database."""
-        with bindings.naming(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
+        with naming(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
             expected = self.row(*row[:4])
             if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
                 raise TamperedError(
@@ -313,9 +319,9 @@ class ImportSession(Write[_Outcome]):
             if outcome:
                 return outcome
         found = yield from read_found(attempt, sql.IMPORTED_SESSION)
-        app = bindings.open_app(attempt, found)
-        user = bindings.open_user(attempt, found)
-        session = bindings.open_session(attempt, found, user)
+        app = sealed_rows.open_app(attempt, found)
+        user = sealed_rows.open_user(attempt, found)
+        session = sealed_rows.open_session(attempt, found, user)
         row = self._seals.checked(found, self.who.session_tag)
         of_user = self._seals.checked(found, self.who.user_tag)
         if row and row.row_id in self._sent:
@@ -341,7 +347,7 @@ class ImportSession(Write[_Outcome]):
         if known is None:
             return None
         new = self._new(attempt, known.user.id, ImportStatus.NEW)
-        columns = session_columns(new.session) | known.columns
+        columns = parameters(new.session.row) | known.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_KNOWN, columns),
             *new.inserts(),
@@ -362,12 +368,12 @@ class ImportSession(Write[_Outcome]):
         app = owners.app(found, app, {})
         changed = owners.user(found, user, app.id, {})
         new = self._new(attempt, changed.id, ImportStatus.NEW)
-        columns = session_columns(new.session) | {"user_tag": self.who.user_tag}
+        columns = parameters(new.session.row) | {"user_tag": self.who.user_tag}
         row = Change(sql.IMPORT_SESSION, columns)
         if found.user and changed == user:
             # No change of this transaction updates the user's row.  So the INSERT itself must
             # require that this row is unchanged.
-            row = Change(sql.IMPORT_SESSION_OF_USER, columns | user_columns(found.user))
+            row = Change(sql.IMPORT_SESSION_OF_USER, columns | parameters(found.user, "user_"))
         # *mark*, the INSERT into `secure_migrated`, comes before *row*, the INSERT of the session.
         # On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's transaction.
         # After *mark*, *row* requires that the user has no tombstone.
@@ -386,13 +392,11 @@ class ImportSession(Write[_Outcome]):
     ) -> Steps[_Outcome]:
         owners.user(found, user, user.app_row, {})
         new = self._new(attempt, user.id, ImportStatus.OLDER)
-        columns = session_columns(old, "at_") | session_columns(new.session)
         at_row = {"at_id": old.id}
-        witness = {"at_tag": old.tag, "at_number": old.id, "number": new.session.id}
         changes = [
-            Change(sql.REPLACE_SESSION, columns),
+            replacement(old, new.session),
             *owners.changes,
-            Change(sql.UPDATE_WITNESS, witness | {"seal": new.witness.seal}),
+            witness_change(old.id, new.witness),
             Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
         ]
         if old.has_snapshot:
@@ -439,9 +443,8 @@ class ImportSession(Write[_Outcome]):
                 snapshot=self._state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
             )
             snapshot.append(snapshot_change(attempt, session, NO_SNAPSHOT))
-        session = session._replace(sealed=bindings.seal_session(attempt, session))
-        seal = bindings.seal_witness(attempt, who.user_tag, session.tag, session.id, b"")
-        witness = WitnessRow(session.id, session.tag, seal)
+        session = sealed_rows.seal_session(attempt, session)
+        witness = sealed_rows.seal_witness(attempt, who.user_tag, session.tag, session.id)
         row = self._seals.row(session.tag, session.id, revision, self._source)
         indexed: Changes = []
         if attempt.keys.keyring.indexed_keys:
@@ -511,9 +514,10 @@ class _NewSession(NamedTuple):
         """Encrypt the events of *span*, and return their rows."""
         links, first = self.links, span.start
         previous = links[first - 1] if first else NO_LINK
-        return bindings.seal_events(
+        rows = sealed_rows.seal_events(
             attempt, self.session.id, first, self.events[span], links[span], previous
         )
+        return [parameters(row) for row in rows]
 
 
 def _spans(events: Sequence[SourceEvent]) -> Iterator[slice]:
@@ -559,8 +563,8 @@ class ImportState(Write[ImportStatus]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
         found = yield from read_found(attempt, sql.IMPORTED_OWNERS)
-        app = bindings.open_app(attempt, found)
-        user = bindings.open_user(attempt, found) if self._of_user else None
+        app = sealed_rows.open_app(attempt, found)
+        user = sealed_rows.open_user(attempt, found) if self._of_user else None
         owner = user if self._of_user else app
         row = self._seals.checked(found, self._tag)
         if row and row.row_id == _NO_ROW:
@@ -685,9 +689,7 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
 
 
 def _update(old: MigratedRow, new: MigratedRow) -> Change:
-    columns: Mapping[str, Any] = old._asdict()
-    at = {f"at_{name}": value for name, value in columns.items()}
-    return Change(sql.UPDATE_MIGRATED, at | new._asdict())
+    return Change(sql.UPDATE_MIGRATED, parameters(old, "at_") | parameters(new))
 
 
 class Imports:

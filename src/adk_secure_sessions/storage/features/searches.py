@@ -9,16 +9,20 @@ from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage import bindings
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.bindings import Attempt, Identity
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.search_index import Differences, IndexState
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
-from adk_secure_sessions.storage.queries import Found, QueryForms
+from adk_secure_sessions.storage.queries import (
+    Found,
+    QueryForms,
+)
 from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation, View
+from adk_secure_sessions.storage.rows import Identity
 from adk_secure_sessions.storage.survey import STATE_INDEX
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
@@ -195,7 +199,10 @@ class FindPage(ListPage):
         self._lookup = lookup
 
     def _forms(self) -> QueryForms:
-        return sql.page_of_found_sessions(of_users=self._lookup.of_users, newest=self._newest)
+        found_by = "user" if self._lookup.of_users else "session"
+        return sql.page_of_sessions(
+            of_app=True, newest=self._newest, snapshots=True, found_by=found_by
+        )
 
     def _parameters(self, after: Position) -> dict[str, object]:
         tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
@@ -277,14 +284,14 @@ class CorrectIndexed(Write[int]):
 def _differences(
     attempt: Attempt, found: Found, keys: frozenset[bytes], *, of_user: bool
 ) -> tuple[int, Differences] | None:
-    user = bindings.open_user(attempt, found)
+    user = sealed_rows.open_user(attempt, found)
     if of_user:
         if user is None:
             return None
         row_id = search_index.row_of_user(user.id)
         right = search_index.entries(attempt, USER_PREFIX, loads(user.state), keys)
     else:
-        session = bindings.open_session(attempt, found, user)
+        session = sealed_rows.open_session(attempt, found, user)
         if session is None:
             return None
         row_id = session.id

@@ -9,16 +9,11 @@ import pytest
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.storage import bindings
-from adk_secure_sessions.storage.bindings import (
-    Attempt,
-    Identity,
-    RowCache,
-    StoredSession,
-    identify,
-)
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt, RowCache
 from adk_secure_sessions.storage.queries import Found
-from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
+from adk_secure_sessions.storage.rows import SEALED, Identity, StoredSession, identify, naming
+from adk_secure_sessions.storage.schema import NEVER
 from tests.storage.support import (
     APP,
     BLOB,
@@ -27,6 +22,7 @@ from tests.storage.support import (
     SECOND_BLOB,
     SESSION,
     SNAPSHOT,
+    THIRD_BLOB,
     USER,
     WHO,
     WITNESS,
@@ -34,8 +30,10 @@ from tests.storage.support import (
     Stored,
     event_row,
     marks,
+    owner_row,
     raw,
     session_row,
+    snapshot_row,
     witness_row,
 )
 
@@ -69,14 +67,14 @@ def open_all(attempt: Attempt, rows: list[RawRow]) -> list[bytes]:
 def open_last(attempt: Attempt, rows: list[RawRow], limit: int | None) -> list[bytes]:
     """Open everything that a read of one session with its last *limit* events opens."""
     found = Found(rows)
-    bindings.open_app(attempt, found)
-    user = bindings.open_user(attempt, found)
-    session = bindings.open_session(attempt, found, user)
+    sealed_rows.open_app(attempt, found)
+    user = sealed_rows.open_user(attempt, found)
+    session = sealed_rows.open_session(attempt, found, user)
     assert session is not None
-    bindings.check_events(session, found.events, limit)
+    sealed_rows.check_events(session, found.events, limit)
     before = NO_LINK if limit is None else None
-    opened, head = bindings.open_events(attempt, session, found.events, before)
-    bindings.check_head(attempt, session, head)
+    opened, head = sealed_rows.open_events(attempt, session, found.events, before)
+    sealed_rows.check_head(attempt, session, head)
     return opened
 
 
@@ -84,38 +82,35 @@ def open_last(attempt: Attempt, rows: list[RawRow], limit: int | None) -> list[b
 
 
 class Context(NamedTuple):
-    """A context, made from its parts, and another value for each part."""
+    """The parts of a context, and another value for each part; the ids come before the row."""
 
-    make: Callable[..., bytes]
     parts: tuple[Any, ...]
     others: tuple[Any, ...]
+    ids: int
 
 
 TAG, OTHER_TAG = b"t" * 16, b"u" * 16
 CONTEXTS = {
-    "app": Context(bindings.app_context, ("app", TAG, 1, 2), ("App", OTHER_TAG, 3, 4)),
-    "user": Context(bindings.user_context, ("app", TAG, 1, 2, 3), ("App", OTHER_TAG, 4, 5, 6)),
-    "witness": Context(bindings.witness_context, ("app", TAG, 1), ("App", OTHER_TAG, 2)),
+    "app": Context(("app", 1, TAG, 2), ("App", 3, OTHER_TAG, 4), 1),
+    "user": Context(("app", 1, 2, TAG, 3), ("App", 4, 5, OTHER_TAG, 6), 1),
+    "witness": Context(("app", TAG, 1), ("App", OTHER_TAG, 2), 1),
     "session": Context(
-        bindings.session_context,
-        ("app", "user", TAG, 1, 2, 3, 4, 5, 6, 7),
-        ("App", "User", OTHER_TAG, 8, 9, 10, 11, 12, 13, 14),
+        ("app", "user", 1, 2, TAG, 3, 4, 5, 6, 7),
+        ("App", "User", 8, 9, OTHER_TAG, 10, 11, 12, 13, 14),
+        2,
     ),
-    "snapshot": Context(
-        lambda app, user, session, *numbers: bindings.snapshot_context(
-            identify(INDEX, app, user, session), *numbers
-        ),
-        ("app", "user", "session", 1, 2),
-        ("App", "User", "Session", 3, 4),
-    ),
-    "event": Context(
-        lambda app, user, session, *numbers: bindings.event_context(
-            identify(INDEX, app, user, session), *numbers
-        ),
-        ("app", "user", "session", 1, 2, 3),
-        ("App", "User", "Session", 4, 5, 6),
-    ),
+    "base": Context(("app", "user", "session", 1, 2), ("App", "User", "Session", 3, 4), 3),
+    "event": Context(("app", "user", "session", 1, 2, 3), ("App", "User", "Session", 4, 5, 6), 3),
 }
+
+
+def made(kind: str, parts: tuple[Any, ...]) -> bytes:
+    """The context of a row with these *parts*, whose record and app name are not part of it."""
+    (column,) = (column for column in SEALED if column.kind == kind)
+    ids, values = parts[: CONTEXTS[kind].ids], list(parts[CONTEXTS[kind].ids :])
+    if kind == "app":
+        values.insert(2, b"name")
+    return column.context(ids, column.row(*values, b"record"))
 
 
 def every_part() -> Iterator[Any]:
@@ -126,29 +121,22 @@ def every_part() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "part"), [*every_part()])
 def test_context_differs_wherever_one_part_differs(kind: str, part: int) -> None:
-    make, parts, others = CONTEXTS[kind]
+    parts, others, _ = CONTEXTS[kind]
     changed = (*parts[:part], others[part], *parts[part + 1 :])
-    assert make(*parts) == make(*parts)
-    assert make(*changed) != make(*parts)
+    assert made(kind, parts) == made(kind, parts)
+    assert made(kind, changed) != made(kind, parts)
 
 
 def test_context_of_one_kind_is_never_that_of_another() -> None:
-    made = [context.make(*context.parts) for context in CONTEXTS.values()]
-    assert len(set(made)) == len(CONTEXTS)
+    assert len({made(kind, context.parts) for kind, context in CONTEXTS.items()}) == len(SEALED)
 
 
-@pytest.mark.parametrize("kind", ["app", "user", "session"])
 @pytest.mark.parametrize(("one", "other"), [(("ab", "c"), ("a", "bc")), (("", "a"), ("a", ""))])
 def test_context_tells_where_one_text_ends_and_the_next_begins(
-    kind: str, one: tuple[str, str], other: tuple[str, str]
+    one: tuple[str, str], other: tuple[str, str]
 ) -> None:
-    made = []
-    for first, second in (one, other):
-        tag: Any = second.encode()
-        parts = list(CONTEXTS[kind].parts)
-        parts[0:2] = [first, second] if kind == "session" else [first, tag]
-        made.append(CONTEXTS[kind].make(*parts))
-    assert made[0] != made[1]
+    rest = CONTEXTS["session"].parts[2:]
+    assert made("session", one + rest) != made("session", other + rest)
 
 
 # --- what was sealed opens -----------------------------------------------------------------------
@@ -157,20 +145,20 @@ def test_context_tells_where_one_text_ends_and_the_next_begins(
 def test_sealed_rows_open_as_what_they_were() -> None:
     stored = Stored()
     attempt, found = stored.attempt(), stored.found()
-    assert bindings.open_app(attempt, found) == stored.app
-    user = bindings.open_user(attempt, found)
+    assert sealed_rows.open_app(attempt, found) == stored.app
+    user = sealed_rows.open_user(attempt, found)
     assert user == stored.user
-    session = bindings.open_session(attempt, found, user)
+    session = sealed_rows.open_session(attempt, found, user)
     assert session == stored.session
     assert session is not None
-    opened, head = bindings.open_events(attempt, session, found.events, NO_LINK)
+    opened, head = sealed_rows.open_events(attempt, session, found.events, NO_LINK)
     assert (opened, head) == ([b"event 0", b"event 1"], session.head)
 
 
 def test_sealed_snapshot_opens_under_its_overlay() -> None:
     stored = Stored(snapshot=LARGE)
     attempt, found = stored.attempt(), stored.found()
-    session = bindings.open_session(attempt, found, bindings.open_user(attempt, found))
+    session = sealed_rows.open_session(attempt, found, sealed_rows.open_user(attempt, found))
     assert session is not None
     assert (session.overlay, session.snapshot) == (b'{"s":1}', LARGE)
 
@@ -178,13 +166,14 @@ def test_sealed_snapshot_opens_under_its_overlay() -> None:
 def test_sealing_the_same_twice_gives_different_records() -> None:
     stored = Stored()
     attempt = stored.sealing()
-    assert bindings.seal_app(attempt, stored.app) != bindings.seal_app(attempt, stored.app)
+    assert owner_row(attempt, stored.app) != owner_row(attempt, stored.app)
 
 
 # --- what was changed, or belongs elsewhere, does not ---------------------------------------------
 
 COLUMNS = [
-    (APP, "id", 1), (APP, "version", 2), (APP, "app_name", BLOB), (APP, "state", SECOND_BLOB),
+    (APP, "id", 1), (APP, "version", 2), (APP, "tag", BLOB), (APP, "app_name", SECOND_BLOB),
+    (APP, "state", THIRD_BLOB),
     (USER, "id", 1), (USER, "app_row", 2), (USER, "version", 3), (USER, "tag", BLOB),
     (USER, "state", SECOND_BLOB),
     (WITNESS, "number", 1), (WITNESS, "seal", SECOND_BLOB),
@@ -229,7 +218,7 @@ def test_row_with_one_column_modified_is_rejected(
 ])  # fmt: skip
 def test_error_of_a_tampered_record_names_its_row(kind: int, table: str, row: str) -> None:
     stored = Stored(snapshot=LARGE)
-    position = BLOB if kind in (SNAPSHOT, EVENT) else SECOND_BLOB
+    position = dict(RECORDS)[kind]
     value = stored.rows()[stored.indexes(kind)[0]][position]
     with pytest.raises(TamperedError) as rejected:
         open_all(stored.attempt(), stored.replaced(kind, position, other_value(value)))
@@ -253,7 +242,7 @@ def test_rows_found_for_other_ids_are_rejected(ids: str) -> None:
 
 
 RECORDS = [
-    (APP, SECOND_BLOB), (USER, SECOND_BLOB), (SESSION, SECOND_BLOB), (SNAPSHOT, BLOB), (EVENT, BLOB)
+    (APP, THIRD_BLOB), (USER, SECOND_BLOB), (SESSION, SECOND_BLOB), (SNAPSHOT, BLOB), (EVENT, BLOB)
 ]  # fmt: skip
 PAIRS = [*itertools.permutations(RECORDS, 2)]
 
@@ -275,12 +264,13 @@ def test_record_under_the_apps_data_key_is_rejected_where_the_users_belongs(kind
     stored = Stored(snapshot=LARGE)
     attempt, (user, session) = stored.sealing(), (stored.user, stored.session)
     first = session._replace(head=NO_LINK)
-    sealed = {
-        USER: bindings.seal_user(attempt, user),
-        SESSION: bindings.seal_session(attempt, session),
-        SNAPSHOT: bindings.seal_snapshot(attempt, session.id, 0, session.snapshot_link, LARGE),
-        EVENT: bindings.seal_event(attempt, first, 0, 100, stored.links[0], b"event 0"),
+    row = {
+        USER: owner_row(attempt, user),
+        SESSION: session_row(sealed_rows.seal_session(attempt, session)),
+        SNAPSHOT: snapshot_row(attempt, session),
+        EVENT: event_row(attempt, first, 0, stored.links[0], b"event 0"),
     }[kind]
+    sealed = row[dict(RECORDS)[kind]]
     app_key = attempt.keys.current(WHO.app_tag)
     assert app_key is not None
     forged = sealed[:5] + app_key.id.to_bytes(8, "big") + sealed[13:]
@@ -292,7 +282,7 @@ def test_record_under_the_apps_data_key_is_rejected_where_the_users_belongs(kind
 def test_user_of_another_tag_is_not_the_requested_one() -> None:
     stored = Stored()
     with pytest.raises(TamperedError, match="not the requested user") as rejected:
-        bindings.open_user(
+        sealed_rows.open_user(
             stored.attempt(WHO._replace(user_tag=WHO.app_tag)), Found(stored.rows(without=[APP]))
         )
     assert rejected.value.reason is Reason.WRONG_OWNER
@@ -302,13 +292,13 @@ def test_session_of_another_tag_is_not_the_requested_one() -> None:
     stored = Stored()
     attempt, found = stored.attempt(WHO._replace(session_tag=WHO.app_tag)), stored.found()
     with pytest.raises(TamperedError, match="not the requested session"):
-        bindings.open_session(attempt, found, bindings.open_user(attempt, found))
+        sealed_rows.open_session(attempt, found, sealed_rows.open_user(attempt, found))
 
 
 def test_session_without_its_users_row_is_rejected() -> None:
     stored = Stored()
     with pytest.raises(TamperedError, match="its user's row was removed") as rejected:
-        bindings.open_session(stored.attempt(), stored.found(), None)
+        sealed_rows.open_session(stored.attempt(), stored.found(), None)
     assert (rejected.value.table, rejected.value.row) == ("secure_sessions", "3")
 
 
@@ -357,9 +347,9 @@ def test_error_of_a_tampered_witness_names_it_and_the_row_that_it_belongs_to() -
 
 
 OPENERS: dict[str, Callable[[Attempt, Found, Stored], object]] = {
-    "app": lambda attempt, found, stored: bindings.open_app(attempt, found),
-    "user": lambda attempt, found, stored: bindings.open_user(attempt, found),
-    "session": lambda attempt, found, stored: bindings.open_session(attempt, found, stored.user),
+    "app": lambda attempt, found, stored: sealed_rows.open_app(attempt, found),
+    "user": lambda attempt, found, stored: sealed_rows.open_user(attempt, found),
+    "session": lambda attempt, found, stored: sealed_rows.open_session(attempt, found, stored.user),
 }
 
 
@@ -374,18 +364,18 @@ def test_witness_without_its_row_proves_that_the_row_was_removed(whose: str) -> 
 
 def test_rows_that_neither_exist_nor_left_a_witness_are_not_there() -> None:
     attempt, nothing = Stored().attempt(), Found([])
-    assert bindings.open_app(attempt, nothing) is None
-    assert bindings.open_user(attempt, nothing) is None
-    assert bindings.open_session(attempt, nothing, None) is None
+    assert sealed_rows.open_app(attempt, nothing) is None
+    assert sealed_rows.open_user(attempt, nothing) is None
+    assert sealed_rows.open_session(attempt, nothing, None) is None
 
 
 def test_unknown_user_is_forgotten_by_the_key_cache_and_the_row_cache() -> None:
     stored = Stored()
     attempt = stored.knowing()
-    bindings.open_user(attempt, stored.found())
+    sealed_rows.open_user(attempt, stored.found())
     assert stored.keys.knows(WHO.user_tag)
     assert attempt.cache.users.get(WHO.user_tag)
-    bindings.open_user(attempt, Found([]))
+    sealed_rows.open_user(attempt, Found([]))
     assert not stored.keys.knows(WHO.user_tag)
     assert attempt.cache.users.get(WHO.user_tag) is None
 
@@ -396,8 +386,8 @@ def test_listed_session_needs_its_witness(events: int) -> None:
     attempt, found = stored.attempt(), Found(stored.without_witness(WHO.session_tag))
     assert found.session is not None
     with pytest.raises(TamperedError, match="version witness"):
-        bindings.open_session_row(attempt, found, stored.user, found.session)
-    listed = bindings.open_session_row(attempt, stored.found(), stored.user, found.session)
+        sealed_rows.open_session_row(attempt, found, stored.user, found.session)
+    listed = sealed_rows.open_session_row(attempt, stored.found(), stored.user, found.session)
     assert listed == stored.session
 
 
@@ -463,7 +453,7 @@ def test_history_whose_first_event_follows_another_is_rejected(events: int) -> N
 def test_session_without_events_whose_head_is_an_event_is_rejected() -> None:
     stored = Stored(events=0)
     session = stored.session._replace(head=new_link())
-    session = session._replace(sealed=bindings.seal_session(stored.sealing(), session))
+    session = sealed_rows.seal_session(stored.sealing(), session)
     rows = [*stored.rows(without=[SESSION]), session_row(session)]
     with pytest.raises(TamperedError, match=ANOTHER_COPY):
         open_all(stored.attempt(), rows)
@@ -489,7 +479,7 @@ def test_session_row_of_another_copy_passes_a_read_without_events_but_its_head_i
 
 def open_without_events(attempt: Attempt, rows: list[RawRow]) -> StoredSession | None:
     found = Found(rows)
-    return bindings.open_session(attempt, found, bindings.open_user(attempt, found))
+    return sealed_rows.open_session(attempt, found, sealed_rows.open_user(attempt, found))
 
 
 def test_head_is_proven_by_reading_the_last_event(cache: RowCache) -> None:
@@ -556,17 +546,13 @@ def versions_of(stored: Stored, whose: str) -> Versions:
         session, link = stored.session, new_link()
         event = event_row(sealing, session, session.revision, link, b"event 2")
         newer = session._replace(revision=session.revision + 1, head=link, updated_at=102)
-        newer = newer._replace(sealed=bindings.seal_session(sealing, newer))
+        newer = sealed_rows.seal_session(sealing, newer)
         rows = stored.rows(without=[SESSION])
         return Versions(stored.rows(), [*rows, session_row(newer), event])
     owner = {"app": stored.app, "user": stored.user}[whose]
     owner = owner._replace(version=owner.version + 1, link=new_link())
     witness = witness_row(sealing, owner.tag, owner.tag, owner.version, owner.link)
-    if whose == "app":
-        sealed = bindings.seal_app(sealing, owner)
-        row = raw(APP, [1, owner.version], b"clinic", sealed)
-    else:
-        row = raw(USER, [2, 1, owner.version], owner.tag, bindings.seal_user(sealing, owner))
+    row = owner_row(sealing, owner)
     rows = [one for one in stored.without_witness(owner.tag) if one[0] != KINDS[whose]]
     return Versions(stored.rows(), [*rows, row, witness])
 
@@ -614,7 +600,7 @@ def test_session_that_was_created_again_may_have_a_lower_revision(cache: RowCach
     open_all(stored.attempt(cache=cache), stored.rows())
     sealing = stored.sealing()
     session = stored.session._replace(id=4, revision=0, head=NO_LINK)
-    session = session._replace(sealed=bindings.seal_session(sealing, session))
+    session = sealed_rows.seal_session(sealing, session)
     rows = [
         *(row for row in stored.without_witness(session.tag) if row[0] not in (SESSION, EVENT)),
         session_row(session),
@@ -628,9 +614,9 @@ def test_session_that_was_created_again_may_have_a_lower_revision(cache: RowCach
 
 def test_snapshot_where_the_session_has_none_is_rejected() -> None:
     stored = Stored()
-    sealed = bindings.seal_snapshot(stored.sealing(), 3, 0, NO_LINK, LARGE)
+    added = snapshot_row(stored.sealing(), stored.session)
     with pytest.raises(TamperedError, match="this row was added") as rejected:
-        open_all(stored.attempt(), [*stored.rows(), raw(SNAPSHOT, (3, NO_SNAPSHOT), sealed)])
+        open_all(stored.attempt(), [*stored.rows(), added])
     assert (rejected.value.table, rejected.value.reason) == ("secure_bases", Reason.MISMATCH)
 
 
@@ -644,9 +630,8 @@ def test_snapshot_that_is_missing_is_rejected() -> None:
 def test_snapshot_of_an_older_revision_is_rejected() -> None:
     """Authentic, as it was at its own revision."""
     stored = Stored(snapshot=LARGE)
-    link = stored.session.snapshot_link
-    older = bindings.seal_snapshot(stored.sealing(), 3, -7, link, b'{"older":true}')
-    rows = [*stored.rows(without=[SNAPSHOT]), raw(SNAPSHOT, (3, -7), older)]
+    older = stored.session._replace(base_revision=-7, snapshot=b'{"older":true}')
+    rows = [*stored.rows(without=[SNAPSHOT]), snapshot_row(stored.sealing(), older)]
     with pytest.raises(TamperedError, match="an older row was replayed"):
         open_all(stored.attempt(), rows)
 
@@ -698,7 +683,7 @@ def test_snapshot_of_a_remembered_session_is_read_again(cache: RowCache) -> None
     remembered = cache.proven_session(WHO.session_tag)
     assert remembered == stored.session._replace(snapshot=None)
     attempt, keys = counting(stored, cache)
-    session = bindings.open_session(attempt, stored.found(), stored.user)
+    session = sealed_rows.open_session(attempt, stored.found(), stored.user)
     assert session == stored.session
     assert keys.opened == 3  # the session, its snapshot, its version witness
 
@@ -748,7 +733,7 @@ def test_complete_history_is_accepted_and_put_in_order(case: str) -> None:
     revision, seqs, limit = COMPLETE[case]
     session = Stored().session._replace(revision=revision)
     rows = history(seqs)
-    bindings.check_events(session, rows, limit)
+    sealed_rows.check_events(session, rows, limit)
     assert [row[1] for row in rows] == sorted(seqs)
 
 
@@ -757,7 +742,7 @@ def test_incomplete_history_is_rejected(case: str) -> None:
     revision, seqs, limit = INCOMPLETE[case]
     session = Stored().session._replace(revision=revision)
     with pytest.raises(TamperedError, match="added, removed or renumbered") as rejected:
-        bindings.check_events(session, history(seqs), limit)
+        sealed_rows.check_events(session, history(seqs), limit)
     error = rejected.value
     assert (error.table, error.row, error.reason) == ("secure_events", "3", Reason.MISMATCH)
 
@@ -779,7 +764,7 @@ def test_events_of_several_data_keys_open_in_one_history() -> None:
     rows.append(event_row(attempt, stored.session, 2, third, b"event 2"))
     older = stored.sealing()
     rows.append(event_row(older, stored.session._replace(head=third), 3, fourth, b"event 3"))
-    opened = bindings.open_events(attempt, stored.session, rows, NO_LINK)
+    opened = sealed_rows.open_events(attempt, stored.session, rows, NO_LINK)
     assert opened == ([b"event 0", b"event 1", b"event 2", b"event 3"], fourth)
     assert newer.generation == 1
 
@@ -796,20 +781,20 @@ def test_event_that_is_no_record_is_rejected_by_name(record: object) -> None:
 
 
 def test_naming_gives_the_row_to_an_error_that_names_none() -> None:
-    with pytest.raises(TamperedError) as rejected, bindings.naming("secure_users", 7):
+    with pytest.raises(TamperedError) as rejected, naming("secure_users", 7):
         raise TamperedError
     assert (rejected.value.table, rejected.value.row) == ("secure_users", "7")
 
 
 def test_naming_keeps_the_row_that_an_error_names_already() -> None:
-    with pytest.raises(TamperedError) as rejected, bindings.naming("secure_users", 7):
+    with pytest.raises(TamperedError) as rejected, naming("secure_users", 7):
         raise TamperedError(table="secure_data_keys", row=8)
     assert (rejected.value.table, rejected.value.row) == ("secure_data_keys", "8")
     assert str(rejected.value).startswith("secure_users row 7: secure_data_keys row 8: ")
 
 
 def test_naming_leaves_other_errors_alone() -> None:
-    with pytest.raises(ValueError, match="unnamed"), bindings.naming("secure_users", 7):
+    with pytest.raises(ValueError, match="unnamed"), naming("secure_users", 7):
         raise ValueError("unnamed")
 
 

@@ -1,0 +1,192 @@
+"""An attempt at an operation, and the cache of the rows that this process read or wrote last."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from sqlalchemy import CompoundSelect
+
+from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.storage.histories import HistoryCache
+from adk_secure_sessions.storage.queries import (
+    Found,
+    QueryForms,
+)
+from adk_secure_sessions.storage.rows import (
+    AppRow,
+    Identity,
+    Owner,
+    SessionRow,
+    StoredSession,
+    UserRow,
+    WitnessRow,
+)
+
+R = TypeVar("R", bound=AppRow | UserRow | SessionRow)
+V = TypeVar("V", bound=Owner | StoredSession)
+
+
+class Seen(NamedTuple, Generic[R, V]):
+    """An entry of `RowCache`: a row, its version witness and the decrypted value.
+
+    If a later read returns exactly the same row and witness, the value is used without decrypting
+    the row again.
+
+    Attributes:
+        row: The row.
+        witness: The version witness of the row; None if this process has not read the witness.
+        value: The decrypted row.
+        time: `RowCache.time` when this process read or wrote the row.
+        has_proven_head: For a session: True if this process has read or written the last event,
+            and the link of that event is *head* of the session.  Otherwise, an append must first
+            read the session.
+    """
+
+    row: R
+    witness: WitnessRow | None
+    value: V
+    time: int
+    has_proven_head: bool = False
+
+
+class RowCache:
+    """The rows that this process has read or written last, by tag: at most *limit* of each kind.
+
+    Attributes:
+        histories: The decoded events of sessions, at most *history_size* bytes.
+        time: A counter that each new entry increases by one; it is not a time of a clock.  A
+            comparison of two values tells whether an entry was made before an attempt began.
+        lacks_user: Whether a user whose rows are cached was found not to be stored any more.
+    """
+
+    def __init__(self, limit: int, history_size: int = 0) -> None:
+        self.apps: Lru[bytes, Seen[AppRow | UserRow, Owner]] = Lru(limit)
+        self.users: Lru[bytes, Seen[AppRow | UserRow, Owner]] = Lru(limit)
+        self.sessions: Lru[bytes, Seen[SessionRow, StoredSession]] = Lru(limit)
+        self.histories: HistoryCache = HistoryCache(history_size)
+        self.time: int = 0
+        self.lacks_user: bool = False
+
+    def tick(self) -> int:
+        """Increase `time` by one and return it."""
+        self.time += 1
+        return self.time
+
+    def put(
+        self,
+        kind: Lru[bytes, Seen[R, V]],
+        row: R,
+        witness: WitnessRow | None,
+        value: V,
+        *,
+        has_proven_head: bool = False,
+    ) -> None:
+        """Cache *value*, the decrypted *row*, unless a newer version of the row is cached.
+
+        During a slow read, another task may have read or written a newer version.
+        """
+        seen = kind.get(value.tag)
+        if seen and seen.value.id == value.id and seen.value.version > value.version:
+            return
+        kind.put(value.tag, Seen(row, witness, value, self.tick(), has_proven_head))
+
+    def put_owner(self, row: AppRow | UserRow, witness: WitnessRow | None, value: Owner) -> None:
+        """Cache an app or a user like `put`."""
+        self.put(self.users if value.is_user else self.apps, row, witness, value)
+
+    def put_session(
+        self,
+        session: StoredSession,
+        witness: WitnessRow | None,
+        *,
+        has_proven_head: bool,
+    ) -> None:
+        """Cache *session* like `put`, but without its snapshot, which may be large."""
+        session = session._replace(snapshot=None if session.has_snapshot else b"{}")
+        self.put(self.sessions, session.row, witness, session, has_proven_head=has_proven_head)
+
+    def forget_session(self, tag: bytes) -> None:
+        """Remove the session with *tag* and its events, because the session is not stored."""
+        self.sessions.drop(tag)
+        self.histories.drop(tag)
+
+    def prove_head(self, session: StoredSession) -> None:
+        """Set `has_proven_head` of the cached session, if the cached row equals `session.row`."""
+        seen = self.sessions.get(session.tag)
+        if seen and seen.row == session.row and not seen.has_proven_head:
+            self.sessions.put(session.tag, seen._replace(has_proven_head=True))
+
+    def proven_session(self, tag: bytes) -> StoredSession | None:
+        """Return the cached session if its head is proven (see `Seen`), otherwise None."""
+        seen = self.sessions.get(tag)
+        return seen.value if seen and seen.has_proven_head else None
+
+
+class KeySource(Enum):
+    """The source of the data keys of an attempt's app and user."""
+
+    CACHE = "this process has cached the data keys"
+    QUERY = "the query that reads the rows also reads the data keys"
+    KEY_DATABASE = "the data keys were read from the key database before the rows"
+
+
+class Attempt(NamedTuple):
+    """One attempt at an operation on the rows of *who*.
+
+    *keys* are the data keys that the attempt uses, and *key_source* says where they come from.
+    *cache* is the row cache of the unit of work.
+
+    *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
+    the write has read; they are called after the commit.  On SQLite, one transaction contains
+    several writes, and a write reads rows that earlier writes of the transaction have changed.  If
+    such a row were cached before the commit, a concurrent read would find an older stored row, and
+    would reject this older row as replayed.
+    """
+
+    who: Identity
+    keys: StagedKeys
+    cache: RowCache
+    key_source: KeySource
+    is_first: bool  # only the first attempt may use cached rows instead of a read
+    began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
+    locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
+    after_commit: list[Callable[[], None]] | None = None
+
+    def remember(self, put: Callable[[], None]) -> None:
+        """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
+        if self.after_commit is None:
+            put()
+        else:
+            self.after_commit.append(put)
+
+    def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
+        """Return the form of a query that this attempt needs: with or without data keys."""
+        return forms[self.key_source is KeySource.QUERY]
+
+    def load_keys(self, found: Found) -> None:
+        """Unwrap the data keys in *found* if the query has read them; see `StagedKeys.load`."""
+        if self.key_source is KeySource.QUERY:
+            self.keys.load(found.data_keys, found.masters)
+
+    def forget_user(self) -> None:
+        """Remove the user and the session from the caches, because the user's row is not stored."""
+        cache, who = self.cache, self.who
+        if cache.users.get(who.user_tag) or cache.sessions.get(who.session_tag):
+            cache.lacks_user = True
+        self.keys.forget(who.user_tag)
+        cache.users.drop(who.user_tag)
+        cache.forget_session(who.session_tag)
+
+
+class NeedsDataKey(Exception):
+    """A new data key of *owner* must be stored in the key database before the next attempt.
+
+    *owner* is a tag.  *not_before* is the earliest `created_at` of the new data key, in
+    microseconds since 1970.
+    """
+
+    def __init__(self, owner: bytes, not_before: int) -> None:
+        super().__init__("a data key has to be stored first")
+        self.owner = owner
+        self.not_before = not_before

@@ -1,0 +1,352 @@
+"""The rows of the tables: as they are stored, what their records are bound to, and decrypted.
+
+`SEALED` describes each column that contains records.  Services encrypt and decrypt by these
+descriptions, and maintenance commands walk over all records by them.  In the package `storage`, a
+*tag* is a blind index: the keyed hash of an app name, user id or session id.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.records import NO_LINK
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.storage import schema
+from adk_secure_sessions.storage.schema import COLLECTION, NEVER, NO_SNAPSHOT
+
+R = TypeVar("R", bound=tuple[Any, ...])
+
+# --- stored rows ----------------------------------------------------------------------------------
+# The fields are all columns of the table, in its order: first the primary key, last the record.
+
+
+class AppRow(NamedTuple):
+    """A row of `secure_apps`; *app_name* is UTF-8."""
+
+    id: int
+    tag: bytes
+    app_name: bytes
+    version: int
+    state: bytes
+
+
+class UserRow(NamedTuple):
+    """A row of `secure_users`."""
+
+    id: int
+    app_row: int
+    tag: bytes
+    version: int
+    state: bytes
+
+
+class WitnessRow(NamedTuple):
+    """A row of `secure_witnesses`; *number* is an owner's version or a session's row id."""
+
+    tag: bytes
+    number: int
+    seal: bytes
+
+
+class SessionRow(NamedTuple):
+    """A row of `secure_sessions`, which may be a collection."""
+
+    id: int
+    user_row: int
+    tag: bytes
+    revision: int
+    base_revision: int
+    created_at: int
+    updated_at: int
+    expires_at: int
+    state: bytes
+
+
+class SnapshotRow(NamedTuple):
+    """A row of `secure_bases`."""
+
+    session_row: int
+    revision: int
+    state: bytes
+
+
+class EventRow(NamedTuple):
+    """A row of `secure_events`."""
+
+    session_row: int
+    seq: int
+    time: int
+    event: bytes
+
+
+class MigratedRow(NamedTuple):
+    """A row of `secure_migrated`, which says what was imported; `imports` describes the columns."""
+
+    tag: bytes
+    row_id: int
+    number: int
+    source: bytes
+    seal: bytes
+
+
+class IndexedRow(NamedTuple):
+    """A row of `secure_state_index`; nothing in it is authenticated, except in a mark."""
+
+    row_id: int
+    key_tag: bytes
+    value_tag: bytes
+
+
+def parameters(row: tuple[Any, ...], prefix: str = "") -> dict[str, object]:
+    """Return a stored *row* as statement parameters: *prefix* and the names of its columns."""
+    return dict(zip(_names(type(row), prefix), row, strict=True))
+
+
+@functools.cache
+def _names(row: Any, prefix: str) -> list[str]:
+    return [prefix + name for name in row._fields]
+
+
+# --- sealed columns -------------------------------------------------------------------------------
+
+
+class SealedColumn(Generic[R]):
+    """A column that contains records: the last column of its table.
+
+    A record is bound to its context (docs/format.md, "Contexts"): the kind of the record, ids, the
+    tag if the table has this column, and all integers of the row.
+
+    Attributes:
+        kind: The first part of the context.
+        row: The class of the table's rows.
+        table: The table.
+        value: The column.
+        key: The columns of the primary key.
+        version: A column that changes with every write of a row; None for events.  Services never
+            change an event, but may replace an item of a collection.
+    """
+
+    def __init__(self, kind: str, row: type[R], table: sa.Table, version: str, ids: int) -> None:
+        columns = list(table.c)
+        names = [column.name for column in columns]
+        self.kind: str = kind
+        self.row: Callable[..., R] = row
+        self.table: sa.Table = table
+        self.value: sa.Column[Any] = columns[-1]
+        self.key: tuple[sa.Column[Any], ...] = tuple(table.primary_key)
+        self.version: sa.Column[Any] | None = table.c[version] if version else None
+        self._version = names.index(version) if version else None
+        self._ids = ids
+        self._tag = names.index("tag") if "tag" in names else None
+        self._numbers = [at for at, one in enumerate(columns) if isinstance(one.type, sa.Integer)]
+
+    def key_of(self, row: R) -> tuple[Any, ...]:
+        """Return the primary key of *row*."""
+        return row[: len(self.key)]
+
+    def version_of(self, row: R) -> int:
+        """Return the version of *row*; 0 for an event."""
+        return 0 if self._version is None else row[self._version]
+
+    def numbers(self, row: R) -> list[int]:
+        """Return the integers of *row*, which are the numbers in its context."""
+        return [row[at] for at in self._numbers]
+
+    def context(self, ids: Sequence[str], row: R) -> bytes:
+        """Return the context of the record in *row*.
+
+        *ids* are the app name, the user id and the session id of the row, or as many of them as
+        the column needs.
+        """
+        parts: tuple[str | bytes, ...] = (self.kind, *ids[: self._ids])
+        if self._tag is not None:
+            parts += (row[self._tag],)
+        return records.context(parts, *self.numbers(row))
+
+    def sealed(self, row: R, record: bytes) -> R:
+        """Return *row* with another record."""
+        return self.row(*row[:-1], record)
+
+
+APPS = SealedColumn("app", AppRow, schema.apps, "version", ids=1)
+USERS = SealedColumn("user", UserRow, schema.users, "version", ids=1)
+WITNESSES = SealedColumn("witness", WitnessRow, schema.witnesses, "number", ids=1)
+SESSIONS = SealedColumn("session", SessionRow, schema.sessions, "revision", ids=2)
+SNAPSHOTS = SealedColumn("base", SnapshotRow, schema.bases, "revision", ids=3)
+EVENTS = SealedColumn("event", EventRow, schema.events, "", ids=3)
+SEALED: tuple[SealedColumn[Any], ...] = (APPS, USERS, WITNESSES, SESSIONS, SNAPSHOTS, EVENTS)
+
+
+class naming:  # noqa: N801 - used like a function: `with naming(...)`
+    """A context manager that adds the table and the row to a `DecryptionError` in its block."""
+
+    __slots__ = ("_row", "_table")
+
+    def __init__(self, table: str, row: object) -> None:
+        self._table = table
+        self._row = row
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: object, _traceback: object) -> None:
+        if isinstance(error, DecryptionError):
+            raise error.located(self._table, self._row) from None
+
+
+# --- decrypted rows -------------------------------------------------------------------------------
+
+
+class Identity(NamedTuple):
+    """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
+
+    If *is_collection* is True, *session_id* is the name of a collection: see `store.Collections`.
+    *session_parts* is the encoded beginning of the context of the session's row.  *event_parts* is
+    the encoded beginning of the contexts of the session's events.  Every append needs both, so they
+    are encoded only once.
+    """
+
+    app_name: str
+    user_id: str
+    session_id: str
+    app_tag: bytes
+    user_tag: bytes
+    session_tag: bytes
+    session_parts: bytes = b""
+    event_parts: bytes = b""
+    is_collection: bool = False
+
+    @property
+    def ids(self) -> tuple[str, str, str]:
+        """The ids for `SealedColumn.context`."""
+        return self.app_name, self.user_id, self.session_id
+
+    def tags(self) -> dict[str, object]:
+        """Return the tags as parameters of the statements in `queries`."""
+        return {
+            "app_tag": self.app_tag,
+            "user_tag": self.user_tag,
+            "session_tag": self.session_tag,
+        }
+
+
+def identify(
+    index: BlindIndex,
+    app_name: str,
+    user_id: str = "",
+    session_id: str = "",
+    is_collection: bool = False,
+) -> Identity:
+    """Return the ids with their tags, which *index* computes."""
+    tag_of = index.collection if is_collection else index.session
+    session_tag = tag_of(app_name, user_id, session_id)
+    return Identity(
+        app_name,
+        user_id,
+        session_id,
+        index.app(app_name),
+        index.user(app_name, user_id),
+        session_tag,
+        records.context_parts((SESSIONS.kind, app_name, user_id, session_tag)),
+        records.context_parts((EVENTS.kind, app_name, user_id, session_id)),
+        is_collection,
+    )
+
+
+class Owner(NamedTuple):
+    """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
+
+    Attributes:
+        id: The row id.
+        tag: The blind index of the app or the user.
+        app_row: The row id of the user's app; 0 for an app.
+        user_id: The user id; empty for an app.
+        version: The number of changes of the row.
+        state: The state as JSON.
+        link: The random value that the row shares with its version witness.
+        key_ids: The ids of the data keys that may encrypt new records of this owner.
+    """
+
+    id: int
+    tag: bytes
+    app_row: int
+    user_id: str
+    version: int
+    state: bytes
+    link: bytes = NO_LINK
+    key_ids: tuple[int, ...] = ()
+
+    @property
+    def is_user(self) -> bool:
+        """Whether the owner is a user and not an app."""
+        return self.app_row != 0
+
+
+class StoredSession(NamedTuple):
+    """A decrypted row of `secure_sessions`.
+
+    The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
+    row of `secure_bases`, written at *base_revision*.  The overlay then holds the entries that
+    changed since that revision.  *snapshot* is `{}` if the session has no snapshot, and None if the
+    snapshot was not read.
+
+    *head* is the link of the session's last event, and *snapshot_link* is the link of the snapshot.
+    Each of the two is `NO_LINK` if there is no such event or no snapshot.
+
+    *sealed* is the record in the row.  An update of the row requires that the row still contains
+    this record.
+    """
+
+    id: int
+    user_row: int
+    tag: bytes
+    session_id: str
+    revision: int
+    base_revision: int
+    created_at: int
+    updated_at: int
+    expires_at: int
+    overlay: bytes
+    snapshot: bytes | None
+    head: bytes
+    snapshot_link: bytes
+    sealed: bytes
+
+    @property
+    def version(self) -> int:
+        """The number of changes of the row."""
+        return self.revision
+
+    @property
+    def is_collection(self) -> bool:
+        """Whether the row is a collection, whose events are items."""
+        return self.base_revision == COLLECTION
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the session must be treated like a deleted one, by the clock of this machine."""
+        return self.expires_at <= time.time_ns() // 1000
+
+    def next_expiry(self, updated_at: int) -> int:
+        """Return `expires_at` after an update at *updated_at*; the lifetime stays the same."""
+        if self.expires_at == NEVER:
+            return NEVER
+        return min(updated_at + self.expires_at - self.updated_at, NEVER - 1)
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether `secure_bases` has a row of this session."""
+        return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
+
+    @property
+    def row(self) -> SessionRow:
+        """The session's row, as it is stored."""
+        return SessionRow(
+            self.id, self.user_row, self.tag, self.revision, self.base_revision, self.created_at,
+            self.updated_at, self.expires_at, self.sealed,
+        )  # fmt: skip

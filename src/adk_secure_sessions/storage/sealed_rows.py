@@ -1,0 +1,547 @@
+"""Encrypt and decrypt rows, and check that rows of one read belong together."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+from adk_secure_sessions.db.protocol import Row
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
+from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.flags import Packing, packing_of
+from adk_secure_sessions.formats.records import (
+    EVENT_LINK,
+    EVENT_PREVIOUS,
+    EVENT_REST,
+    HEADER_LENGTH,
+    LINK_LENGTH,
+    NO_LINK,
+    OwnerFields,
+    SessionFields,
+    encode_text,
+    open_with_flags,
+    split_link,
+    with_id,
+)
+from adk_secure_sessions.storage.attempts import Attempt, Seen
+from adk_secure_sessions.storage.queries import (
+    EVENT_RECORD,
+    EVENT_SEQ,
+    EVENT_TIME,
+    Found,
+)
+from adk_secure_sessions.storage.rows import (
+    APPS,
+    SESSIONS,
+    SNAPSHOTS,
+    USERS,
+    WITNESSES,
+    AppRow,
+    EventRow,
+    Identity,
+    Owner,
+    SealedColumn,
+    SessionRow,
+    SnapshotRow,
+    StoredSession,
+    UserRow,
+    WitnessRow,
+    naming,
+)
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    NO_SNAPSHOT,
+    apps,
+    bases,
+    events,
+    sessions,
+    users,
+    witnesses,
+)
+
+R = TypeVar("R", bound=tuple[Any, ...])
+
+
+def open_app(attempt: Attempt, found: Found) -> Owner | None:
+    """Return the decrypted app of *attempt*, or None if the app is not stored.
+
+    Raises DecryptionError if the app's row was tampered with, or if the row is missing and its
+    version witness is still stored.
+    """
+    who, row = attempt.who, found.app
+    if row is None:
+        _reject_if_removed(found, who.app_tag, apps.name)
+        return None
+    _reject_second(found.apps, apps.name)
+    if row.app_name != encode_text(who.app_name):
+        raise TamperedError(
+            "its app_name was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
+        )
+    return _open_owner(attempt, found, APPS, row)
+
+
+def open_user(attempt: Attempt, found: Found) -> Owner | None:
+    """Return the decrypted user of *attempt*, or None if the user is not stored.
+
+    Raises DecryptionError if the user's row was tampered with, or if the row is missing and its
+    version witness is still stored.
+    """
+    row = found.user
+    if row is None:
+        _reject_if_removed(found, attempt.who.user_tag, users.name)
+        attempt.forget_user()
+        return None
+    _reject_second(found.users, users.name)
+    user = open_user_row(attempt, found, row)
+    if user.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
+        raise TamperedError(
+            "not the requested user", reason=Reason.WRONG_OWNER, table=users.name, row=user.id
+        )
+    return user
+
+
+def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
+    """Return the decrypted user in *row*, which may be any user of the app.
+
+    Raises DecryptionError if the row was tampered with.
+    """
+    return _open_owner(attempt, found, USERS, row)
+
+
+def _open_owner(
+    attempt: Attempt, found: Found, column: SealedColumn[Any], row: AppRow | UserRow
+) -> Owner:
+    """Return the decrypted *row* of an app or a user; the cached one if nothing has changed."""
+    cache = attempt.cache.users if column is USERS else attempt.cache.apps
+    seen, witness = cache.get(row.tag), found.witnesses.get(row.tag)
+    if seen and seen.row == row and seen.witness == witness:
+        owner = seen.value
+    else:
+        app_row, user_id = 0, ""
+        with naming(column.table.name, row.id):
+            context = column.context((attempt.who.app_name,), row)
+            rest = attempt.keys.open(row.tag, context, row.state)
+            if isinstance(row, UserRow):
+                app_row = row.app_row
+                user_id, rest = records.split_id(rest)
+            fields = records.split_owner(rest)
+            _check_witness(attempt, found, row.tag, row.tag, row.version, fields.link)
+            _reject_older(attempt, seen, row.id, row.version)
+        owner = Owner(
+            row.id, row.tag, app_row, user_id, row.version, fields.state, fields.link,
+            fields.key_ids,
+        )  # fmt: skip
+        attempt.remember(partial(attempt.cache.put_owner, row, witness, owner))
+    attempt.keys.adopt(owner.tag, owner.key_ids)
+    return owner
+
+
+def _reject_second(rows: Sequence[AppRow | UserRow | SessionRow], table: str) -> None:
+    """Raise TamperedError if a query by a tag has found two rows.
+
+    This is possible only if the column `tag` has lost its UNIQUE constraint.
+    """
+    if len(rows) > 1:
+        raise TamperedError(
+            "it is stored twice", reason=Reason.MISMATCH, table=table, row=rows[1].id
+        )
+
+
+def named_user(attempt: Attempt, found: Found) -> Owner | None:
+    """Return the user of *attempt* without decrypting the user's row; None if no row has the tag.
+
+    The returned user has an empty state.  This function does not authenticate the user id and the
+    row id.  They are authenticated when a session of the user is decrypted, because the context of
+    the session contains both.
+    """
+    row = found.user
+    if row is None:
+        return None
+    return Owner(row.id, row.tag, row.app_row, attempt.who.user_id, row.version, b"{}")
+
+
+def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
+    """Return the decrypted session of *attempt*, or None if the session is not stored.
+
+    Raises DecryptionError if the session's row was tampered with, if the row is missing and its
+    version witness is still stored, or if the row is stored and the user's row is missing.
+    """
+    tag, row = attempt.who.session_tag, found.session
+    if row is None:
+        _reject_if_removed(found, tag, sessions.name)
+        attempt.cache.forget_session(tag)
+        return None
+    if user is None:
+        raise TamperedError(
+            "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
+        )
+    _reject_second(found.sessions, sessions.name)
+    session = open_session_row(attempt, found, user, row)
+    if session.tag != tag or session.session_id != attempt.who.session_id:
+        raise TamperedError(
+            f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
+            reason=Reason.WRONG_OWNER,
+            table=sessions.name,
+            row=session.id,
+        )
+    return session
+
+
+def open_session_row(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow, *, with_snapshot: bool = True
+) -> StoredSession:
+    """Return the decrypted session in *row*, which may be any session of *user*.
+
+    If the row and its version witness equal the cached ones, the cached session is returned.  But
+    a snapshot is never cached: if the session has one and *with_snapshot* is True, the row and the
+    snapshot are decrypted.  If *with_snapshot* is False, the query has not read snapshots.
+
+    Raises DecryptionError if the row, its version witness or its snapshot was tampered with.
+    """
+    cache, witness = attempt.cache, found.witnesses.get(row.tag)
+    seen = cache.sessions.get(row.tag)
+    last_seq = found.last_seqs.get(row.id)
+    unchanged = bool(
+        seen
+        and seen.row == row
+        and seen.value.user_row == user.id
+        and last_seq == seen.value.revision - 1
+    )
+    complete = bool(seen and seen.value.snapshot is not None) or not with_snapshot
+    if seen and unchanged and complete and seen.witness == witness:
+        return seen.value
+    session = _decrypt_session(attempt, found, user, row, with_snapshot)
+    with naming(sessions.name, session.id):
+        _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
+        _reject_older(attempt, seen, session.id, session.revision)
+    proven = not session.revision or bool(seen and unchanged and seen.has_proven_head)
+    attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
+    return session
+
+
+def _decrypt_session(
+    attempt: Attempt, found: Found, user: Owner, row: SessionRow, with_snapshot: bool
+) -> StoredSession:
+    """Decrypt a session of *user* and, if *with_snapshot* is True, its snapshot.
+
+    Also check that the session's revision, which is the number of its events, is one more than the
+    `seq` of its last event.
+    """
+    with naming(sessions.name, row.id):
+        context = SESSIONS.context((attempt.who.app_name, user.user_id), row)
+        plaintext = attempt.keys.open(user.tag, context, row.state)
+        session_id, rest = records.split_id(plaintext)
+        fields = records.split_session(rest)
+        if row.user_row != user.id:
+            raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
+        has_snapshot = row.base_revision not in (NO_SNAPSHOT, COLLECTION)
+        if not has_snapshot and fields.snapshot_link != NO_LINK:
+            raise TamperedError(
+                "it names a snapshot and has none: its writer is faulty", reason=Reason.MALFORMED
+            )
+        last_seq = found.last_seqs.get(row.id)
+        if last_seq != row.revision - 1:
+            last = last_seq if isinstance(last_seq, int) else "no number"
+            item = "item" if row.base_revision == COLLECTION else "event"
+            raise TamperedError(
+                f"revision {row.revision} requires a last {item} {row.revision - 1}, storage has "
+                f"{last}: {item}s were added or removed, or an older row was replayed",
+                reason=Reason.MISMATCH,
+            )
+    whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
+    snapshot = None
+    if with_snapshot or not has_snapshot:
+        snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
+    return StoredSession(
+        row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision,
+        row.created_at, row.updated_at, row.expires_at, fields.overlay, snapshot, fields.head,
+        fields.snapshot_link, row.state,
+    )  # fmt: skip
+
+
+def _open_snapshot(
+    attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow, link: bytes
+) -> bytes:
+    """Return the decrypted snapshot of the session in *row*; `{}` if the session has none."""
+    snapshot = found.snapshots.get(row.id)
+    with naming(bases.name, row.id):
+        if row.base_revision in (NO_SNAPSHOT, COLLECTION):
+            if snapshot is not None:
+                kind = "collection" if row.base_revision == COLLECTION else "session"
+                raise TamperedError(
+                    f"the {kind} has no snapshot: this row was added", reason=Reason.MISMATCH
+                )
+            return b"{}"
+        if snapshot is None or snapshot.revision != row.base_revision:
+            raise TamperedError(
+                "it was removed, or an older row was replayed", reason=Reason.MISMATCH
+            )
+        context = SNAPSHOTS.context(whose.ids, snapshot)
+        own_link, state = split_link(attempt.keys.open(user.tag, context, snapshot.state))
+        if own_link != link:
+            raise TamperedError(
+                "it was replaced by the snapshot of another copy of the database",
+                reason=Reason.MISMATCH,
+            )
+        return state
+
+
+def check_events(
+    session: StoredSession, history: list[Row], limit: int | None, known: int = 0
+) -> None:
+    """Sort the rows *history* by `seq`; check that each event of *session* occurs exactly once.
+
+    If *limit* is given, *history* must contain only the last *limit* events.  If *known* is given,
+    *history* must contain only the events after the first *known*.  Raises TamperedError if an
+    event is missing, was added or was renumbered.
+    """
+    first = known if limit is None else max(0, session.revision - limit)
+    expected = list(range(first, session.revision))
+    if [row[EVENT_SEQ] for row in history] != expected:
+        # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
+        # `seq` can have a type that cannot be compared with an integer.  Therefore, sort by texts.
+        # The texts are padded with zeros, so they have the same order as the integers.
+        history.sort(
+            key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
+        )
+    if [row[EVENT_SEQ] for row in history] != expected:
+        kinds = ("items", "collection") if session.is_collection else ("events", "session")
+        raise TamperedError(
+            f"{kinds[0]} {first} to {session.revision - 1} of this {kinds[1]} are expected, each "
+            "once; some were added, removed or renumbered",
+            reason=Reason.MISMATCH,
+            table=events.name,
+            row=session.id,
+        )
+
+
+def open_events(
+    attempt: Attempt, session: StoredSession, history: Iterable[Row], previous: bytes | None
+) -> tuple[list[bytes], bytes | None]:
+    """Decrypt the events in *history*; check that each contains the link of the event before it.
+
+    A history may have thousands of events.  Therefore, this function computes the beginning of the
+    context only once, and looks up the cipher only if an event names another data key than the
+    event before it.
+
+    Args:
+        attempt: Contains the data keys and the ids of the session.
+        session: The session of the events.
+        history: Rows of events as the driver returns them, sorted by `seq`.
+        previous: The link of the event before the first; `NO_LINK` if there is no such event, and
+            None if that event was not read.
+
+    Returns:
+        The events' plaintexts without flags and links, and the link of the last event.
+
+    Raises:
+        DecryptionError: An event was tampered with, or belongs to another copy of the database.
+    """
+    who, session_row = attempt.who, session.id
+    parts = who.event_parts
+    header, key = None, None
+    opened = []
+    began = perf_counter()
+    for row in history:
+        seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
+        try:
+            if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
+                key = attempt.keys.key_of(who.user_tag, record)
+                header = record[:HEADER_LENGTH]
+            context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
+            plaintext = open_with_flags(record, context, key.cipher)
+            if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
+                raise _other_history()
+            previous = plaintext[EVENT_LINK]
+            opened.append(plaintext[EVENT_REST])
+        except DecryptionError as error:
+            raise error.located(events.name, f"{session_row}, {seq}") from None
+    if key is not None and attempt.keys.operation is not None:
+        attempt.keys.count_decrypted(key, sum(map(len, opened)), began)
+    return opened, previous
+
+
+def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
+    """Check that *last*, the link of the last event, is the link that the session's row contains.
+
+    If *last* is None, the last event was not read, and nothing is checked.  If the links differ,
+    raise TamperedError.  If the links are equal, set `has_proven_head` of the cached session, so
+    that the next append needs no read.
+    """
+    if last is None:
+        return
+    if last != session.head:
+        raise _other_history().located(sessions.name, session.id)
+    attempt.remember(partial(attempt.cache.prove_head, session))
+
+
+def _other_history() -> TamperedError:
+    return TamperedError(
+        "its events are not the ones it was written with: a row was replaced by that of another "
+        "copy of the database",
+        reason=Reason.MISMATCH,
+    )
+
+
+def seal_owner(attempt: Attempt, owner: Owner) -> AppRow | UserRow:
+    """Return the row of *owner*, with a new record."""
+    plaintext = records.join_owner(OwnerFields(owner.link, owner.key_ids, owner.state))
+    if owner.is_user:
+        plaintext = with_id(owner.user_id, plaintext)
+    row = _owner_row(attempt, owner)
+    sealed: AppRow | UserRow = _seal(attempt, owner.tag, _owner_column(owner), row, plaintext)
+    return sealed
+
+
+def _owner_row(attempt: Attempt, owner: Owner, record: bytes = b"") -> AppRow | UserRow:
+    """Return the row of *owner*, which contains *record*."""
+    if owner.is_user:
+        return UserRow(owner.id, owner.app_row, owner.tag, owner.version, record)
+    return AppRow(owner.id, owner.tag, encode_text(attempt.who.app_name), owner.version, record)
+
+
+def _owner_column(owner: Owner) -> SealedColumn[Any]:
+    """Return the description of the column that contains the record of *owner*."""
+    return USERS if owner.is_user else APPS
+
+
+def packing_of_owner(attempt: Attempt, owner: Owner, stored: bytes) -> Packing:
+    """Return how *stored*, the record in the row of *owner*, is compressed and padded."""
+    context = _owner_column(owner).context(attempt.who.ids, _owner_row(attempt, owner))
+    return packing_of(attempt.keys.open_whole(owner.tag, context, stored))
+
+
+def seal_witness(
+    attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes = b""
+) -> WitnessRow:
+    """Return the version witness that confirms the row with the blind index *tag*.
+
+    A data key of *owner* encrypts its record.  The plaintext is *link*, and the context contains
+    *number*.
+    """
+    row = WitnessRow(tag, number, b"")
+    context = WITNESSES.context(attempt.who.ids, row)
+    return WitnessRow(tag, number, attempt.keys.seal_witness(owner, context, link))
+
+
+def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
+    """Return *session* with a new record in `sealed`."""
+    who = attempt.who
+    context = records.numbered_context(who.session_parts, *SESSIONS.numbers(session.row))
+    fields = SessionFields(session.head, session.snapshot_link, session.overlay)
+    plaintext = with_id(who.session_id, records.join_session(fields))
+    return session._replace(sealed=attempt.keys.seal(who.user_tag, context, plaintext))
+
+
+def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
+    """Return the row of the snapshot of *session*."""
+    row = SnapshotRow(session.id, session.base_revision, b"")
+    plaintext = session.snapshot_link + (session.snapshot or b"{}")
+    return _seal(attempt, attempt.who.user_tag, SNAPSHOTS, row, plaintext)
+
+
+def _seal(attempt: Attempt, owner: bytes, column: SealedColumn[R], row: R, plaintext: bytes) -> R:
+    """Return *row* with a record of *plaintext*, encrypted with a data key of *owner*."""
+    context = column.context(attempt.who.ids, row)
+    return column.sealed(row, attempt.keys.seal(owner, context, plaintext))
+
+
+def seal_events(
+    attempt: Attempt,
+    session_row: int,
+    first: int,
+    new: Iterable[tuple[bytes, int]],
+    links: Iterable[bytes],
+    previous: bytes,
+) -> list[EventRow]:
+    """Return the rows of new events that follow each other.
+
+    Args:
+        attempt: Contains the data keys and the ids of the session.
+        session_row: The row id of the session.
+        first: The `seq` of the first event.
+        new: The plaintext and the time of each event.
+        links: The link of each event.
+        previous: The link of the event before the first; `NO_LINK` if there is no such event.
+    """
+    parts, owner, seal = attempt.who.event_parts, attempt.who.user_tag, attempt.keys.seal
+    rows = []
+    for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
+        context = records.numbered_context(parts, session_row, seq, at)
+        record = seal(owner, context, link + previous + event)
+        rows.append(EventRow(session_row, seq, at, record))
+        previous = link
+    return rows
+
+
+def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
+    """Return a record of *event* that can replace the record in *row*.
+
+    *event* is the new plaintext without links.  The new record contains the same links as the old
+    record.  Raises DecryptionError if *row* was tampered with.
+    """
+    seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
+    with naming(events.name, f"{session.id}, {seq}"):
+        context = records.numbered_context(
+            attempt.who.event_parts, session.id, seq, row[EVENT_TIME]
+        )
+        plaintext = attempt.keys.open(attempt.who.user_tag, context, record)
+    return attempt.keys.seal(attempt.who.user_tag, context, plaintext[: 2 * LINK_LENGTH] + event)
+
+
+def _check_witness(
+    attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
+) -> None:
+    """Raise DecryptionError unless the version witness of the row with *tag* confirms the row.
+
+    The witness must be encrypted with a data key of *owner* (a tag), and its number and its link
+    must be *number* and *link*.  The number alone is not enough: two copies of a database may
+    contain different rows with the same version number.  The links of these rows differ.
+    """
+    witness = found.witnesses.get(tag)
+    if witness is None:
+        raise TamperedError(
+            f"its version witness (row of {witnesses.name}) was removed", reason=Reason.MISSING
+        )
+    try:
+        context = WITNESSES.context(attempt.who.ids, witness)
+        proven = attempt.keys.open_witness(owner, context, witness.seal)
+    except DecryptionError as error:
+        raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
+    if witness.number != number:
+        raise TamperedError(
+            f"its version witness has number {witness.number} instead of {number}: an older row "
+            "was replayed",
+            reason=Reason.MISMATCH,
+        )
+    if proven != link:
+        raise TamperedError(
+            "its version witness belongs to another copy of the database", reason=Reason.MISMATCH
+        )
+
+
+def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
+    """Raise TamperedError if a higher version of the row was cached before the attempt began.
+
+    *seen* is the cached row, if any.  If the row was cached during the attempt, the attempt may
+    have read the stored row before another task changed it, so a lower version is no error.
+    """
+    if seen is None or seen.time > attempt.began or seen.value.id != row_id:
+        return
+    newest = seen.value.version
+    if version < newest:
+        raise TamperedError(
+            f"its version is {version}, and this process has read version {newest}: an older row "
+            "was replayed; if the database was restored from a backup, restart the service",
+            reason=Reason.MISMATCH,
+        )
+
+
+def _reject_if_removed(found: Found, tag: bytes, table: str) -> None:
+    """Raise TamperedError if the version witness of a missing row is still stored."""
+    if tag in found.witnesses:
+        raise TamperedError(
+            f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "
+            "version witness is still stored",
+            reason=Reason.MISSING,
+        )
