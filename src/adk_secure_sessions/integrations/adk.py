@@ -136,11 +136,7 @@ class ServiceUri(NamedTuple):
 
 @hides_locals
 def parse(uri: str) -> ServiceUri:
-    """Return the parts of *uri*.
-
-    Raises:
-        ConfigurationError: The URI cannot be used.  The message says why, and quotes no value.
-    """
+    """Return the parts of *uri*."""
     address, _, query = uri.partition("?")
     scheme, colon, rest = address.partition("://")
     if not colon or scheme.lower() not in SCHEMES:
