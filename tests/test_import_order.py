@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -123,6 +124,16 @@ def test_modules_above_storage_import_only_its_surface() -> None:
     }
     assert {name.rpartition(".")[0] or name for name in used} <= SURFACE
     assert len(used) <= MOST_NAMES, "each name that leaves storage is one more to understand"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 @pytest.mark.parametrize("module", BACKENDS)

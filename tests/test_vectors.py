@@ -23,6 +23,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
+from adk_secure_sessions.formats.json_text import canonical
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import BlindIndex
@@ -35,7 +36,6 @@ from adk_secure_sessions.keys.data_keys import (
     StagedKeys,
 )
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
-from adk_secure_sessions.storage.features.search_index import canonical
 from tests import format_reader
 
 VECTORS = Path(__file__).parent / "vectors"

@@ -122,7 +122,7 @@ def appending_to(file: TextIO | None) -> Iterator[None]:
         logger.propagate = propagates
 
 
-class Entry(NamedTuple):
+class AuditEntry(NamedTuple):
     """A record of the audit log, before it is written.
 
     Attributes:
@@ -134,7 +134,7 @@ class Entry(NamedTuple):
     fields: dict[str, object]
 
 
-def entry(event: str, **facts: object) -> Entry:
+def entry(event: str, **facts: object) -> AuditEntry:
     """Return a record with the time and the actor of this task; see `record`."""
     actor = audit_actor.get()
     now = time.time_ns() // 1000
@@ -146,10 +146,10 @@ def entry(event: str, **facts: object) -> Entry:
         "process": os.getpid(),
         **{name: value for name, value in facts.items() if value is not None},
     }
-    return Entry(now, fields)
+    return AuditEntry(now, fields)
 
 
-def write(made: Entry) -> None:
+def write(made: AuditEntry) -> None:
     """Write *made* with the logger, if the logger is enabled."""
     if is_on():
         # The attribute `audit` contains the same facts, for log handlers that do not parse the
@@ -423,14 +423,14 @@ class Trail(Protocol):
         """Open the database, and create the table if it is missing."""
         ...
 
-    async def store(self, entries: Sequence[Entry], *, retries: bool = True) -> None:
+    async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None:
         """Store *entries* in a transaction of their own."""
         ...
 
     async def write(
         self,
         transaction: Callable[[], Any],
-        made: Entry,
+        made: AuditEntry,
         on_commit_after_cancel: Callable[[Any], None] | None,
         *,
         holds_locks: bool,
@@ -450,17 +450,17 @@ class _Call:
     """
 
     def __init__(self) -> None:
-        self.kept: list[Entry] = []
+        self.kept: list[AuditEntry] = []
         self._omitted = 0
 
-    def keep(self, made: Entry) -> None:
+    def keep(self, made: AuditEntry) -> None:
         """Keep *made* for the audit trail, unless `_MOST_KEPT` records are kept already."""
         if len(self.kept) < _MOST_KEPT:
             self.kept.append(made)
         else:
             self._omitted += 1
 
-    def _all_kept(self) -> list[Entry]:
+    def _all_kept(self) -> list[AuditEntry]:
         if not self._omitted:
             return self.kept
         return [*self.kept, entry("records.omitted", number=self._omitted)]
@@ -504,16 +504,16 @@ class SecurityCall(_Call):
             write(made)
         return result
 
-    def _failed(self, error: BaseException) -> Entry | None:
+    def _failed(self, error: BaseException) -> AuditEntry | None:
         return None
 
-    def _succeeded(self, result: object) -> Entry | None:
+    def _succeeded(self, result: object) -> AuditEntry | None:
         return None
 
-    def _unstored(self, made: Entry | None) -> list[Entry]:
+    def _unstored(self, made: AuditEntry | None) -> list[AuditEntry]:
         return []
 
-    async def _store_failed(self, made: Entry | None) -> None:
+    async def _store_failed(self, made: AuditEntry | None) -> None:
         """Store the records of a call that has failed.
 
         If they cannot be stored either, log that: the caller gets the first error.
@@ -540,7 +540,7 @@ class AccessCall(SecurityCall):
         self._read_ids = read_ids
         self._ids = ids
         # The record that the last transaction of the call has stored; None if it stored none.
-        self._stored: Entry | None = None
+        self._stored: AuditEntry | None = None
 
     def records_on(self, executor: object) -> bool:
         """Return whether the changes of this call that run on *executor* must store a record."""
@@ -574,17 +574,17 @@ class AccessCall(SecurityCall):
             self._stored = made
         return result
 
-    def _failed(self, error: BaseException) -> Entry | None:
+    def _failed(self, error: BaseException) -> AuditEntry | None:
         facts = self._read_ids(*self._ids)
         return entry(self._action, **facts, outcome="failure", error=type(error).__name__)
 
-    def _succeeded(self, result: object) -> Entry | None:
+    def _succeeded(self, result: object) -> AuditEntry | None:
         if self._stored is not None:
             return self._stored
         facts = self._read_ids(*_with_new_id(self._ids, result))
         return entry(self._action, **facts, outcome=_outcome(self._action, result))
 
-    def _unstored(self, made: Entry | None) -> list[Entry]:
+    def _unstored(self, made: AuditEntry | None) -> list[AuditEntry]:
         return [] if made is None or made is self._stored else [made]
 
 
@@ -616,18 +616,18 @@ class CommandCall(_Call):
         """Store nothing more in the trails, whose rows the command has deleted."""
         self._trails.clear()
 
-    async def end(self, made: Entry) -> None:
+    async def end(self, made: AuditEntry) -> None:
         """Store *made*, the last record, and the records of security events."""
         for trail in self._trails:
             await trail.store([*self._all_kept(), made])
 
-    async def end_failed(self, made: Entry) -> None:
+    async def end_failed(self, made: AuditEntry) -> None:
         """Do the same as `end` after a failure; only log that a record could not be stored."""
         for trail in self._trails:
             await _store_after_failure(trail, [*self._all_kept(), made])
 
 
-async def _store_after_failure(trail: Trail, entries: Sequence[Entry]) -> None:
+async def _store_after_failure(trail: Trail, entries: Sequence[AuditEntry]) -> None:
     try:
         await trail.store(entries, retries=False)
     except Exception as error:

@@ -211,7 +211,7 @@ _error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
 _Attributes = dict[str, str | bool]
 
 
-class Kind:
+class WorkKind:
     """What an operation has done: encrypt or decrypt with one backend, or look up in one cache."""
 
     __slots__ = ("of_amount", "of_duration")
@@ -223,15 +223,15 @@ class Kind:
 
 
 @lru_cache(maxsize=256)  # two databases in one operation have the same kinds
-def cipher_kind(backend: str, direction: str) -> Kind:
+def cipher_kind(backend: str, direction: str) -> WorkKind:
     """Return the kind of an encryption or a decryption: *direction* is `encrypt` or `decrypt`."""
     of_amount: _Attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
-    return Kind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
+    return WorkKind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
 
 
-def _lookup_kinds(cache: str) -> dict[bool, Kind]:
+def _lookup_kinds(cache: str) -> dict[bool, WorkKind]:
     """Return the kinds of lookups in *cache*, by whether it had what was looked up."""
-    return {hit: Kind({CACHE: cache, HIT: hit}, None) for hit in (False, True)}
+    return {hit: WorkKind({CACHE: cache, HIT: hit}, None) for hit in (False, True)}
 
 
 IN_DATA_KEYS = _lookup_kinds("data_keys")
@@ -239,7 +239,7 @@ IN_SESSIONS = _lookup_kinds("sessions")
 IN_HISTORIES = _lookup_kinds("histories")
 
 # What was done; an amount; seconds.
-Value = tuple[Kind, int, float]
+Value = tuple[WorkKind, int, float]
 
 
 class Operation:
@@ -255,7 +255,9 @@ class Operation:
     def __init__(self, name: str) -> None:
         self.name: str = name
         self.values: list[Value] = []
-        self._sums: dict[Kind, tuple[int, float]] | None = None  # of values no longer in the list
+        self._sums: dict[WorkKind, tuple[int, float]] | None = (
+            None  # of values no longer in the list
+        )
 
     def limit(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
@@ -291,8 +293,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _added_up(
-    values: Iterable[Value], sums: dict[Kind, tuple[int, float]] | None
-) -> dict[Kind, tuple[int, float]]:
+    values: Iterable[Value], sums: dict[WorkKind, tuple[int, float]] | None
+) -> dict[WorkKind, tuple[int, float]]:
     """Add *values* to *sums*, or to new sums, by kind; return the sums."""
     if sums is None:
         sums = {}

@@ -9,8 +9,9 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.migration import Comparison, Scope, Source, compare
-from adk_secure_sessions.migration.compare import differences, is_same
+from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from tests.maintenance.conftest import file_url, place, url
@@ -293,19 +294,19 @@ async def test_erased_source_is_no_difference_after_the_end_of_the_migration(
     ],
 )
 def test_values_that_differ_are_not_the_same(one: object, other: object) -> None:
-    assert not is_same(one, other)
-    assert not is_same(other, one)
-    assert is_same(one, copying.deepcopy(one))
+    assert not same_json(one, other)
+    assert not same_json(other, one)
+    assert same_json(one, copying.deepcopy(one))
 
 
 def test_equal_values_are_the_same() -> None:
     nan = float("nan")
-    assert is_same({"a": nan, "b": [1]}, {"b": [1], "a": float("nan")})
-    assert not is_same(nan, 0.0)
+    assert same_json({"a": nan, "b": [1]}, {"b": [1], "a": float("nan")})
+    assert not same_json(nan, 0.0)
     deep: Any = None
     for _ in range(5000):
         deep = [deep]
-    assert is_same(deep, [deep[0]])
+    assert same_json(deep, [deep[0]])
 
 
 def test_event_of_another_version_of_google_adk_with_the_same_fields_is_equal() -> None:

@@ -247,6 +247,35 @@ def _text(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def same_json(value: Any, other: Any, *, numbers_may_differ: bool = False) -> bool:
+    """Return whether two JSON values are the same: `1`, `1.0` and `True` differ, NaN equals NaN.
+
+    If *numbers_may_differ* is True, an integer equals a float with the same value.
+    """
+    todo = [(value, other)]
+    while todo:
+        one, two = todo.pop()
+        kinds = {type(one), type(two)}
+        if len(kinds) > 1 and not (numbers_may_differ and kinds == {int, float}):
+            return False
+        if type(one) is dict:
+            if one.keys() != two.keys():
+                return False
+            todo += [(item, two[key]) for key, item in one.items()]
+        elif type(one) is list:
+            if len(one) != len(two):
+                return False
+            todo += zip(one, two, strict=True)
+        elif one != two and not (one != one and two != two):
+            return False
+    return True
+
+
+def canonical(value: Any) -> bytes:
+    """Return *value* as JSON with sorted keys, in ASCII: the same values have the same JSON."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
 # --- read ----------------------------------------------------------------------------------------
 
 

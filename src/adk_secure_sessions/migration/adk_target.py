@@ -57,6 +57,9 @@ _LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
 _JSON_COLUMNS = ("state", "event_data")
 _COMPARED = 200  # the number of sessions that one statement reads from the target
 
+# PostgreSQL's JSONB returns large floats as integers.
+same_json = partial(json_text.same_json, numbers_may_differ=True)
+
 
 class UnsuitableSession(Exception):
     """google-adk's database cannot hold a session or a state.
@@ -579,27 +582,6 @@ def create_private_file(path: Path) -> None:
             f"{str(path)!r} exists, and other users may read it: run chmod 600 first, because "
             "plaintext is written to it; or give another name"
         )
-
-
-def same_json(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal.
-
-    An integer equals a float with the same value, because PostgreSQL's JSONB returns large floats
-    as integers.  The number 1 does not equal True.  NaN equals NaN.
-    """
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(same_json(value, other[key]) for key, value in one.items())
-        )
-    if isinstance(one, list):
-        return (
-            isinstance(other, list) and len(one) == len(other) and all(map(same_json, one, other))
-        )
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    return bool(one == other or (one != one and other != other))  # NaN does not equal itself
 
 
 def _fits_jsonb(value: Any) -> bool:

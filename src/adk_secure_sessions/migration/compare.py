@@ -265,7 +265,7 @@ class Comparing:
         stored, problem = await _read(self._target.state(*pair.ids))
         if stored is None:
             return problem
-        if pair.status in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or is_same(
+        if pair.status in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or json_text.same_json(
             states.loads(state), states.loads(stored)
         ):
             return ""
@@ -310,7 +310,7 @@ def differences(
     fields = []
     if copied is None:
         copied = len(copy.events)
-        if not is_same(content.state, copy.state):
+        if not json_text.same_json(content.state, copy.state):
             fields.append("state")
         if content.updated_at != copy.updated_at:
             fields.append("updated_at")
@@ -336,24 +336,4 @@ def differences(
 def _is_same_event(event: SourceEvent, other: SourceEvent) -> bool:
     _, fields = json_text.read_event(event.plaintext)
     _, others = json_text.read_event(other.plaintext)
-    return is_same(fields, others)
-
-
-def is_same(value: Any, other: Any) -> bool:
-    """Return whether two JSON values are the same: `1`, `1.0` and `True` differ, NaN equals NaN."""
-    todo = [(value, other)]
-    while todo:
-        one, two = todo.pop()
-        if type(one) is not type(two):
-            return False
-        if type(one) is dict:
-            if one.keys() != two.keys():
-                return False
-            todo += [(item, two[key]) for key, item in one.items()]
-        elif type(one) is list:
-            if len(one) != len(two):
-                return False
-            todo += zip(one, two, strict=True)
-        elif one != two and not (one != one and two != two):
-            return False
-    return True
+    return json_text.same_json(fields, others)

@@ -137,11 +137,11 @@ async def export_lines(
     return await _ToLines(write).run(db, app_name, user_id, progress, skip_bad=skip_bad)
 
 
-class _Stop(Exception):
+class _ExportStop(Exception):
     """A session or state cannot be exported, and `skip_bad` is False."""
 
 
-class _Run:
+class _ExportRun:
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
     passes = 1  # how often the run reads all sessions
@@ -178,7 +178,7 @@ class _Run:
         self._meter = Meter(progress, self.passes * size.sessions, None)
         try:
             await self.write()
-        except _Stop:
+        except _ExportStop:
             self.done.stopped = True
         self._meter.finish()
         self.done.findings = tuple(self._findings.kept)
@@ -238,19 +238,19 @@ class _Run:
         """Count and list a session or state that cannot be exported.
 
         Raises:
-            _Stop: `skip_bad` is False.
+            _ExportStop: `skip_bad` is False.
         """
         self.done.bad += 1
         self.report(ids, reason, has_ids=has_ids)
         if not self._skip_bad:
-            raise _Stop
+            raise _ExportStop
 
     def report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
         """List a session or state; *ids* are unknown if *has_ids* is False."""
         self._findings.add(self._target.tag(*ids) if has_ids else b"", reason, *ids)
 
 
-class _ToAdk(_Run):
+class _ToAdk(_ExportRun):
     def __init__(self, target: AdkTarget, *, verify: bool) -> None:
         super().__init__()
         self.passes = 2 if verify else 1
@@ -318,7 +318,7 @@ class _ToAdk(_Run):
             self.report(ids, difference)
 
 
-class _ToLines(_Run):
+class _ToLines(_ExportRun):
     def __init__(self, write: Callable[[bytes], object]) -> None:
         super().__init__()
         self._write = write

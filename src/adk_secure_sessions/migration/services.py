@@ -37,7 +37,7 @@ _LIMITS = "see docs/limits.md, Sizes"
 _Content = SessionContent | Unreadable
 
 
-class _Listed(NamedTuple):
+class _ListedSession(NamedTuple):
     """A session in a listing."""
 
     user_id: str
@@ -148,7 +148,10 @@ class ServiceSource(Source):
         found = {session: known[session] for session in sessions if session in known}
         missing = [session for session in sessions if session not in found]
         read = await asyncio.gather(
-            *(self._get(one.app_name, _Listed(one.user_id, one.session_id, 0)) for one in missing)
+            *(
+                self._get(one.app_name, _ListedSession(one.user_id, one.session_id, 0))
+                for one in missing
+            )
         )
         for key, session in zip(missing, read, strict=True):
             if session is not None:
@@ -158,7 +161,7 @@ class ServiceSource(Source):
     async def states(self, scope: Scope) -> AsyncIterator[States]:
         """Yield the states of users of apps in *scope*, and of these apps, in batches."""
         for app_name in self._apps(scope):
-            by_user: dict[str, list[_Listed]] = {}
+            by_user: dict[str, list[_ListedSession]] = {}
             by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
             listed = await self._listed(app_name)
             for one in listed:
@@ -181,30 +184,30 @@ class ServiceSource(Source):
     def _apps(self, scope: Scope) -> list[str]:
         return [name for name in self._app_names if scope.app_name in (None, name)]
 
-    async def _listed(self, app_name: str, since: int | None = None) -> list[_Listed]:
+    async def _listed(self, app_name: str, since: int | None = None) -> list[_ListedSession]:
         """Return the sessions of an app, sorted by user id and session id.
 
         If *since* is not None, omit sessions that were last updated before this time, in
         microseconds since 1970, UTC.
         """
         users: Sequence[str | None] = self._user_ids.get(app_name) or [None]
-        found: dict[tuple[str, str], _Listed] = {}
+        found: dict[tuple[str, str], _ListedSession] = {}
         for user_id in users:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
             for session in response.sessions:
                 time = session.last_update_time
                 if since is None or microseconds(time) >= since:
                     key = session.user_id, session.id
-                    found[key] = _Listed(*key, time)
+                    found[key] = _ListedSession(*key, time)
         return sorted(found.values())
 
-    async def _get(self, app_name: str, one: _Listed, **options: Any) -> Session | None:
+    async def _get(self, app_name: str, one: _ListedSession, **options: Any) -> Session | None:
         async with self._calls:
             return await self._service.get_session(
                 app_name=app_name, user_id=one.user_id, session_id=one.session_id, **options
             )
 
-    async def _newest(self, app_name: str, listed: Sequence[_Listed]) -> Session | None:
+    async def _newest(self, app_name: str, listed: Sequence[_ListedSession]) -> Session | None:
         """Return the most recently updated session in *listed* that still exists, without events.
 
         Return None if no session in *listed* exists any more.
@@ -216,7 +219,7 @@ class ServiceSource(Source):
         return None
 
     async def _user_state(
-        self, app_name: str, user_id: str, listed: Sequence[_Listed]
+        self, app_name: str, user_id: str, listed: Sequence[_ListedSession]
     ) -> JsonObject | None:
         get: Callable[..., Any] | None = getattr(self._service, "get_user_state", None)
         if get is not None:  # google-adk 2.6 and later

@@ -86,7 +86,7 @@ _NEW_KEYS = 8
 _RENEWALS = 3
 
 
-class Operation(Protocol[T_co]):
+class StorageOperation(Protocol[T_co]):
     """A read or write of the rows of *who*, for `UnitOfWork.run`."""
 
     @property
@@ -312,7 +312,7 @@ class UnitOfWork:
         opened = self._opened
         return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
 
-    async def run(self, operation: Operation[T]) -> T:
+    async def run(self, operation: StorageOperation[T]) -> T:
         """Attempt *operation* until it succeeds, and return its result; see `_run`.
 
         If the operation finds that a user whose rows are cached is not stored any more, another
@@ -325,7 +325,7 @@ class UnitOfWork:
             if opened.rows.lacks_user and self._opened is opened:
                 self.empty_caches()
 
-    async def _run(self, operation: Operation[T], opened: _Opened) -> T:
+    async def _run(self, operation: StorageOperation[T], opened: _Opened) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
         Afterwards, cache the data keys that the operation has read or created.  Cached data keys

@@ -24,7 +24,7 @@ from weakref import WeakMethod
 
 from sqlalchemy import insert
 
-from adk_secure_sessions.audit import Entry, is_on, record_head, warn_of_heads
+from adk_secure_sessions.audit import AuditEntry, is_on, record_head, warn_of_heads
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executor, Steps, Transaction
 from adk_secure_sessions.errors import DatabaseError
@@ -85,7 +85,7 @@ class _Chain(KeyMaterial):
         elapsed = (time.monotonic() - self._began[0], abs(time.time() - self._began[1]))
         return max(elapsed) >= _MAX_AGE
 
-    def seal(self, entries: Sequence[Entry]) -> tuple[list[dict[str, object]], Head]:
+    def seal(self, entries: Sequence[AuditEntry]) -> tuple[list[dict[str, object]], Head]:
         """Return the rows for *entries*, and the head of the chain after their commit."""
         count, link = self.head
         rows: list[dict[str, object]] = []
@@ -113,7 +113,7 @@ class _Draft:
         self._chain = chain
         self._rows: list[dict[str, object]] = []
 
-    def seal(self, entries: Sequence[Entry]) -> None:
+    def seal(self, entries: Sequence[AuditEntry]) -> None:
         """Encrypt *entries*, the records to add.
 
         Raises ValueError if a record is too long.
@@ -192,7 +192,7 @@ class AuditTrail(KeyMaterial):
             warn_of_heads()
         await self._feature.ensure()
 
-    async def store(self, entries: Sequence[Entry], *, retries: bool = True) -> None:
+    async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None:
         """Store *entries* in a transaction of their own; do nothing if there are none.
 
         After a lost connection, the records are stored again in another chain, unless *retries* is
@@ -217,7 +217,7 @@ class AuditTrail(KeyMaterial):
     async def write(
         self,
         transaction: Transaction[T],
-        made: Entry,
+        made: AuditEntry,
         on_commit_after_cancel: Callable[[T], None] | None,
         *,
         holds_locks: bool,
@@ -233,7 +233,7 @@ class AuditTrail(KeyMaterial):
             transaction, [made], on_commit_after_cancel, holds_locks=holds_locks
         )
 
-    async def purge(self, made: Entry, changes: Sequence[Change]) -> bool:
+    async def purge(self, made: AuditEntry, changes: Sequence[Change]) -> bool:
         """Make *changes* in one transaction, and store *made* in it.
 
         Return False and change nothing if the first change matched no row.  After a lost
@@ -264,7 +264,7 @@ class AuditTrail(KeyMaterial):
     async def _write(
         self,
         transaction: Transaction[T],
-        entries: Sequence[Entry],
+        entries: Sequence[AuditEntry],
         on_commit_after_cancel: Callable[[T], None] | None,
         *,
         holds_locks: bool,

@@ -10,7 +10,6 @@ wrong is rejected.  See docs/format-tools.md, "Migration".
 """
 
 import hmac
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,6 +21,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.json_text import canonical
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
@@ -185,7 +185,7 @@ class Imported:
 
     def has_state(self, state: bytes) -> bool:
         """Return whether *state* (JSON) is the state of the user or app that was imported."""
-        return hmac.compare_digest(self._source_of(self.tag, canonical(state)), self.source)
+        return hmac.compare_digest(self._source_of(self.tag, canonical(loads(state))), self.source)
 
 
 class Seals(NamedTuple):
@@ -229,11 +229,6 @@ class Seals(NamedTuple):
         self.check(stored)
         now = None if row[5] is None else (row[5], row[6])
         return Imported(*stored[:4], now, self.source)
-
-
-def canonical(state: bytes) -> bytes:
-    """Return *state* as JSON with sorted keys, in ASCII, so that equal states have equal JSON."""
-    return json.dumps(loads(state), sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 class _Outcome(NamedTuple):
@@ -556,7 +551,7 @@ class ImportState(Write[ImportStatus]):
         self._of_user = of_user
         self._replace = replace
         self._tag = who.user_tag if of_user else who.app_tag
-        self._source = seals.source(self._tag, canonical(state))
+        self._source = seals.source(self._tag, canonical(loads(state)))
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_APP, sql.LOCK_USER] if self._of_user else [sql.LOCK_APP]
@@ -627,7 +622,7 @@ class ImportState(Write[ImportStatus]):
         return None if is_untouched and self._replace else ImportStatus.CONFLICT
 
     def _source_of(self, owner: Owner) -> bytes:
-        return self._seals.source(owner.tag, canonical(owner.state))
+        return self._seals.source(owner.tag, canonical(loads(owner.state)))
 
 
 class AddTombstone(Write[None]):

@@ -6,7 +6,6 @@ is a row that says that a key is indexed, and whether each session has its row: 
 """
 
 import hmac
-import json
 from collections.abc import Container, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.protocol import Change, Conflict
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import states
-from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject, canonical
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, TEMP_PREFIX, USER_PREFIX
 from adk_secure_sessions.keys.blind_index import BlindIndex
@@ -49,14 +48,6 @@ def check_key(key: object) -> None:
         raise ConfigurationError(
             f"an indexed state key has at most {states.MAX_KEY_BYTES} bytes in UTF-8"
         )
-
-
-def canonical(value: object) -> bytes:
-    """Return the canonical JSON of *value*, a JSON value: equal values have equal JSON.
-
-    The types of JSON are exact: 1, 1.0 and True are three different values.
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 def row_of_user(user_row: int) -> int:

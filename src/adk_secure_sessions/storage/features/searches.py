@@ -7,6 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.formats.json_text import canonical
 from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
@@ -151,7 +152,7 @@ class Lookup:
     def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
         self.of_users: bool = key.startswith(USER_PREFIX)
         self.key_tag: bytes = keyring.index.state_key(app_name, key)
-        self._canonical = search_index.canonical(value)
+        self._canonical = canonical(value)
         self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
@@ -167,7 +168,7 @@ class Lookup:
         try:
             for state in map(loads, states):
                 if self._name in state:
-                    return search_index.canonical(state[self._name]) == self._canonical
+                    return canonical(state[self._name]) == self._canonical
         except DecryptionError:
             return True
         return False
