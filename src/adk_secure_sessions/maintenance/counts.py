@@ -11,8 +11,9 @@ from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.owners import CurrentKeys, header_of
+from adk_secure_sessions.maintenance.owners import CurrentKeys
 from adk_secure_sessions.maintenance.progress import Meter
+from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.schema import (
     apps,

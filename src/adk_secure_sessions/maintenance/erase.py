@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear
 from adk_secure_sessions.maintenance.database import Database, Limits
-from adk_secure_sessions.maintenance.owners import header_of
+from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.search_index import row_of_user
 from adk_secure_sessions.storage.rows import identify

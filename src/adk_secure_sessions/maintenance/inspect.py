@@ -9,7 +9,7 @@ from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.owners import header_of
+from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.storage.pages import first_rows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
-from adk_secure_sessions.formats.records import HEADER_LENGTH, header
+from adk_secure_sessions.formats.records import header
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.maintenance.walk import app_name_of
+from adk_secure_sessions.maintenance.walk import app_name_of, header_of
 from adk_secure_sessions.storage.queries import (
     chunks,
     is_one_of,
@@ -137,15 +137,6 @@ async def check_owner(db: Database, tag: bytes) -> CheckedOwner | None:
                 raise TamperedError("its row was removed", reason=Reason.MISSING)
             return CheckedOwner(name, owner, is_user, check.headers)
     return None
-
-
-def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-    """Return the SQL expression for the header of the record in *column*."""
-    # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
-    # would have different parameters, and PostgreSQL would treat the expressions as different.
-    one: sa.ColumnElement[int] = sa.literal_column("1")
-    length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
-    return sa.func.substr(column, one, length, type_=sa.LargeBinary)
 
 
 @functools.cache

@@ -1,33 +1,35 @@
 """Replace all data keys, for the same or another backend, and re-encrypt every record."""
 
+import functools
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import ConfigurationError, Reason
-from adk_secure_sessions.formats.records import binary, pack
+from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError
+from adk_secure_sessions.formats.records import FLAGS, HEADER_LENGTH, binary, header, pack
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_events, count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Progress
-from adk_secure_sessions.maintenance.records import (
-    OwnerIds,
-    Record,
-    Reencryptor,
-    event_batches,
-    read_app,
-    read_user,
-    session_batches,
-    snapshot_batches,
-)
 from adk_secure_sessions.maintenance.rotation import Rotation
-from adk_secure_sessions.maintenance.walk import OwnerTag, app_name_of, owner_tags
+from adk_secure_sessions.maintenance.walk import (
+    OwnerIds,
+    OwnerTag,
+    Record,
+    app_name_of,
+    header_of,
+    owner_tags,
+    records_of_owner,
+    records_of_sessions,
+    rows_with_keys,
+)
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.rows import naming
+from adk_secure_sessions.storage.rows import WITNESSES, SealedColumn, naming
 from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
 from adk_secure_sessions.storage.writes import RenewKey
 
@@ -188,10 +190,7 @@ class DataRotationRun(Rotation):
         if renews_key and not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is users)
         keys = await self._db.keys_of(tag)
-        if table is apps:
-            found = await read_app(self._db, keys, row.id)
-        else:
-            found = await read_user(self._db, keys, row.id, app_name)
+        found = await records_of_owner(self._db, keys, table, row)
         if found is None:
             return  # the owner was deleted since its tag was read
         owner, records = found
@@ -217,18 +216,14 @@ class DataRotationRun(Rotation):
             await self._db.change_keys(partial(_delete_keys, list(renewal.stored_keys)))
 
     async def _rotate_sessions(self, keys: StagedKeys, owner: OwnerIds) -> None:
+        # A session is re-encrypted before its events.  Services never encrypt an event with a data
+        # key older than that of the session, so events appended later use the new data key.
         target = self._target(keys, owner.tag)
-        header = pack(target.backend_id, target.id) if target else b""
-        async for batch in session_batches(self._db, keys, owner, self._reencryptor.problems):
-            # Re-encrypt a session before its events.  Services never encrypt an event with a data
-            # key older than that of the session, so events appended later use the new data key.
-            await self._reencrypt(keys, owner, batch.records)
-            await self._meter.advance(batch.rows)
-            async for records in snapshot_batches(self._db, owner, batch, header):
-                await self._reencrypt(keys, owner, records)
-            async for records in event_batches(self._db, owner, batch, header):
-                await self._reencrypt(keys, owner, records)
-                await self._meter.advance(len(records))
+        current = pack(target.backend_id, target.id) if target else b""
+        problems = self._reencryptor.problems
+        async for records in records_of_sessions(self._db, owner, current, problems):
+            await self._reencrypt(keys, owner, records)
+            await self._meter.advance(len(records))
 
     async def _reencrypt(self, keys: StagedKeys, owner: OwnerIds, records: list[Record]) -> None:
         target = self._target(keys, owner.tag)
@@ -264,3 +259,120 @@ class DataRotationRun(Rotation):
 
 def _delete_keys(ids: list[int], connection: sa.Connection) -> None:
     connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
+
+
+# --- re-encrypting -------------------------------------------------------------------------------
+
+
+class _Decrypted(NamedTuple):
+    """A decrypted record that must be encrypted with the current data key.
+
+    *plaintext* begins with its flags, so a compressed or padded record stays as it is.
+    """
+
+    record: Record
+    context: bytes
+    plaintext: bytes
+
+
+class Reencryptor:
+    """Re-encrypts records; `count` is the number of records re-encrypted so far."""
+
+    def __init__(self, db: Database, problems: Problems, *, dry_run: bool) -> None:
+        self._db = db
+        self.problems: Problems = problems
+        self._dry_run = dry_run
+        self.count: int = 0
+
+    async def reencrypt(
+        self, keys: StagedKeys, owner: bytes, records: Iterable[Record], target: int | None
+    ) -> None:
+        """Re-encrypt the *records* that are not encrypted with the data key *target* yet.
+
+        A record that cannot be decrypted is added to `problems` and left unchanged.  A record that
+        another process has changed since it was read is left unchanged, too.  Each re-encrypted
+        record is read again and decrypted before it is counted.  A dry run only decrypts and
+        counts.
+
+        *keys* are the data keys of *owner*, a tag.  *target* is the id of the owner's current data
+        key; None in a dry run if the rotation would create that key.
+        """
+        old: list[_Decrypted] = []
+        for record in records:
+            table = record.column.table.name
+            try:
+                with naming(table, record.name):
+                    if _key_id(record.stored) != target:
+                        context = record.column.context(record.ids, record.row)
+                        plaintext = _plaintext(keys, owner, record, context)
+                        old.append(_Decrypted(record, context, plaintext))
+            except UNREADABLE as error:
+                self.problems.add_error(error, table, record.name)
+        if self._dry_run or not old:
+            self.count += len(old)
+            return
+        new = [keys.seal_whole(owner, one.context, one.plaintext) for one in old]
+        changes = [(one.record, sealed) for one, sealed in zip(old, new, strict=True)]
+        await self._db.change(partial(_replace, changes))
+        stored = await self._read_back([one.record for one in old])
+        for one, sealed in zip(old, new, strict=True):
+            table = one.record.column.table.name
+            if stored.get((table, one.record.key)) == sealed:
+                if keys.open_whole(owner, one.context, sealed) != one.plaintext:
+                    raise SecureSessionError(
+                        f"{table} row {one.record.name} does not read back as it was written"
+                    )
+                self.count += 1
+
+    async def _read_back(self, records: list[Record]) -> dict[tuple[str, tuple[Any, ...]], bytes]:
+        found = {}
+        for column in dict.fromkeys(record.column for record in records):
+            keys = [record.key for record in records if record.column is column]
+            for row in await rows_with_keys(self._db, column, keys):
+                found[column.table.name, column.key_of(row)] = row[-1]
+        return found
+
+
+def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:
+    """Decrypt *record*, check its flags as a reader does, and return its plaintext with them."""
+    if record.column is WITNESSES:
+        return FLAGS + keys.open_witness(owner, context, record.stored)
+    return keys.open_whole(owner, context, record.stored)
+
+
+def _key_id(stored: object) -> int | None:
+    """Return the data key id in the header of *stored*; None for a value in an unknown format."""
+    found = header(stored)
+    return found[1] if found else None
+
+
+def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> None:
+    for column in dict.fromkeys(record.column for record, _ in changes):
+        parameters = []
+        for record, sealed in changes:
+            if record.column is column:
+                values = {f"at_{number}": value for number, value in enumerate(record.key)}
+                values |= {
+                    "at_version": column.version_of(record.row),
+                    "at_header": record.stored[:HEADER_LENGTH],
+                }
+                parameters.append({**values, "new": sealed})
+        connection.execute(_swap(column), parameters)
+
+
+@functools.cache
+def _swap(column: SealedColumn[Any]) -> sa.Update:
+    """Return the UPDATE that replaces a record if the record has not changed since it was read.
+
+    The statement compares the row's version and the record's header.  Every write of a row changes
+    its version, and every re-encryption changes the key that the header names.
+    """
+    conditions = [
+        part == sa.bindparam(f"at_{number}", type_=part.type)
+        for number, part in enumerate(column.key)
+    ]
+    if column.version is not None:
+        conditions.append(column.version == sa.bindparam("at_version"))
+    conditions.append(header_of(column.value) == sa.bindparam("at_header", type_=sa.LargeBinary))
+    new = sa.bindparam("new", type_=column.value.type)
+    return sa.update(column.table).where(*conditions).values({column.value: new})

@@ -1,17 +1,24 @@
-"""Walk over all apps, users and sessions in pages, and decrypt their ids."""
+"""Walk over all apps, users and sessions in pages, and over the records of one app or user."""
 
 import functools
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.formats.records import binary, decode_text, split_id
+from adk_secure_sessions.formats.records import (
+    HEADER_LENGTH,
+    binary,
+    decode_text,
+    split_id,
+    split_owner,
+)
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.storage.pages import pages
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.storage.pages import Span, grouped, pages
 from adk_secure_sessions.storage.queries import (
     chunks,
     is_one_of,
@@ -19,15 +26,28 @@ from adk_secure_sessions.storage.queries import (
 )
 from adk_secure_sessions.storage.reads import CheckUser
 from adk_secure_sessions.storage.rows import (
+    APPS,
+    EVENTS,
     SESSIONS,
+    SNAPSHOTS,
     USERS,
+    WITNESSES,
     Owner,
+    SealedColumn,
     SessionRow,
     StoredSession,
     UserRow,
     naming,
 )
 from adk_secure_sessions.storage.schema import COLLECTION, apps, sessions, users
+
+R = TypeVar("R", bound=tuple[Any, ...])
+
+# One statement reads a group of records, of at most `_RECORDS` records and at most `_BYTES` bytes.
+# A record larger than `_BYTES` is a group of its own.
+_RECORDS = 64
+_BYTES = 4 * 1024 * 1024
+_SIZES = 1000  # how many pairs (primary key, length of the record) one statement reads
 
 
 class SessionIds(NamedTuple):
@@ -226,6 +246,129 @@ def _locate(
     return LocatedSession(row.id, row.tag, ids, columns=row)
 
 
+# --- the records of one owner --------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """A stored record, still encrypted: its column, its row, and the ids for its context."""
+
+    column: SealedColumn[Any]
+    row: Any
+    ids: Sequence[str]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The primary key of the row."""
+        return self.column.key_of(self.row)
+
+    @property
+    def stored(self) -> bytes:
+        """The encrypted bytes."""
+        stored: bytes = self.row[-1]
+        return stored
+
+    @property
+    def name(self) -> str:
+        """The row's primary key as text, for messages."""
+        parts = (part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
+        return ", ".join(parts)
+
+
+class OwnerIds(NamedTuple):
+    """The tag, the row id and the ids in ADK of an app or user; *user_id* is None for an app."""
+
+    tag: bytes
+    row: int
+    app_name: str
+    user_id: str | None
+
+
+async def records_of_owner(
+    db: Database, keys: StagedKeys, table: sa.Table, row: OwnerTag
+) -> tuple[OwnerIds, list[Record]] | None:
+    """Read an app or user, and return its ids, and the records of its row and version witness.
+
+    *keys* are the data keys of the owner; this function tells them which of them the row names.
+    Return None if the row does not exist any more.  Raises DecryptionError if the row cannot be
+    decrypted.
+    """
+    column: SealedColumn[Any] = APPS if table is apps else USERS
+    found = await rows_with_keys(db, column, [(row.id,)])
+    if not found:
+        return None
+    (stored,) = found
+    with naming(table.name, row.id):
+        ids, user_id = (app_name_of(row.app_name),), None
+        plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
+        if table is users:
+            user_id, plaintext = split_id(plaintext)
+        keys.adopt(stored.tag, split_owner(plaintext).key_ids)
+    owner = OwnerIds(stored.tag, row.id, ids[0], user_id)
+    return owner, [Record(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
+
+
+async def records_of_sessions(
+    db: Database, owner: OwnerIds, current: bytes, problems: Problems
+) -> AsyncIterator[list[Record]]:
+    """Yield the records of a user's sessions in groups, each session before its events.
+
+    Snapshots and events whose header is *current* are skipped.  Sessions that cannot be decrypted
+    are added to *problems*.
+    """
+    async for page in sessions_of(db, owner.row):
+        opened: dict[int, Sequence[str]] = {}
+        records: list[Record] = []
+        for one in page:
+            try:
+                opened[one.row] = one.known_ids()[:3]
+                records.append(Record(SESSIONS, one.columns, opened[one.row]))
+            except UNREADABLE as error:
+                problems.add_error(error, sessions.name, one.row)
+        tags = [record.row.tag for record in records]
+        yield records + await _witnesses(db, (owner.app_name,), tags)
+        if not records:
+            continue
+        span = Span(page[0].row - 1, page[-1].row)
+        parameters = {**span.parameters, "user_row": owner.row, "current": current}
+        column: SealedColumn[Any]
+        for column in (SNAPSHOTS, EVENTS):
+            query = _of_others(column)
+            async for sized in pages(db.read, query, column.key, _SIZES, _sized, **parameters):
+                known = [one for one in sized if one[0][0] in opened]
+                for group in grouped(known, itemgetter(1), _RECORDS, _BYTES):
+                    keys = [key for key, _ in group]
+                    rows: list[Any] = await rows_with_keys(db, column, keys)
+                    yield [Record(column, row, opened[row[0]]) for row in rows]
+
+
+async def _witnesses(db: Database, ids: Sequence[str], tags: Iterable[bytes]) -> list[Record]:
+    rows = await rows_with_keys(db, WITNESSES, [(tag,) for tag in tags])
+    return [Record(WITNESSES, row, ids) for row in rows]
+
+
+async def rows_with_keys(
+    db: Database, column: SealedColumn[R], keys: Sequence[tuple[Any, ...]]
+) -> list[R]:
+    """Return the rows with these primary keys."""
+    rows: list[R] = []
+    for start in range(0, len(keys), _RECORDS):
+        part = list(keys[start : start + _RECORDS])
+        # The statement always has `_RECORDS` keys, so fill the list with copies of the first key.
+        part += part[:1] * (_RECORDS - len(part))
+        parameters = {
+            f"k{number}_{position}": value
+            for number, key in enumerate(part)
+            for position, value in enumerate(key)
+        }
+        rows += [column.row(*row) for row in await db.read(_with_keys(column), parameters)]
+    return rows
+
+
+def _sized(*row: Any) -> tuple[tuple[Any, ...], int]:
+    *key, size = row
+    return tuple(key), size
+
+
 # --- statements ----------------------------------------------------------------------------------
 
 
@@ -241,6 +384,15 @@ _DUE_SESSIONS = _SESSIONS.where(*purgeable())
 _OF_USER = _SESSIONS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
 
+def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    """Return the SQL expression for the header of the record in *column*."""
+    # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
+    # would have different parameters, and PostgreSQL would treat the expressions as different.
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
+    return sa.func.substr(column, one, length, type_=sa.LargeBinary)
+
+
 @functools.cache
 def _sessions(number: int) -> sa.Select[Any]:
     return _SESSIONS.where(is_one_of(sessions.c.id, number))
@@ -251,3 +403,31 @@ def _users(number: int) -> sa.Select[Any]:
     query = sa.select(*users.c, apps.c.app_name)
     query = query.select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
     return query.where(is_one_of(users.c.id, number))
+
+
+@functools.cache
+def _with_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
+    wanted = [
+        sa.and_(
+            *(
+                part == sa.bindparam(f"k{number}_{position}", type_=part.type)
+                for position, part in enumerate(column.key)
+            )
+        )
+        for number in range(_RECORDS)
+    ]
+    return sa.select(*column.table.c).where(sa.or_(*wanted))
+
+
+@functools.cache
+def _of_others(column: SealedColumn[Any]) -> sa.Select[Any]:
+    """Select the primary keys and lengths of a user's records whose header is not `current`."""
+    return (
+        sa.select(*column.key, sa.func.length(column.value))
+        .select_from(column.table.join(sessions, sessions.c.id == column.key[0]))
+        .where(
+            sessions.c.user_row == sa.bindparam("user_row"),
+            *Span(0, 0).conditions(sessions.c.id),
+            header_of(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
+        )
+    )
