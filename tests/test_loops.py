@@ -102,19 +102,6 @@ async def cancelled_while_running(
     return task
 
 
-async def test_result_is_passed_on() -> None:
-    future = pending()
-    future.set_result("done")
-    assert await await_to_end(future, None) == "done"
-
-
-async def test_error_is_passed_on() -> None:
-    future = pending()
-    future.set_exception(RuntimeError("inside"))
-    with pytest.raises(RuntimeError, match="inside"):
-        await await_to_end(future, None)
-
-
 async def test_cancelled_caller_waits_for_the_work_and_its_result_is_reported() -> None:
     future, reported = pending(), list[str]()
     task = await cancelled_while_running(future, reported)

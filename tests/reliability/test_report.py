@@ -10,7 +10,7 @@ from adk_secure_sessions import DatabaseError
 from tests.benchmarks.results import Results
 from tests.reliability import report
 from tests.reliability.report import PAGE, RESULTS, TEMPLATE, render
-from tests.reliability.results import Outcome, Record, seen
+from tests.reliability.results import Outcome, Record
 
 REGENERATE = "regenerate the page: python -m tests.reliability.report"
 LABELS = {
@@ -79,20 +79,3 @@ def test_outcomes_are_read_back_and_those_of_another_run_are_kept(tmp_path: Path
     again = Record.load(path)
     assert again.outcomes == {"a/sqlite": expected, "b/sqlite": Outcome(7)}
     assert again.figures.keys() == {"figure"}
-
-
-def test_outcomes_of_another_machine_are_not_kept(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    other = Record(Results({"processor": "another"}, {"Python": "3"}))
-    other.fault("a/sqlite", times=1)
-    other.save(path)
-    mine = Record()
-    mine.fault("b/sqlite", times=1)
-    mine.save(path)
-    assert Record.load(path).outcomes.keys() == {"b/sqlite"}
-
-
-def test_error_is_shown_by_its_class_its_code_and_whether_to_try_again() -> None:
-    assert seen(DatabaseError("text")) == "`DatabaseError`"
-    assert seen(DatabaseError("text", code="1")) == "`DatabaseError` (1)"
-    assert seen(ValueError("text")) == "`ValueError`"
