@@ -12,7 +12,6 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage.opening import Part
 from adk_secure_sessions.storage.schema import (
     audit_records,
     bases,
@@ -22,6 +21,7 @@ from adk_secure_sessions.storage.schema import (
     metadata,
     migrated,
 )
+from adk_secure_sessions.storage.survey import Part
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}

@@ -41,6 +41,7 @@ from adk_secure_sessions import (
     audit_actor,
     generate_key,
 )
+from adk_secure_sessions.db import protocol
 from adk_secure_sessions.integrations.adk import session_service
 from adk_secure_sessions.maintenance import (
     Database,
@@ -58,7 +59,6 @@ from adk_secure_sessions.maintenance import (
     verify_audit,
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
-from adk_secure_sessions.storage import unit_of_work
 from tests.cli.support import run
 from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
@@ -446,7 +446,7 @@ async def test_trigger_that_discards_one_of_many_records_is_noticed(
     url: sa.URL, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, or for a record between others by `audit verify`."""
-    monkeypatch.setattr(unit_of_work, "_CONFLICTS", 3)
+    monkeypatch.setattr(protocol, "CONFLICTS", 3)
     async with service_of(url, skip_unreadable_sessions=True) as service:
         for _ in range(3):
             await service.create_session(app_name="clinic", user_id="ada-lovelace")

@@ -24,6 +24,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     SecureSessionError,
 )
+from adk_secure_sessions.db import protocol
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
@@ -33,7 +34,6 @@ from adk_secure_sessions.maintenance import (
     verify,
     verify_audit,
 )
-from adk_secure_sessions.storage import unit_of_work
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 IDS: Any = {"app_name": "clinic", "user_id": "ada", "session_id": "s"}
@@ -372,7 +372,7 @@ DISCARDS = {
 async def test_nothing_is_read_if_the_database_discards_the_record(
     victim: Victim, statements: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit_of_work, "_CONFLICTS", 3)
+    monkeypatch.setattr(protocol, "CONFLICTS", 3)
     service = EncryptedSessionService(victim.url, BACKEND, audit=Audit("blind", table=True))
     async with service, Database(victim.url, BACKEND) as db:
         found = await service.get_session(**IDS)

@@ -16,7 +16,9 @@ from adk_secure_sessions.db.protocol import (
     Conflict,
     Disconnected,
     Executors,
+    Retries,
     UniqueViolation,
+    repeated,
 )
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -34,11 +36,9 @@ from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKe
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
     OpenKeyring,
-    Retries,
     UnitOfWork,
     empty_caches,
     read_data_keys,
-    repeated,
 )
 from adk_secure_sessions.storage.writes import AppendEvent, Expected, NewEvent
 from tests.storage.support import (

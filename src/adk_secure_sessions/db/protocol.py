@@ -16,10 +16,15 @@ The generator does not depend on threads, event loops or drivers.  The same gene
 thread for SQLite, as single statements on asyncpg, and inside a SQLAlchemy transaction.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import sqlalchemy as sa
+
+from adk_secure_sessions import telemetry
+from adk_secure_sessions.errors import SecureSessionError
 
 T = TypeVar("T")
 Row = Sequence[Any]
@@ -220,3 +225,78 @@ def _apply_in_turn(
             raise Conflict
         is_first = is_first and change.only_on_cluster
     return True
+
+
+# --- Retries -------------------------------------------------------------------------------------
+
+# The number of conflicts after which an operation fails.  With 20, single writes failed while 24
+# tasks changed one app's state through the three nodes of a Galera cluster on a busy machine: of
+# three nodes that commit at the same time, only one succeeds.
+CONFLICTS = 40
+# After this number of conflicts, a write locks its rows.  Without locks, one in 10,000 writes
+# failed while 64 tasks wrote the same app's state.
+_CONFLICTS_WITHOUT_LOCK = 3
+_LONGEST = 1.0  # seconds of a pause after a conflict
+# Seconds to wait after each lost connection.  Writes are retried more often than reads: after a
+# lost connection, it is unknown whether a write was stored, and only a retry can find out.
+_READ_PAUSES = (0.05,)
+_WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
+
+
+class Retries:
+    """Counts the failed attempts at one operation, and pauses before each new attempt.
+
+    After this number of *conflicts*, or else `CONFLICTS`, the operation fails.
+    """
+
+    def __init__(self, *, writes: bool, conflicts: int | None = None) -> None:
+        self._most = conflicts or CONFLICTS
+        self._conflicts = 0
+        self._pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
+
+    @property
+    def locks_rows(self) -> bool:
+        """Whether the next attempt of a write should lock the rows that it changes."""
+        return self._conflicts >= _CONFLICTS_WITHOUT_LOCK
+
+    async def wait(self, error: UniqueViolation | Conflict | Disconnected) -> None:
+        """Pause before the next attempt.
+
+        Raises:
+            SecureSessionError: There were too many conflicts.
+            DatabaseError: The connection was lost again after the last pause.
+        """
+        if isinstance(error, Disconnected):
+            pause = next(self._pauses, None)
+            if pause is None:
+                raise error.error from None
+            telemetry.count_retry("disconnected")
+            await asyncio.sleep(pause)
+            return
+        self._conflicts += 1
+        if self._conflicts == self._most:
+            raise SecureSessionError(
+                f"other transactions changed the same rows during each of {self._most} attempts: "
+                "try again",
+                retryable=True,
+            ) from None
+        telemetry.count_retry("conflict")
+        longest = 0.005 * self._conflicts
+        if self.locks_rows:
+            # Row locks usually prevent further conflicts, but not between the nodes of a cluster.
+            # There, only longer and longer pauses let each of many writers succeed.
+            longest = min(longest * 2 ** (self._conflicts - _CONFLICTS_WITHOUT_LOCK), _LONGEST)
+        await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
+
+
+async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
+    """Call *work* and return its result; call it again after a conflict or a lost connection.
+
+    Raises the errors of *work* and of `Retries.wait`.
+    """
+    retries = Retries(writes=writes)
+    while True:
+        try:
+            return await work()
+        except (UniqueViolation, Conflict, Disconnected) as error:
+            await retries.wait(error)

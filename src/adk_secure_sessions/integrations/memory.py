@@ -5,8 +5,6 @@ added and dropped: see `formats.memory_items`.  The decrypted entries are cached
 `memory_index`.
 """
 
-import asyncio
-import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -22,7 +20,8 @@ from google.genai import types
 
 from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
+from adk_secure_sessions.db.protocol import Conflict, Retries
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import encode_item
@@ -57,7 +56,6 @@ from adk_secure_sessions.storage.writes import Expected, MissingSession, StaleRe
 from adk_secure_sessions.tracebacks import hides_locals
 
 _USER_SIZE = 100  # entries, as which a user without entries counts in the cache
-_CONFLICTS = 100  # after this number of conflicts with other processes, a write fails
 # The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
 # other entries of its item again.
 _ITEM_BYTES = 128 * 1024
@@ -373,7 +371,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         planned entries do not fit into one item, the first item contains as many as fit, and *plan*
         is called again for the remaining entries.
         """
-        conflicts = 0
+        retries = Retries(writes=True)
         async with self._writes.hold((app_name, user_id)):
             while True:
                 # Get the cache in each pass: `storage.empty_caches` may have replaced it.
@@ -402,7 +400,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                         await self._rewrite(app_name, user_id, rewritten, item, at)
                         if len(item.add) == len(planned.add):
                             return
-                        conflicts = 0
+                        retries = Retries(writes=True)
                         continue
                     new = await self._collections.append(
                         app_name,
@@ -415,7 +413,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                         ),
                     )
                 except (StaleRevision, MissingSession):
-                    conflicts += 1
+                    await retries.wait(Conflict())
                 else:
                     with memory.lock:
                         if memory.at == at:
@@ -424,15 +422,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     await memory.clean_index()
                     if len(item.add) == len(planned.add):
                         return
-                    conflicts = 0
-                    continue
-                if conflicts == _CONFLICTS:
-                    raise SecureSessionError(
-                        f"other processes changed this memory during each of {_CONFLICTS} "
-                        "attempts: try again",
-                        retryable=True,
-                    )
-                await asyncio.sleep(random.uniform(0, 0.005 * min(conflicts, 10)))  # noqa: S311
+                    retries = Retries(writes=True)
 
     async def _rewrite(
         self,

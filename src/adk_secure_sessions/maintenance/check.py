@@ -4,9 +4,9 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import unstored_command
+from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.opening import open_for_service, reject_new
-from adk_secure_sessions.storage.unit_of_work import repeated
 
 
 class Check(NamedTuple):

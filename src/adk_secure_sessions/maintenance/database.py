@@ -12,7 +12,7 @@ from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import has_table
-from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row
+from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row, repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
@@ -33,7 +33,7 @@ from adk_secure_sessions.storage.schema import (
 )
 from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.survey import AUDIT, Survey, look_at
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

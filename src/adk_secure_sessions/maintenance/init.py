@@ -4,11 +4,11 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import metadata
 from adk_secure_sessions.storage.survey import KEY_FILE, Survey, look_at
-from adk_secure_sessions.storage.unit_of_work import repeated
 
 
 class Initialisation(NamedTuple):

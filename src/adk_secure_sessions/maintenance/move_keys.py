@@ -32,6 +32,7 @@ from adk_secure_sessions.db.protocol import (
     Read,
     Row,
     Steps,
+    repeated,
     run_in_turn,
 )
 from adk_secure_sessions.errors import (
@@ -76,7 +77,7 @@ from adk_secure_sessions.storage.survey import (
     look,
     look_at,
 )
-from adk_secure_sessions.storage.unit_of_work import empty_caches, repeated
+from adk_secure_sessions.storage.unit_of_work import empty_caches
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 

@@ -6,14 +6,13 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps, repeated
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.schema import keyring
-from adk_secure_sessions.storage.unit_of_work import repeated
 
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
-from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
+from adk_secure_sessions.db.protocol import CONFLICTS
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
@@ -42,9 +43,8 @@ from adk_secure_sessions.storage.schema import (
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.
 _AT_ONCE = 8
-# How often a row is tried again, alone, that other transactions have changed during all attempts.
 # An application that writes to a session all the time should not end the command.
-_TRIES = 10
+_CONFLICTS = 10 * CONFLICTS
 
 
 @dataclass
@@ -191,43 +191,33 @@ class _Filler:
         found = await read_tagged_user(self._db, row)
         if found is None or found[0] != self._app_name:
             return
-        who = await self._db.unit.identify(self._app_name, found[1].user_id)
-        written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=True))
-        self.done.written += written
+        await self._correct(found[1].user_id, of_user=True)
         self.done.users += 1
 
     async def _fill_session(self, located: Any) -> None:
         ids = located.known_ids()
         if ids.is_collection or ids.app_name != self._app_name:
             return
-        who = await self._db.unit.identify(*ids)
-        written = await self._db.unit.run(CorrectIndexed(who, self._tags, of_user=False))
-        self.done.written += written
+        await self._correct(ids.user_id, ids.session_id, of_user=False)
         self.done.sessions += 1
+
+    async def _correct(self, user_id: str, session_id: str = "", *, of_user: bool) -> None:
+        who = await self._db.unit.identify(self._app_name, user_id, session_id)
+        operation = CorrectIndexed(who, self._tags, of_user=of_user)
+        self.done.written += await self._db.unit.run(operation, conflicts=_CONFLICTS)
 
     async def _each(self, work: list[tuple[str, Any, Callable[[], Awaitable[None]]]]) -> None:
         """Run *work*; each element is the table and the id of a row, and what to do with it."""
         for start in range(0, len(work), _AT_ONCE):
             some = work[start : start + _AT_ONCE]
             results = await asyncio.gather(*(one() for *_, one in some), return_exceptions=True)
-            for (table, row, one), error in zip(some, results, strict=True):
-                for _ in range(_TRIES):
-                    if not _is_contended(error):
-                        break
-                    (error,) = await asyncio.gather(one(), return_exceptions=True)
+            for (table, row, _), error in zip(some, results, strict=True):
                 if isinstance(error, UNREADABLE):
                     self.problems.add_error(error, table, row)
                     self.done.bad += 1
                 elif error is not None:
                     raise error
             await self.meter.advance(len(some))
-
-
-def _is_contended(error: BaseException | None) -> bool:
-    """Return whether *error* says that other transactions changed a row during all attempts."""
-    if not isinstance(error, SecureSessionError) or isinstance(error, DatabaseError):
-        return False
-    return error.retryable
 
 
 # --- rows without a session or user ---------------------------------------------------------------

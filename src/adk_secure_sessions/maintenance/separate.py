@@ -13,6 +13,7 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, running_command
+from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -42,7 +43,6 @@ from adk_secure_sessions.storage.survey import (
     look_at,
     separated_from,
 )
-from adk_secure_sessions.storage.unit_of_work import repeated
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Executor
+from adk_secure_sessions.db.protocol import Executor, repeated
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
@@ -55,7 +55,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.storage.pages import grouped
-from adk_secure_sessions.storage.unit_of_work import repeated
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

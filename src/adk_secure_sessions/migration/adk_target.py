@@ -28,7 +28,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import UniqueViolation
+from adk_secure_sessions.db.protocol import UniqueViolation, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.event_parser import silence_enumerations
@@ -36,7 +36,6 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.migration.sources import Ids, SessionContent
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.storage.unit_of_work import repeated
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")

@@ -6,6 +6,7 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.clearing import rewrite
@@ -15,7 +16,6 @@ from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.sources import EVERYTHING, Source
 from adk_secure_sessions.migration.walk import encode_states, packed
 from adk_secure_sessions.results import Result, count
-from adk_secure_sessions.storage.unit_of_work import repeated
 
 _LOCK_WAIT = 5  # the maximum number of seconds to wait for the lock that rewriting a table needs
 

@@ -11,7 +11,6 @@ and maintenance commands both use it.  All rules for retries are in this module:
 """
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
@@ -30,9 +29,11 @@ from adk_secure_sessions.db.protocol import (
     Disconnected,
     Executors,
     Parameters,
+    Retries,
     Row,
     Steps,
     UniqueViolation,
+    repeated,
 )
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -59,18 +60,6 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
-# The number of conflicts after which an operation fails.  With 20, single writes failed while 24
-# tasks changed one app's state through the three nodes of a Galera cluster on a busy machine: of
-# three nodes that commit at the same time, only one succeeds.
-_CONFLICTS = 40
-# After this number of conflicts, a write locks its rows.  Without locks, one in 10,000 writes
-# failed while 64 tasks wrote the same app's state.
-_CONFLICTS_WITHOUT_LOCK = 3
-_LONGEST = 1.0  # seconds of a pause after a conflict
-# Seconds to wait after each lost connection.  Writes are retried more often than reads: after a
-# lost connection, it is unknown whether a write was stored, and only a retry can find out.
-_READ_PAUSES = (0.05,)
-_WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 # The default of `keyring_pause`: the seconds until a rejected keyring is read again, or until its
 # pending rows (rows whose key service failed) are unwrapped again.  Without this pause, an attacker
 # with write access to the database could make every operation call the key service.
@@ -105,61 +94,6 @@ class StorageOperation(Protocol[T_co]):
     async def attempt(self, attempt: Attempt, executors: Executors) -> T_co:
         """Run the operation once and return its result; `UnitOfWork.run` handles retries."""
         ...
-
-
-class Retries:
-    """Counts the failed attempts at one operation, and pauses before each new attempt."""
-
-    def __init__(self, *, writes: bool) -> None:
-        self._conflicts = 0
-        self._pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
-
-    @property
-    def locks_rows(self) -> bool:
-        """Whether the next attempt of a write should lock the rows that it changes."""
-        return self._conflicts >= _CONFLICTS_WITHOUT_LOCK
-
-    async def wait(self, error: UniqueViolation | Conflict | Disconnected) -> None:
-        """Pause before the next attempt.
-
-        Raises:
-            SecureSessionError: There were `_CONFLICTS` conflicts.
-            DatabaseError: The connection was lost again after the last pause.
-        """
-        if isinstance(error, Disconnected):
-            pause = next(self._pauses, None)
-            if pause is None:
-                raise error.error from None
-            telemetry.count_retry("disconnected")
-            await asyncio.sleep(pause)
-            return
-        self._conflicts += 1
-        if self._conflicts == _CONFLICTS:
-            raise SecureSessionError(
-                f"other transactions changed the same rows during each of {_CONFLICTS} attempts: "
-                "try again",
-                retryable=True,
-            ) from None
-        telemetry.count_retry("conflict")
-        longest = 0.005 * self._conflicts
-        if self.locks_rows:
-            # Row locks usually prevent further conflicts, but not between the nodes of a cluster.
-            # There, only longer and longer pauses let each of many writers succeed.
-            longest = min(longest * 2 ** (self._conflicts - _CONFLICTS_WITHOUT_LOCK), _LONGEST)
-        await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
-
-
-async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
-    """Call *work* and return its result; call it again after a conflict or a lost connection.
-
-    Raises the errors of *work* and of `Retries.wait`.
-    """
-    retries = Retries(writes=writes)
-    while True:
-        try:
-            return await work()
-        except (UniqueViolation, Conflict, Disconnected) as error:
-            await retries.wait(error)
 
 
 class _Opened(NamedTuple):
@@ -312,20 +246,24 @@ class UnitOfWork:
         opened = self._opened
         return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
 
-    async def run(self, operation: StorageOperation[T]) -> T:
+    async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
         """Attempt *operation* until it succeeds, and return its result; see `_run`.
+
+        After this number of *conflicts* (`Retries`), the operation fails.
 
         If the operation finds that a user whose rows are cached is not stored any more, another
         process has erased the user.  Then empty all caches, which may contain more of the user.
         """
         opened = await self._current()
         try:
-            return await self._run(operation, opened)
+            return await self._run(
+                operation, opened, Retries(writes=operation.writes, conflicts=conflicts)
+            )
         finally:
             if opened.rows.lacks_user and self._opened is opened:
                 self.empty_caches()
 
-    async def _run(self, operation: StorageOperation[T], opened: _Opened) -> T:
+    async def _run(self, operation: StorageOperation[T], opened: _Opened, retries: Retries) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
         Afterwards, cache the data keys that the operation has read or created.  Cached data keys
@@ -335,7 +273,7 @@ class UnitOfWork:
 
         Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
         """
-        who, retries = operation.who, Retries(writes=operation.writes)
+        who = operation.who
         separate = self.executors.has_key_database
         are_cached = opened.keys.knows(who.app_tag, who.user_tag)
         reads_keys = operation.reads_keys or not are_cached

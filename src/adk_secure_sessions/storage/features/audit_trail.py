@@ -26,7 +26,15 @@ from sqlalchemy import insert
 
 from adk_secure_sessions.audit import AuditEntry, is_on, record_head, warn_of_heads
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executor, Steps, Transaction
+from adk_secure_sessions.db.protocol import (
+    Apply,
+    Change,
+    Conflict,
+    Executor,
+    Steps,
+    Transaction,
+    repeated,
+)
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.formats.audit_records import (
     NO_LINK,
@@ -38,7 +46,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import AUDIT
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork, repeated
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 
 T = TypeVar("T")
 
