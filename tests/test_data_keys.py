@@ -165,13 +165,6 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     assert current_id(later) is None
 
 
-def test_new_key_stays_current_when_the_row_names_it() -> None:
-    staged = StagedKeys(data_keys())
-    new = staged.new(ADA)
-    staged.adopt(ADA, [new.id])
-    assert current_id(staged) == new.id
-
-
 def test_owner_without_keys_has_no_current_and_no_authentic_key() -> None:
     staged = StagedKeys(data_keys())
     staged.adopt(ADA, [5])
@@ -179,15 +172,6 @@ def test_owner_without_keys_has_no_current_and_no_authentic_key() -> None:
     assert not staged.current_is_newest(ADA)
     assert not staged.is_as_new_as(ADA)
     assert not staged.rows_are_authentic(ADA, [])
-
-
-def test_owner_whose_row_was_not_read_has_no_current_key_that_is_the_newest() -> None:
-    keys = data_keys()
-    (row,) = made(keys, 1)
-    staged = read(keys, [row])
-    assert not staged.current_is_newest(ADA)
-    staged.adopt(ADA, [row.id])
-    assert staged.current_is_newest(ADA)
 
 
 def test_key_that_this_operation_stored_is_used_if_the_row_names_none() -> None:
@@ -385,16 +369,6 @@ def test_keyring_that_changed_is_noticed_even_without_data_keys() -> None:
     StagedKeys(keys, keyring_is_complete=False).load([], marks(keys.keyring)[::-1])
 
 
-@pytest.mark.parametrize("column", ["id", "created_at", "wrapped"])
-def test_column_of_the_keyring_that_changed_is_noticed(column: str) -> None:
-    keys = data_keys()
-    first, *others = marks(keys.keyring)
-    value: Any = b"another" if column == "wrapped" else 5
-    changed = first._replace(**{column: value})
-    with pytest.raises(StaleKeyring):
-        StagedKeys(keys, keyring_is_complete=False).load([], [changed, *others])
-
-
 def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
     """Only a row whose data master is missing asks the caller to read the keyring again."""
     keys = data_keys(keyring(MASTER))
@@ -527,17 +501,6 @@ def test_transaction_forgets_the_keys_that_it_took_from_the_cache() -> None:
     assert current_id(staged) == row.id
     staged.forget(ADA)
     assert current_id(staged) is None
-
-
-def test_record_under_a_cached_key_of_another_owner_is_rejected_as_such() -> None:
-    keys = data_keys()
-    writer = StagedKeys(keys)
-    writer.new(ADA), writer.new(BOB)
-    stored = writer.seal(ADA, CONTEXT, b"plaintext")
-    writer.publish()
-    with pytest.raises(TamperedError, match="belongs to another owner") as rejected:
-        StagedKeys(keys).open(BOB, CONTEXT, stored)
-    assert rejected.value.reason == Reason.WRONG_OWNER
 
 
 def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such() -> None:

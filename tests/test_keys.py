@@ -126,14 +126,6 @@ def test_wrong_length_is_named() -> None:
         parse_key(base64.b64encode(bytes(16)).decode())
 
 
-@pytest.mark.parametrize(
-    "character", "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-)
-def test_text_with_one_character_too_many_is_rejected(character: str) -> None:
-    with pytest.raises(ConfigurationError, match="must be 32 bytes, got 33"):
-        parse_key(TEXT.rstrip("=") + character)
-
-
 def test_generated_keys_are_valid_and_never_the_same() -> None:
     keys = {generate_key() for _ in range(100)}
     assert len({parse_key(key) for key in keys}) == 100
@@ -153,34 +145,11 @@ async def test_wrapped_key_is_unwrapped_with_its_associated_data_only() -> None:
         await StaticKey(MASTER).unwrap(wrapped, b"context")
 
 
-async def test_every_modified_byte_of_a_wrapped_key_is_rejected() -> None:
-    key = StaticKey(KEY)
-    wrapped = await key.wrap(MASTER, b"context")
-    for position in range(len(wrapped)):
-        modified = bytearray(wrapped)
-        modified[position] ^= 1
-        with pytest.raises(TamperedError):
-            await key.unwrap(bytes(modified), b"context")
-
-
-async def test_every_shortened_wrapped_key_is_rejected() -> None:
-    key = StaticKey(KEY)
-    wrapped = await key.wrap(MASTER, b"context")
-    for length in range(len(wrapped)):
-        with pytest.raises(TamperedError):
-            await key.unwrap(wrapped[:length], b"context")
-
-
 @pytest.mark.parametrize("wrapped", [b"", b"\x02" + bytes(60)], ids=["empty", "by a passphrase"])
 async def test_key_that_no_static_key_has_wrapped_is_malformed(wrapped: bytes) -> None:
     with pytest.raises(TamperedError, match="not a key wrapped by a static root key") as rejected:
         await StaticKey(KEY).unwrap(wrapped, b"context")
     assert rejected.value.reason == Reason.MALFORMED
-
-
-async def test_one_key_is_wrapped_differently_each_time() -> None:
-    key = StaticKey(KEY)
-    assert await key.wrap(MASTER, b"") != await key.wrap(MASTER, b"")
 
 
 def test_key_id_is_stable_and_holds_nothing_of_the_key() -> None:
@@ -194,12 +163,6 @@ def test_providers_of_one_key_are_equal() -> None:
     assert hash(StaticKey(KEY)) == hash(StaticKey(TEXT))
     assert StaticKey(KEY) != StaticKey(MASTER)
     assert StaticKey(KEY) != KEY
-
-
-def test_hashes_of_root_keys_differ() -> None:
-    """Equal hashes would make dictionaries and sets of providers slow."""
-    assert len({hash(StaticKey(bytes([n]) * 32)) for n in range(9)}) == 9
-    assert len({hash(PassphraseKey(WORDS, key_id=str(n))) for n in range(9)}) == 9
 
 
 # --- names of root keys --------------------------------------------------------------------------
@@ -606,12 +569,6 @@ async def test_impossible_stored_cost_is_rejected(cost: tuple[int, int, int]) ->
     assert rejected.value.reason == Reason.MALFORMED
 
 
-@pytest.mark.parametrize("length", [0, 1, 17, 28, 29, 40])
-async def test_shortened_wrap_by_passphrase_is_rejected(length: int) -> None:
-    with pytest.raises(TamperedError):
-        await PassphraseKey(WORDS).unwrap(stored((1, 1, 8))[:length], b"")
-
-
 @pytest.mark.parametrize("wrapped", [b"", b"\x02" + bytes(27), b"\x01" + bytes(60)])
 async def test_key_that_no_passphrase_has_wrapped_is_malformed(wrapped: bytes) -> None:
     with pytest.raises(TamperedError, match="not a key wrapped by a passphrase") as rejected:
@@ -721,18 +678,6 @@ PROVIDERS: dict[str, Callable[[], KeyProvider]] = {
     "static": lambda: StaticKey(KEY),
     "passphrase": lambda: PassphraseKey(WORDS),
 }
-
-
-@pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS)
-def test_provider_has_the_shape_of_the_protocol(make: Callable[[], KeyProvider]) -> None:
-    assert isinstance(make(), KeyProvider)
-
-
-@pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS)
-def test_provider_shows_no_key(make: Callable[[], KeyProvider]) -> None:
-    shown = f"{make()!r} {make()!s} {[make()]} {make().key_id}"
-    for secret in (TEXT, KEY.hex(), repr(KEY), WORDS, WORDS.split()[0]):
-        assert secret not in shown
 
 
 @pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS)

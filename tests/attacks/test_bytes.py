@@ -136,7 +136,7 @@ LENGTHS: dict[str, Callable[[bytes], bytes]] = {
     "cut to one byte": lambda stored: stored[:1],
     **{
         f"cut to {length} bytes": lambda stored, length=length: stored[:length]  # type: ignore[misc]
-        for length in range(0, 60, 4)
+        for length in range(0, 60, 10)
     },
     "with a zero at the end": lambda stored: stored + b"\0",
     "with its last byte twice": lambda stored: stored + stored[-1:],
@@ -156,11 +156,12 @@ async def test_value_of_another_length_is_rejected(db: Database, cell: Cell) -> 
     expected = (WrongKeyError,) if cell in MASTER_KEYS else (TamperedError, PlaintextRefusedError)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(db.service())
-        for change in LENGTHS.values():
+        # Keys are unwrapped when a service starts: a new service for every fourth length.
+        for change in [*LENGTHS.values()][:: 1 if cell in RECORDS else 4]:
             if (changed := change(stored)) == stored:
                 continue  # it is shorter than that
             cell.store(db, changed)
-            if cell not in RECORDS:  # keys are unwrapped when a service starts: a new service
+            if cell not in RECORDS:
                 service = await stack.enter_async_context(db.service())
             with pytest.raises(expected):
                 await get(service, db, cell.who)

@@ -1,5 +1,7 @@
 """Events that are moved, replayed, reordered, duplicated, added and deleted."""
 
+from itertools import product
+
 import pytest
 
 from adk_secure_sessions import TamperedError
@@ -85,66 +87,54 @@ async def test_event_deleted_is_detected(db: Database, seq: int) -> None:
     await assert_rejected(db, impact, TamperedError)
 
 
-async def test_all_events_deleted_are_detected(db: Database) -> None:
-    db.run("DELETE FROM secure_events WHERE session_row = :visit")
-    await assert_rejected(db, SESSION, TamperedError)
-
-
-async def test_last_event_deleted_and_the_revision_lowered_is_detected(db: Database) -> None:
-    db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq = 3")
-    db.run("UPDATE secure_sessions SET revision = 3 WHERE id = :visit")
-    await assert_rejected(db, SESSION, TamperedError)
-
-
-async def test_event_deleted_and_the_later_ones_renumbered_are_rejected(db: Database) -> None:
-    db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq = 1")
-    for seq in (2, LAST):
-        db.run(
-            "UPDATE secure_events SET seq = seq - 1 WHERE session_row = :visit AND seq = :seq",
-            seq=seq,
+COPY = "INSERT INTO secure_events SELECT :visit, {}, time, event FROM secure_events WHERE "
+REVISION = "UPDATE secure_sessions SET revision = {} WHERE id = :visit"
+DELETE = "DELETE FROM secure_events WHERE session_row = :visit"
+# The statements, and what is rejected then.
+CHANGES: dict[str, tuple[list[str], Impact]] = {
+    "all deleted": ([DELETE], SESSION),
+    "last deleted, revision lowered": ([f"{DELETE} AND seq = 3", REVISION.format(3)], SESSION),
+    "deleted, later ones renumbered": (
+        [
+            f"{DELETE} AND seq = 1",
+            *(
+                f"UPDATE secure_events SET seq = {seq - 1} "
+                f"WHERE session_row = :visit AND seq = {seq}"
+                for seq in (2, LAST)
+            ),
+            REVISION.format(3),
+        ],
+        SESSION,
+    ),
+    **{
+        f"{seq} of {source} copied to the end": (
+            [f"{COPY.format(4)} session_row = :{source} AND seq = {seq}"],
+            SESSION,
         )
-    db.run("UPDATE secure_sessions SET revision = 3 WHERE id = :visit")
-    await assert_rejected(db, SESSION, TamperedError)
+        for source, seq in product(("visit", "notes", "bob_visit"), (0, LAST))
+    },
+    "copied to the end, revision raised": (
+        [f"{COPY.format(4)} session_row = :visit AND seq = 3", REVISION.format(5)],
+        SESSION,
+    ),
+    **{
+        f"copied as {seq}": ([f"{COPY.format(seq)} session_row = :visit AND seq = 3"], SESSION)
+        for seq in (5, 1000, 2**63 - 1)
+    },
+    **{
+        f"copied as {seq}": ([f"{COPY.format(seq)} session_row = :visit AND seq = 0"], HISTORY)
+        for seq in (-1, -(2**63))
+    },
+}
 
 
-@pytest.mark.parametrize("source", [":visit", ":notes", ":bob_visit"])
-@pytest.mark.parametrize("seq", [0, LAST])
-async def test_event_copied_to_the_end_is_rejected(db: Database, source: str, seq: int) -> None:
-    db.run(
-        "INSERT INTO secure_events SELECT :visit, 4, time, event FROM secure_events "
-        f"WHERE session_row = {source} AND seq = :seq",
-        seq=seq,
-    )
-    await assert_rejected(db, SESSION, TamperedError)
-
-
-async def test_event_copied_to_the_end_with_the_revision_raised_is_rejected(db: Database) -> None:
-    db.run(
-        "INSERT INTO secure_events SELECT :visit, 4, time, event FROM secure_events "
-        "WHERE session_row = :visit AND seq = 3"
-    )
-    db.run("UPDATE secure_sessions SET revision = 5 WHERE id = :visit")
-    await assert_rejected(db, SESSION, TamperedError)
-
-
-@pytest.mark.parametrize("seq", [5, 1000, 2**63 - 1])
-async def test_event_copied_beyond_the_end_is_rejected(db: Database, seq: int) -> None:
-    db.run(
-        "INSERT INTO secure_events SELECT :visit, :seq, time, event FROM secure_events "
-        "WHERE session_row = :visit AND seq = 3",
-        seq=seq,
-    )
-    await assert_rejected(db, SESSION, TamperedError)
-
-
-@pytest.mark.parametrize("seq", [-1, -(2**63)])
-async def test_event_copied_before_the_first_is_rejected(db: Database, seq: int) -> None:
-    db.run(
-        "INSERT INTO secure_events SELECT :visit, :seq, time, event FROM secure_events "
-        "WHERE session_row = :visit AND seq = 0",
-        seq=seq,
-    )
-    await assert_rejected(db, HISTORY, TamperedError)
+@pytest.mark.parametrize(("statements", "impact"), CHANGES.values(), ids=CHANGES)
+async def test_events_deleted_or_copied_are_rejected(
+    db: Database, statements: list[str], impact: Impact
+) -> None:
+    for statement in statements:
+        db.run(statement)
+    await assert_rejected(db, impact, TamperedError)
 
 
 @also_on("postgresql")

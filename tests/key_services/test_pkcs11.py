@@ -444,19 +444,6 @@ async def test_call_behind_one_that_hangs_times_out(
     assert error.retryable
 
 
-async def test_event_loop_runs_on_during_a_call(
-    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = threading.Event()
-    before_each_login(monkeypatch, lambda _pin: free.wait(10))
-    call = asyncio.create_task(key.wrap(MASTER, CONTEXT))
-    for _ in range(10):
-        await asyncio.sleep(0.01)
-    assert not call.done()
-    free.set()
-    await call
-
-
 def test_forked_process_initializes_the_module_again(softhsm: SoftHsm) -> None:
     environment = {name: os.environ[name] for name in ("SOFTHSM2_CONF", "PKCS11_MODULE")}
     assert results((fork_and_unwrap, environment)) == [[0]]
