@@ -93,9 +93,9 @@ async def test_states_are_found_by_their_ids(
     await add(adk, "ada", "visit")
     assert await source.state(APP) == {"greeting": "hi"}
     assert await source.state(APP, "ada") == {"name": "ada"}
-    assert await source.state("other") == {}
-    assert await source.state(APP, "bob") == {}
-    assert await source.state("other", "ada") == {}
+    assert await source.state("other") is None
+    assert await source.state(APP, "bob") is None
+    assert await source.state("other", "ada") is None
 
 
 async def test_id_that_differs_is_not_found(adk: DatabaseSessionService, source: AdkTables) -> None:
@@ -108,8 +108,8 @@ async def test_id_that_differs_is_not_found(adk: DatabaseSessionService, source:
         assert await source.find(odd, "visit", "visit") is None
         assert await listed(source, odd) == {}
         if odd.strip().lower() != "visit":  # there, google-adk uses the row of `visit`
-            assert await source.state(APP, odd) == {}
-            assert await source.state(odd) == {}
+            assert await source.state(APP, odd) is None
+            assert await source.state(odd) is None
 
 
 @on_drivers("sqlite")

@@ -247,15 +247,17 @@ class AdkTables(LookupSource):
             async for rows in self._pages(partial(tables.lookup, names=names), "sessions"):
                 yield {session: _header(tables, session, row) for session, row in rows}
 
-    async def state(self, app_name: str, user_id: str | None = None) -> JsonObject | Unreadable:
-        """Return the state of a user, or of an app; `{}` if there is none."""
+    async def state(
+        self, app_name: str, user_id: str | None = None
+    ) -> JsonObject | Unreadable | None:
+        """Return the state of a user, or of an app; None if there is none."""
         names = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
         tables = await self._tables()
         if not tables.can_store(names):
-            return {}
+            return None
         row = await self._reader.run(partial(tables.state, table=table, names=names))
-        return {} if row is None else self._state(names, row)
+        return None if row is None else self._state(names, row)
 
     async def close(self) -> None:
         """Close the connections to the database."""

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from google.adk.events import Event
-from google.adk.sessions.migration import _schema_check_utils as schema_versions
 from google.adk.sessions.schemas import v1
 from sqlalchemy.dialects.postgresql import JSONB
 
@@ -31,15 +30,17 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import UniqueViolation, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
-from adk_secure_sessions.formats.event_parser import silence_enumerations
-from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.loops import ClosedByWith
-from adk_secure_sessions.migration.sources import Ids, SessionContent
+from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
+from adk_secure_sessions.migration.adk_tables import AdkTables
+from adk_secure_sessions.migration.compare import differences
+from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession, Unreadable
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 MISSING = "the target does not have it"
+_STATE = "its state differs"
 
 _LONGEST_ID, _LONGEST_INVOCATION_ID = 128, 256  # characters, in the columns of google-adk
 _EPOCH = datetime(1970, 1, 1)
@@ -54,10 +55,6 @@ _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 # Finds a number with an exponent of 0 or more, as in the JSON of a large float.
 _LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
 _JSON_COLUMNS = ("state", "event_data")
-_COMPARED = 200  # the number of sessions that one statement reads from the target
-
-# PostgreSQL's JSONB returns large floats as integers.
-same_json = partial(json_text.same_json, numbers_may_differ=True)
 
 
 class UnsuitableSession(Exception):
@@ -118,6 +115,7 @@ class AdkTarget(ClosedByWith):
                 raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
             self._file = Path(name)
         self._executor = executors_for(parsed, None, None, None, {}).data
+        self._url = parsed
         self._dialect = parsed.get_backend_name()
 
     async def open(self) -> None:
@@ -130,16 +128,14 @@ class AdkTarget(ClosedByWith):
         """
         if self._file is not None:
             create_private_file(self._file)
-        version = await self._run(_create_tables, commit=True)
-        if version != schema_versions.LATEST_SCHEMA_VERSION:
-            raise ConfigurationError(
-                f"the target has tables of google-adk's older schema ({version}): give a new "
-                "database, or migrate the target with `adk migrate session`"
-            )
+        await self._run(_create_tables, commit=True)
+        self._stored = AdkTables(self._url)
         self.is_open = True
 
     async def close(self) -> None:
         """Close the connections."""
+        if self.is_open:
+            await self._stored.close()
         await self._executor.close()
 
     # --- write -----------------------------------------------------------------------------------
@@ -157,8 +153,8 @@ class AdkTarget(ClosedByWith):
             "user_id": user_id,
             "id": session_id,
             "state": self._json("the state", states.dumps(content.state)),
-            "create_time": self._moment("the time of creation", content.created_at),
-            "update_time": self._update_moment(content.updated_at),
+            "create_time": self._session_moment("the time of creation", content.created_at),
+            "update_time": self._session_moment("the time of the last update", content.updated_at),
         }
         parent = {"app_name": app_name, "user_id": user_id, "session_id": session_id}
         rows = [
@@ -183,72 +179,46 @@ class AdkTarget(ClosedByWith):
                 rejected[rows.ids] = reason
         return rejected
 
-    async def insert_state(self, owner: tuple[str, ...], state: JsonObject) -> bool:
+    async def insert_state(self, owner: Ids, state: bytes) -> bool:
         """Insert a state; return False if the target already has the same state.
 
-        *owner* is the app's name; for the state of a user, the app's name and the user's id.
-
-        Raises:
-            UnsuitableSession: The target cannot hold the state, or already has another state.
+        Raises UnsuitableSession if the target cannot hold the state, or already has another state.
         """
-        model = _state_model(owner)
-        key = dict(zip(("app_name", "user_id"), owner, strict=False))
         self._check_ids(owner)
-        text = self._json("the state", states.dumps(state))
-        found = await self._state(model, owner)
-        if found is not None:
-            if same_json(found, state):
-                return False
-            raise UnsuitableSession("the target has another state, which was not changed")
+        row = dict(zip(("app_name", "user_id"), owner, strict=False))
+        row["state"] = self._json("the state", state)
         now = datetime.now(UTC).replace(tzinfo=None)
-        row = {**key, "state": text, "update_time": now}
+        model = v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
         insert = self._inserting(model, "state")
-        reason = await self._try(lambda connection: connection.execute(insert, [row]).close())
-        if reason is not None:
+        reason = await self._try(
+            lambda connection: connection.execute(insert, [{**row, "update_time": now}]).close()
+        )
+        if reason is None:
+            return True
+        difference = await self.state_difference(owner, state)
+        if difference == _STATE:
+            raise UnsuitableSession("the target has another state, which was not changed")
+        if difference is not None:
             raise UnsuitableSession(reason)
-        return True
+        return False
 
     # --- read ------------------------------------------------------------------------------------
 
-    async def existing(self, keys: Iterable[Ids]) -> set[Ids]:
-        """Return the ids in *keys* of the sessions that the target already has."""
-        table = self._table(v1.StorageSession)
-        found = await self._select(sa.select(*_id_columns(table, "id")), table, "id", [*keys])
-        return {tuple(row) for row in found} & set(keys)
-
     async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str | None]:
-        """Compare sessions of the target with *contents*.  google-adk's own code converts the rows.
+        """Return how sessions of the target differ from *contents*; None for one that does not."""
+        listed = [SourceSession(*_three(ids), "") for ids in contents if self._can_have(ids)]
+        stored = {one.ids: found for one, found in (await self._stored.read(listed)).items()}
+        return {ids: _difference(one, stored.get(_three(ids))) for ids, one in contents.items()}
 
-        Return the first difference of each session, by ids; None for a session without differences.
-        """
-        keys = [ids for ids in contents if self._can_have(ids)]
-        session_rows, event_rows = self._table(v1.StorageSession), self._table(v1.StorageEvent)
-        found = {
-            (row.app_name, row.user_id, row.id): row
-            for row in await self._select(sa.select(session_rows), session_rows, "id", keys)
-        }
-        c = event_rows.c
-        order = (c.app_name, c.user_id, c.session_id, c.timestamp, c.id)
-        query = sa.select(event_rows).order_by(*order)
-        stored: dict[Ids, list[Any]] = {key: [] for key in keys}
-        for row in await self._select(query, event_rows, "session_id", keys):
-            stored.get((row.app_name, row.user_id, row.session_id), []).append(row)
-        return {
-            key: self._difference(content, found[key], stored[key]) if key in found else MISSING
-            for key, content in contents.items()
-        }
-
-    async def state_difference(self, owner: tuple[str, ...], state: JsonObject) -> str | None:
-        """Return how a state of the target differs from *state*; None if both are equal.
-
-        *owner* is the app's name; for the state of a user, the app's name and the user's id.
-        """
-        found = None
-        if self._can_have(owner):
-            found = await self._state(_state_model(owner), owner)
+    async def state_difference(self, owner: Ids, state: bytes) -> str | None:
+        """Return how a state of the target differs from *state*; None if both are equal."""
+        found = await self._stored.state(*owner) if self._can_have(owner) else None
         if found is None:
             return MISSING
-        return None if same_json(found, state) else "its state differs"
+        if isinstance(found, Unreadable):
+            return found.reason
+        is_same = json_text.same_json(found, states.loads(state), numbers_may_differ=True)
+        return None if is_same else _STATE
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
         """Return the number of sessions in the target.
@@ -365,8 +335,8 @@ class AdkTarget(ClosedByWith):
             )
         return local
 
-    def _update_moment(self, microseconds: int) -> datetime:
-        moment = self._moment("the time of the last update", microseconds)
+    def _session_moment(self, name: str, microseconds: int) -> datetime:
+        moment = self._moment(name, microseconds)
         return _local(moment) if self._reading.has_local_updates else moment
 
     @cached_property
@@ -390,43 +360,6 @@ class AdkTarget(ClosedByWith):
             local_updates |= stored != seconds
         return _Reading(local_updates, local_events, is_event_time)
 
-    # --- comparison ------------------------------------------------------------------------------
-
-    def _difference(self, content: SessionContent, session: Any, rows: Sequence[Any]) -> str | None:
-        try:
-            return self._first_difference(content, session, rows)
-        except UnsuitableSession as error:
-            return str(error)
-
-    def _first_difference(
-        self, content: SessionContent, session: Any, rows: Sequence[Any]
-    ) -> str | None:
-        if not same_json(self._parsed(session.state), content.state):
-            return "its state differs"
-        if session.create_time != self._moment("", content.created_at):
-            return "the time of its creation differs"
-        if session.update_time != self._update_moment(content.updated_at):
-            return "the time of its last update differs"
-        if len(rows) != len(content.events):
-            return f"it has {len(rows)} events instead of {len(content.events)}"
-        for number, (row, event) in enumerate(zip(rows, content.events, strict=True), 1):
-            if not self._is_same_event(row, event):
-                return f"event {number} differs"
-        return None
-
-    def _is_same_event(self, row: Any, event: SourceEvent) -> bool:
-        text = json_text.loads(_json_of(event))
-        stored = self._parsed(row.event_data)
-        if not same_json(stored, text):
-            return False
-        ours = _parsed_event(event, "an event")
-        silence_enumerations()
-        theirs = v1.StorageEvent(**{**row._mapping, "event_data": stored}).to_event()
-        if self._reading.is_event_time and abs(theirs.timestamp - ours.timestamp) <= 1e-6:
-            # This release reads the time from the column, which has no fractions of a microsecond.
-            theirs.timestamp = ours.timestamp
-        return theirs == ours or same_json(events.dumped(theirs), events.dumped(ours))
-
     # --- statements ------------------------------------------------------------------------------
 
     def _table(self, model: Any) -> sa.TableClause:
@@ -441,14 +374,6 @@ class AdkTarget(ClosedByWith):
         )
         return sa.table(model.__tablename__, *columns)
 
-    def _parsed(self, value: Any) -> Any:
-        """Return the value of a JSON column as google-adk returns it; None if it is malformed."""
-        if self._dialect == "postgresql":
-            return value
-        with suppress(ValueError, TypeError):
-            return json.loads(value)
-        return None
-
     def _insert(self, connection: sa.Connection, batch: Sequence[SessionRows]) -> None:
         connection.execute(
             self._inserting(v1.StorageSession, "state"), [one.session for one in batch]
@@ -456,19 +381,6 @@ class AdkTarget(ClosedByWith):
         rows = [row for one in batch for row in one.events]
         if rows:
             connection.execute(self._inserting(v1.StorageEvent, "event_data"), rows)
-
-    async def _state(self, model: Any, owner: tuple[str, ...]) -> JsonObject | None:
-        table = self._table(model)
-        columns = [table.c[name] for name in ("app_name", "user_id")[: len(owner)]]
-        query = sa.select(*columns, table.c.state).where(
-            *(column == value for column, value in zip(columns, owner, strict=True))
-        )
-        for row in await self._run(partial(_rows, query=query), commit=False):
-            *found, state = row
-            if tuple(found) == owner:  # the collation of MySQL also finds ids in another case
-                stored: JsonObject = self._parsed(state)
-                return stored
-        return None
 
     def _inserting(self, model: Any, json_column: str) -> sa.Insert:
         """Return the INSERT that stores the text of its parameter *json_column* as JSON."""
@@ -480,17 +392,6 @@ class AdkTarget(ClosedByWith):
             column.name: sa.bindparam(column.name, type_=column.type) for column in table.columns
         }
         return sa.insert(table).values({**values, json_column: text})
-
-    async def _select(
-        self, query: sa.Select[Any], table: sa.TableClause, session_id: str, keys: Sequence[Ids]
-    ) -> list[Any]:
-        """Return the rows of *query* that belong to the sessions *keys*."""
-        rows: list[Any] = []
-        columns = sa.tuple_(*_id_columns(table, session_id))
-        for start in range(0, len(keys), _COMPARED):
-            part = query.where(columns.in_(keys[start : start + _COMPARED]))
-            rows += await self._run(partial(_rows, query=part), commit=False)
-        return rows
 
     async def _try(self, work: Callable[[sa.Connection], None]) -> str | None:
         """Run *work* in a transaction; return why the database rejects its rows, or None."""
@@ -583,6 +484,21 @@ def create_private_file(path: Path) -> None:
         )
 
 
+def _difference(content: SessionContent, stored: SessionContent | Unreadable | None) -> str | None:
+    if stored is None:
+        return MISSING
+    if isinstance(stored, Unreadable):
+        return stored.reason
+    # PostgreSQL's JSONB returns large floats as integers.
+    fields = differences(content._replace(expires_at=None), stored, by_value=True)
+    return f"different: {', '.join(fields)}" if fields else None
+
+
+def _three(ids: Ids) -> tuple[str, str, str]:
+    app_name, user_id, session_id = ids
+    return app_name, user_id, session_id
+
+
 def _fits_jsonb(value: Any) -> bool:
     """Return whether JSONB keeps the numbers in *value*.
 
@@ -646,29 +562,17 @@ def _parsed(url: str | sa.URL) -> sa.URL:
     return parsed
 
 
-def _create_tables(connection: sa.Connection) -> str:
-    """Create missing tables of google-adk, and return the version of their schema.
-
-    If the database has tables of an older schema, create no tables.
-    """
-    version: str = schema_versions.get_db_schema_version_from_connection(connection)
-    if version != schema_versions.LATEST_SCHEMA_VERSION:
-        return version
-    v1.Base.metadata.create_all(connection)
-    table: sa.Table = v1.StorageMetadata.__table__  # type: ignore[assignment]
-    key = {"key": schema_versions.SCHEMA_VERSION_KEY}
-    if connection.execute(sa.select(table).filter_by(**key)).first() is None:
-        connection.execute(sa.insert(table), [{**key, "value": version}]).close()
-    return version
-
-
-def _rows(connection: sa.Connection, query: sa.Select[Any]) -> Sequence[Any]:
-    return connection.execute(query).all()
-
-
-def _state_model(owner: tuple[str, ...]) -> Any:
-    return v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
-
-
-def _id_columns(table: sa.TableClause, session_id: str) -> list[sa.ColumnElement[Any]]:
-    return [table.c.app_name, table.c.user_id, table.c[session_id]]
+def _create_tables(connection: sa.Connection) -> None:
+    """Create missing tables of google-adk, unless there are others with the same names."""
+    if not kinds_in(connection) - {Kind.ADK_V1, Kind.ENCRYPTED}:
+        v1.Base.metadata.create_all(connection)
+        table: sa.Table = v1.StorageMetadata.__table__  # type: ignore[assignment]
+        key = {"key": "schema_version"}
+        if connection.execute(sa.select(table).filter_by(**key)).first() is None:
+            connection.execute(sa.insert(table), [{**key, "value": "1"}]).close()
+        if Kind.ADK_V1 in kinds_in(connection):
+            return
+    raise ConfigurationError(
+        "the target has other tables of the same names, such as google-adk's older schema: give a "
+        "new database, or migrate the target with `adk migrate session`"
+    )

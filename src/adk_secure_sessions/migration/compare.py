@@ -297,20 +297,21 @@ async def _read(read: Awaitable[Any]) -> tuple[Any, str]:
 
 
 def differences(
-    content: SessionContent, copy: SessionContent, *, copied: int | None = None
+    content: SessionContent,
+    copy: SessionContent,
+    *,
+    copied: int | None = None,
+    by_value: bool = False,
 ) -> list[str]:
     """Return the names of the fields in which a session and its copy differ.
 
-    Args:
-        content: The session in the source.
-        copy: The session in the target.
-        copied: If services have continued the copy, the number of copied events.  Then only these
-            events and `created_at` are compared.  None to compare everything.
+    If services have continued the copy, *copied* is the number of copied events.  Then only these
+    events and `created_at` are compared.  If *by_value* is True, `1` and `1.0` are the same.
     """
     fields = []
     if copied is None:
         copied = len(copy.events)
-        if not json_text.same_json(content.state, copy.state):
+        if not json_text.same_json(content.state, copy.state, numbers_may_differ=by_value):
             fields.append("state")
         if content.updated_at != copy.updated_at:
             fields.append("updated_at")
@@ -325,7 +326,7 @@ def differences(
     ):
         if event.time != other.time:
             fields.append(f"time of event {number}")
-        elif event.plaintext != other.plaintext and not _is_same_event(event, other):
+        elif event.plaintext != other.plaintext and not _is_same_event(event, other, by_value):
             fields.append(f"event {number}")
         else:
             continue
@@ -333,7 +334,7 @@ def differences(
     return fields
 
 
-def _is_same_event(event: SourceEvent, other: SourceEvent) -> bool:
+def _is_same_event(event: SourceEvent, other: SourceEvent, by_value: bool) -> bool:
     _, fields = json_text.read_event(event.plaintext)
     _, others = json_text.read_event(other.plaintext)
-    return json_text.same_json(fields, others)
+    return json_text.same_json(fields, others, numbers_may_differ=by_value)

@@ -263,7 +263,7 @@ class _ToAdk(_ExportRun):
         # google-adk needs a row of state for each user and each app, even if the state is empty.
         async for owner, state in self.readable_states():
             try:
-                self.done.states += await self._adk.insert_state(owner, states.loads(state))
+                self.done.states += await self._adk.insert_state(owner, state)
             except UnsuitableSession as error:
                 self.reject(owner, str(error))
         if self.passes > 1:
@@ -278,8 +278,8 @@ class _ToAdk(_ExportRun):
                 suitable[ids] = self._adk.rows_of(ids, content)
             except UnsuitableSession as error:
                 failed[ids] = str(error)
-        known = await self._adk.existing(suitable)
-        new = [rows for ids, rows in suitable.items() if ids not in known]
+        known = await self._adk.differences({ids: batch[ids] for ids in suitable})
+        new = [rows for ids, rows in suitable.items() if known[ids] == MISSING]
         rejected = await self._adk.insert(new)
         for rows in new:
             if rows.ids not in rejected:
@@ -287,14 +287,14 @@ class _ToAdk(_ExportRun):
                 self.done.events += len(rows.events)
         # If the connection was lost after the commit, the repeated INSERT is rejected, although the
         # sessions are stored.  So compare the rejected sessions, too.
-        present = {ids: batch[ids] for ids in (*known, *rejected)}
-        for ids, difference in (await self._adk.differences(present)).items():
+        again = await self._adk.differences({ids: batch[ids] for ids in rejected})
+        for ids, difference in (known | again).items():
             if difference is None:
                 self.done.unchanged += 1
-            elif ids in known:
-                failed[ids] = f"the target has another session with its ids: {difference}"
-            else:
+            elif ids in rejected:
                 failed[ids] = rejected[ids]
+            elif difference != MISSING:
+                failed[ids] = f"the target has another session with its ids: {difference}"
         for ids, reason in failed.items():
             self.reject(ids, reason)
 
@@ -307,7 +307,7 @@ class _ToAdk(_ExportRun):
                 found += difference != MISSING
                 self._report_difference(ids, difference)
         async for owner, state in self.readable_states(reports=False):
-            different = await self._adk.state_difference(owner, states.loads(state))
+            different = await self._adk.state_difference(owner, state)
             self._report_difference(owner, different)
         self.done.verified = verified
         self.done.extra = max(await self._adk.count(self.app_name, self.user_id) - found, 0)

@@ -534,7 +534,7 @@ class PlaintextFallbackService(BaseSessionService):
 
     async def _state(self, owner: Owner) -> JsonObject:
         """Return the state of an app or a user in the source."""
-        return _readable(await self._query(self._source.state(*owner)), "a state")
+        return _readable(await self._query(self._source.state(*owner)), "a state") or {}
 
     # --- States -----------------------------------------------------------------------------------
     # An `EncryptedSessionService` that is used without this class may have written the state of an

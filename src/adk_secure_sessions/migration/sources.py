@@ -166,5 +166,7 @@ class LookupSource(Source):
         """Yield the sessions of a user or, if *user_id* is None, of an app, in batches."""
 
     @abstractmethod
-    async def state(self, app_name: str, user_id: str | None = None) -> JsonObject | Unreadable:
-        """Return the state of a user, or of an app; `{}` if the source has none."""
+    async def state(
+        self, app_name: str, user_id: str | None = None
+    ) -> JsonObject | Unreadable | None:
+        """Return the state of a user, or of an app; None if the source has none."""
