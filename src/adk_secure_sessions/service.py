@@ -348,8 +348,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         check_ids(app_name, user_id or "", "")
         who = await self._unit.identify(app_name, user_id or "")
-        listing = reads.ListAppSessions if user_id is None else reads.ListUserSessions
-        views = await self._unit.run(listing(who, skip=self._skip))
+        listing = reads.ListSessions(who, of_app=user_id is None, skip=self._skip)
+        views = await self._unit.run(listing)
         views.sort(
             key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
         )
@@ -534,7 +534,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         check_ids(app_name, user_id, "")
         who = await self._unit.identify(app_name, user_id)
-        return loads(await self._unit.run(reads.GetUserState(who)), "the user's state")
+        _, state = await self._unit.run(reads.GetStates(who))
+        return loads(state, "the user's state")
 
     @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:

@@ -14,9 +14,8 @@ from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.reads import (
     GetSession,
-    GetUserState,
-    ListAppSessions,
-    ListUserSessions,
+    GetStates,
+    ListSessions,
 )
 from adk_secure_sessions.storage.rows import identify
 from tests.storage.support import (
@@ -85,9 +84,9 @@ async def test_query_reads_no_more_events_than_are_asked_for(
     [
         (get(5), {**WHO.tags(), "limit": 5}),
         (get(), {**WHO.tags(), "limit": 0}),
-        (GetUserState(WHO), WHO.tags()),
-        (ListUserSessions(WHO, skip=False), WHO.tags()),
-        (ListAppSessions(WHO, skip=False), {"app_tag": WHO.app_tag}),
+        (GetStates(WHO), WHO.tags()),
+        (ListSessions(WHO, of_app=False, skip=False), WHO.tags()),
+        (ListSessions(WHO, of_app=True, skip=False), {"app_tag": WHO.app_tag}),
     ],
     ids=["last events", "session", "user's state", "user's sessions", "app's sessions"],
 )
@@ -174,12 +173,12 @@ async def test_session_whose_apps_row_was_removed_is_rejected() -> None:
 async def test_users_state_is_read_without_sessions() -> None:
     stored = Stored()
     executors, executor = one_database(stored.rows(without=[SESSION, EVENT]))
-    assert await GetUserState(WHO).attempt(stored.knowing(), executors) == b'{"u":1}'
+    assert await GetStates(WHO).attempt(stored.knowing(), executors) == (b'{"a":1}', b'{"u":1}')
     assert executor.requests == ["read OWNERS"]
 
 
 async def test_unknown_user_has_an_empty_state() -> None:
-    assert await GetUserState(WHO).attempt(Stored().attempt(), one_database([])[0]) == b"{}"
+    assert await GetStates(WHO).attempt(Stored().attempt(), one_database([])[0]) == (b"{}", b"{}")
 
 
 # --- listings ------------------------------------------------------------------------------------
@@ -202,12 +201,12 @@ def listing(stored: Stored) -> list[RawRow]:
     return [*rows, *another_session(stored, attempt, 4), *another_session(stored, attempt, 5)]
 
 
-@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
-async def test_listing_has_every_session(operation: Any) -> None:
+@pytest.mark.parametrize("of_app", [False, True])
+async def test_listing_has_every_session(of_app: bool) -> None:
     stored = Stored()
     attempt = stored.attempt()
     executors, _ = one_database(listing(stored))
-    views = await operation(WHO, skip=False).attempt(attempt, executors)
+    views = await ListSessions(WHO, of_app=of_app, skip=False).attempt(attempt, executors)
     assert [view.session.session_id for view in views] == ["visit", "session 4", "session 5"]
     assert {(view.user_id, view.user_state) for view in views} == {("alice", b'{"u":1}')}
 
@@ -220,56 +219,56 @@ def damaged(rows: list[RawRow], kind: int, row: int) -> list[RawRow]:
     ]
 
 
-@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
-async def test_listing_names_the_session_that_cannot_be_decrypted(operation: Any) -> None:
+@pytest.mark.parametrize("of_app", [False, True])
+async def test_listing_names_the_session_that_cannot_be_decrypted(of_app: bool) -> None:
     stored = Stored()
     attempt = stored.attempt()
     executors, _ = one_database(damaged(listing(stored), SESSION, 4))
     with pytest.raises(TamperedError, match="secure_sessions row 4"):
-        await operation(WHO, skip=False).attempt(attempt, executors)
+        await ListSessions(WHO, of_app=of_app, skip=False).attempt(attempt, executors)
 
 
-@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+@pytest.mark.parametrize("of_app", [False, True])
 async def test_listing_that_skips_leaves_out_and_logs_the_session_that_cannot_be_decrypted(
-    operation: Any, caplog: pytest.LogCaptureFixture
+    of_app: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = Stored()
     attempt = stored.attempt()
     executors, _ = one_database(damaged(listing(stored), SESSION, 4))
-    views = await operation(WHO, skip=True).attempt(attempt, executors)
+    views = await ListSessions(WHO, of_app=of_app, skip=True).attempt(attempt, executors)
     assert [view.session.id for view in views] == [3, 5]
     ((_, level, message),) = caplog.record_tuples
     assert level == logging.ERROR
     assert "secure_sessions row 4" in message
 
 
-@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+@pytest.mark.parametrize("of_app", [False, True])
 async def test_listing_that_skips_is_empty_where_its_user_cannot_be_decrypted(
-    operation: Any, caplog: pytest.LogCaptureFixture
+    of_app: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = Stored()
     attempt = stored.attempt()
     executors, _ = one_database(damaged(listing(stored), USER, 2))
-    assert await operation(WHO, skip=True).attempt(attempt, executors) == []
+    assert await ListSessions(WHO, of_app=of_app, skip=True).attempt(attempt, executors) == []
     assert "secure_users row 2" in caplog.text
 
 
-@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+@pytest.mark.parametrize("of_app", [False, True])
 async def test_listing_that_skips_is_rejected_where_its_app_cannot_be_decrypted(
-    operation: Any,
+    of_app: bool,
 ) -> None:
     """The app's state is part of every session's."""
     stored = Stored()
     attempt = stored.attempt()
     executors, _ = one_database(damaged(listing(stored), APP, 1))
     with pytest.raises(TamperedError, match="secure_apps row 1"):
-        await operation(WHO, skip=True).attempt(attempt, executors)
+        await ListSessions(WHO, of_app=of_app, skip=True).attempt(attempt, executors)
 
 
 def test_listing_that_skips_reads_the_data_keys_anew() -> None:
     """A session must not be left out for a key that this process has not read yet."""
-    assert ListUserSessions(WHO, skip=True).reads_keys
-    assert not ListUserSessions(WHO, skip=False).reads_keys
+    assert ListSessions(WHO, of_app=False, skip=True).reads_keys
+    assert not ListSessions(WHO, of_app=False, skip=False).reads_keys
 
 
 async def test_listing_of_an_app_reads_its_users_keys_from_the_key_database() -> None:
@@ -281,41 +280,45 @@ async def test_listing_of_an_app_reads_its_users_keys_from_the_key_database() ->
         data=[stored.rows(without=[EVENT])], keys=[key_rows([user_key])]
     )
     attempt = stored.attempt(keys=keys)
-    views = await ListAppSessions(WHO, skip=False).attempt(attempt, executors)
+    views = await ListSessions(WHO, of_app=True, skip=False).attempt(attempt, executors)
     assert [view.session.id for view in views] == [3]
     assert key_database.requests == ["read data keys of owners"]
     assert len(data.requests) == 1
 
 
-@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
+@pytest.mark.parametrize("of_app", [False, True])
 async def test_session_that_is_stored_twice_is_listed_once(
-    operation: Any, caplog: pytest.LogCaptureFixture
+    of_app: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Possible in a table that was rebuilt without its keys."""
     stored = Stored()
     rows = listing(stored)
     twice = [*rows, *(row for row in rows if row[0] == SESSION and row[1] == 4)]
     with pytest.raises(TamperedError, match="secure_sessions row 4: it is stored twice"):
-        await operation(WHO, skip=False).attempt(stored.attempt(), one_database(twice)[0])
-    views = await operation(WHO, skip=True).attempt(stored.attempt(), one_database(twice)[0])
+        await ListSessions(WHO, of_app=of_app, skip=False).attempt(
+            stored.attempt(), one_database(twice)[0]
+        )
+    views = await ListSessions(WHO, of_app=of_app, skip=True).attempt(
+        stored.attempt(), one_database(twice)[0]
+    )
     assert [view.session.id for view in views] == [3, 4, 5]
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("operation", [ListUserSessions, ListAppSessions])
-async def test_listing_rejects_a_session_without_its_witness(operation: Any) -> None:
+@pytest.mark.parametrize("of_app", [False, True])
+async def test_listing_rejects_a_session_without_its_witness(of_app: bool) -> None:
     """Only its row and an event were put back: its head is not proven in a listing."""
     stored = Stored()
     executors, _ = one_database(stored.without_witness(WHO.session_tag))
     with pytest.raises(TamperedError, match=r"version witness .* was removed"):
-        await operation(WHO, skip=False).attempt(stored.attempt(), executors)
+        await ListSessions(WHO, of_app=of_app, skip=False).attempt(stored.attempt(), executors)
 
 
 async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None:
     stored = Stored()
     executors, _ = one_database(stored.replaced(SESSION, 2, 99))
     with pytest.raises(TamperedError, match="its user's row was removed"):
-        await ListAppSessions(WHO, skip=False).attempt(stored.attempt(), executors)
+        await ListSessions(WHO, of_app=True, skip=False).attempt(stored.attempt(), executors)
 
 
 async def test_user_of_another_app_is_not_listed() -> None:
@@ -324,4 +327,4 @@ async def test_user_of_another_app_is_not_listed() -> None:
     rows = [*stored.rows(without=[USER, EVENT]), owner_row(stored.sealing(), moved)]
     executors, _ = one_database(rows)
     with pytest.raises(TamperedError, match="its app's row was removed"):
-        await ListAppSessions(WHO, skip=False).attempt(stored.attempt(), executors)
+        await ListSessions(WHO, of_app=True, skip=False).attempt(stored.attempt(), executors)

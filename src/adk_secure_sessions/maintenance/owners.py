@@ -26,7 +26,7 @@ from adk_secure_sessions.storage.queries import (
     is_one_of,
     numbered,
 )
-from adk_secure_sessions.storage.reads import CheckApp, CheckUser, Headers
+from adk_secure_sessions.storage.reads import CheckOwner, Headers
 from adk_secure_sessions.storage.rows import Owner
 from adk_secure_sessions.storage.schema import apps, users
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
@@ -131,7 +131,8 @@ async def check_owner(db: Database, tag: bytes) -> CheckedOwner | None:
         for row_id, app_name in await db.read(query, {"owner": tag}):
             name = app_name_of(app_name)
             who = await db.unit.identify(name)
-            check = CheckUser(who._replace(user_tag=tag)) if is_user else CheckApp(who)
+            who = who._replace(user_tag=tag) if is_user else who
+            check = CheckOwner(who, of_user=is_user)
             owner = await db.unit.run(check)
             if owner is None or (owner.id, owner.tag) != (row_id, tag):
                 raise TamperedError("its row was removed", reason=Reason.MISSING)

@@ -15,7 +15,7 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.results import Result, count, listing
-from adk_secure_sessions.storage.reads import GetStoredSession
+from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.schema import sessions
 from adk_secure_sessions.storage.writes import DeleteSession
 
@@ -116,7 +116,7 @@ async def _delete(db: Database, ids: SessionIds, due: Due, dry_run: bool) -> boo
     who = await db.unit.identify(*ids[:3])
     if not dry_run:
         return await db.unit.run(DeleteSession(who, due.includes))
-    found = await db.unit.run(GetStoredSession(who, lambda *_: None, 0))
+    found = await db.unit.run(GetSession(who, lambda *_: None, 0, finds_expired=True))
     return found is not None and due.includes(found[0].session)
 
 

@@ -41,7 +41,7 @@ from adk_secure_sessions.storage.queries import (
     is_one_of,
     numbered,
 )
-from adk_secure_sessions.storage.reads import CheckApp, CheckLocatedSession
+from adk_secure_sessions.storage.reads import CheckLocatedSession, CheckOwner
 from adk_secure_sessions.storage.rows import Identity, MigratedRow, StoredSession, naming
 from adk_secure_sessions.storage.schema import (
     apps,
@@ -257,7 +257,7 @@ class _Verifier:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
         unit = self._db.unit
-        app = await unit.run(CheckApp(await unit.identify(app_name)))
+        app = await unit.run(CheckOwner(await unit.identify(app_name)))
         if app is None or app.id != row.id:
             raise TamperedError(
                 "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id

@@ -24,7 +24,7 @@ from adk_secure_sessions.storage.queries import (
     is_one_of,
     numbered,
 )
-from adk_secure_sessions.storage.reads import CheckUser
+from adk_secure_sessions.storage.reads import CheckOwner
 from adk_secure_sessions.storage.rows import (
     APPS,
     EVENTS,
@@ -184,7 +184,7 @@ async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | N
         app_name = app_name_of(row.app_name)
         tag = binary(row.tag)
     who = await db.unit.identify(app_name)
-    user = await db.unit.run(CheckUser(who._replace(user_tag=tag)))
+    user = await db.unit.run(CheckOwner(who._replace(user_tag=tag), of_user=True))
     if user is None:
         return None
     if (await db.unit.identify(app_name, user.user_id)).user_tag != tag:

@@ -35,7 +35,7 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.pages import Span, first_rows, grouped
-from adk_secure_sessions.storage.reads import CheckApp
+from adk_secure_sessions.storage.reads import CheckOwner
 from adk_secure_sessions.storage.rows import StoredSession, naming
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -189,7 +189,7 @@ class EncryptedSource(Source):
     async def _app_state(self, row: OwnerTag) -> tuple[Ids, JsonObject]:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
-        app = await self._db.unit.run(CheckApp(await self._db.unit.identify(app_name)))
+        app = await self._db.unit.run(CheckOwner(await self._db.unit.identify(app_name)))
         with naming(apps.name, row.id):
             if app is None or app.id != row.id:
                 raise TamperedError("its app_name or its tag was modified", reason=Reason.MISMATCH)

@@ -19,7 +19,7 @@ from adk_secure_sessions.storage.queries import (
     is_one_of,
     numbered,
 )
-from adk_secure_sessions.storage.reads import CheckApp, CheckSession
+from adk_secure_sessions.storage.reads import CheckOwner, CheckSession
 from adk_secure_sessions.storage.schema import NEVER, apps, migrated, sessions, users
 from adk_secure_sessions.storage.store import Store
 
@@ -169,7 +169,7 @@ class Target:
         """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
         if user_id is not None:
             return await self.store.user_state(app_name, user_id)
-        app = await self.db.unit.run(CheckApp(await self.db.unit.identify(app_name)))
+        app = await self.db.unit.run(CheckOwner(await self.db.unit.identify(app_name)))
         return b"{}" if app is None else app.state
 
     async def delete(self, found: Located) -> None:

@@ -27,7 +27,7 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession
+from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession, UserRow
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
@@ -63,7 +63,6 @@ class ReadOperation:
 
     reads_keys = False
     writes = False
-    finds_expired = False  # services treat an expired session like a deleted one
 
     def __init__(self, who: Identity) -> None:
         self.who = who
@@ -85,21 +84,17 @@ class GetSession(ReadOperation, Generic[E]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
     `attempt` returns the session and its decoded events, oldest first; None if there is no such
-    session.  Events before *after* are decrypted but not returned: decrypting authenticates their
-    times.  Otherwise, a modified time could hide an event.
+    session.  *decode* is called with an event's plaintext, its session's row id and its `seq`.  If
+    *after* (microseconds since 1970, UTC) is given, *limit* is ignored.  Events before *after* are
+    decrypted but not returned: decrypting authenticates their times.  Otherwise, a modified time
+    could hide an event.
 
-    If *caches* is True, the events are cached (`histories`).  If the cache has the events of the
-    session up to a revision, only the events from this revision on are read.  If the cached events
-    do not fit to the rows that were read, they are removed from the cache, and the whole session is
-    read.
+    If *caches* is True, the events are cached (`histories`), and all readers get the same objects.
+    If the cache has the events of the session up to a revision, only the events from this revision
+    on are read.  If the cached events do not fit to the rows that were read, they are removed from
+    the cache, and the whole session is read.
 
-    Args:
-        who: The ids of the session.
-        decode: Called with an event's plaintext, its session's row id and its `seq`.
-        limit: The maximum number of events; None for all.
-        after: A time in microseconds since 1970, UTC.  If given, return only events at this time
-            or later, and ignore *limit*.
-        caches: Whether the events are cached; all readers then get the same objects.
+    If *finds_expired* is False, an expired session is treated like a deleted one.
     """
 
     def __init__(
@@ -109,9 +104,12 @@ class GetSession(ReadOperation, Generic[E]):
         limit: int | None = None,
         after: int | None = None,
         caches: bool = False,
+        *,
+        finds_expired: bool = False,
     ) -> None:
         super().__init__(who)
         self._decode = decode
+        self._finds_expired = finds_expired
         # Larger limits would not fit into an integer of the database, and no session has so many
         # events.
         self._limit = min(limit, _MOST_EVENTS) if limit is not None and after is None else None
@@ -154,7 +152,7 @@ class GetSession(ReadOperation, Generic[E]):
         session = sealed_rows.open_session(attempt, found, user)
         if session is None or user is None:
             return None
-        if session.has_expired and not self.finds_expired:
+        if session.has_expired and not self._finds_expired:
             attempt.cache.histories.drop(session.tag)
             return None
         view = _view(session, user, app)
@@ -242,27 +240,25 @@ class _DoesNotFit(Exception):
     """The cached events of a session are not the first events of the stored session."""
 
 
-class ListUserSessions(ReadOperation):
-    """Read all sessions of a user, without events.
+class ListSessions(ReadOperation):
+    """Read all sessions of a user, or of all users of an app, without events.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
     False, the error is raised.
     """
 
-    def __init__(self, who: Identity, *, skip: bool) -> None:
+    def __init__(self, who: Identity, *, of_app: bool, skip: bool) -> None:
         super().__init__(who)
-        self._skip = skip
-        self.reads_keys = skip
+        self._of_app, self._skip = of_app, skip
+        self.reads_keys = of_app or skip
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
-        found = await self._read(attempt, executors, sql.SESSIONS_OF_USER)
+        forms = sql.SESSIONS_OF_APP if self._of_app else sql.SESSIONS_OF_USER
+        parameters = {"app_tag": self.who.app_tag} if self._of_app else None
+        found = await self._read(attempt, executors, forms, parameters)
+        users = await _users_in(attempt, executors, found, of_app=self._of_app, skip=self._skip)
         app = sealed_rows.open_app(attempt, found)
-        try:
-            user = sealed_rows.open_user(attempt, found)
-        except DecryptionError as error:
-            _skip_or_raise(error, skip=self._skip)
-            return []
-        return _listed(attempt, found, app, [user] if user else [], skip=self._skip)
+        return _listed(attempt, found, app, users, skip=self._skip)
 
 
 class ListCollections(ReadOperation):
@@ -277,31 +273,21 @@ class ListCollections(ReadOperation):
         return [view.session for view in views]
 
 
-class ListAppSessions(ReadOperation):
-    """Read all sessions of all users of an app, without events.
-
-    If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
-    False, the error is raised.
-    """
-
-    reads_keys = True
-
-    def __init__(self, who: Identity, *, skip: bool) -> None:
-        super().__init__(who)
-        self._skip = skip
-
-    async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
-        parameters = {"app_tag": self.who.app_tag}
-        found = await self._read(attempt, executors, sql.SESSIONS_OF_APP, parameters)
-        opened = await _users_of_app(attempt, executors, found, skip=self._skip)
-        app = sealed_rows.open_app(attempt, found)
-        return _listed(attempt, found, app, opened, skip=self._skip)
-
-
-async def _users_of_app(
-    attempt: Attempt, executors: Executors, found: Found, *, skip: bool
+async def _users_in(
+    attempt: Attempt, executors: Executors, found: Found, *, of_app: bool, skip: bool
 ) -> list[Owner]:
-    """Return the decrypted users in *found*; with a key database, read their data keys first."""
+    """Return the decrypted users in *found*; with a key database, read their data keys first.
+
+    If a listing of one user skips the user, it has no sessions.
+    """
+    if not of_app:
+        try:
+            user = sealed_rows.open_user(attempt, found)
+        except DecryptionError as error:
+            _skip_or_raise(error, skip=skip)
+            found.sessions.clear()
+            return []
+        return [user] if user else []
     if executors.has_key_database:
         keys = await read_data_keys(executors.keys.read, [row.tag for row in found.users])
         attempt.keys.load(keys.data_keys, keys.masters)
@@ -322,33 +308,20 @@ class Position(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A part of a listing.
-
-    Attributes:
-        views: The sessions.
-        next: The position of the last row that was read; None if no row follows.
-    """
+    """Sessions of a listing; *next* is the position of the last row, None if no row follows."""
 
     views: list[View]
     next: Position | None
 
 
 class ListPage(ReadOperation):
-    """Read at most *limit* sessions of a user, or of an app, without events.
+    """Read at most *limit* sessions of a user, or of an app, that follow the position *after*.
 
-    The sessions are in order of creation.  Sessions of an app are sorted by the creation of their
-    user first.  Collections and expired sessions are omitted: if fewer than *limit* sessions are
-    returned, no session follows.
-
-    Args:
-        who: The ids of the app and the user.  If *of_app* is True, the user is not used.
-        after: Read only the rows after this position; None for the first page.
-        of_app: Whether to list the sessions of all users of the app.
-        limit: The maximum number of rows in the page.
-        newest: Whether the newest session is first.
-        with_state: Whether to read snapshots.  If False, a session's state is not complete.
-        skip: If True, a session that cannot be decrypted is omitted, and its error is logged.  If
-            False, the error is raised.
+    The sessions have no events, and are in order of creation; *newest* reverses the order.
+    Sessions of an app are sorted by the creation of their user first.  `attempt` may return fewer
+    than *limit* sessions even if more follow: collections and expired sessions count towards
+    *limit*, but are omitted.  If *with_state* is False, no snapshots are read, and a session's
+    state is not complete.  *skip* has the same meaning as in `ListSessions`.
     """
 
     def __init__(
@@ -400,11 +373,7 @@ class ListPage(ReadOperation):
         """Read one part of the page, in which collections and expired sessions are omitted."""
         found = await self._read(attempt, executors, self._forms(), self._parameters(position))
         self._check(attempt, found)
-        if self._of_app:
-            users = await _users_of_app(attempt, executors, found, skip=self._skip)
-        else:
-            user = sealed_rows.open_user(attempt, found)
-            users = [user] if user else []
+        users = await _users_in(attempt, executors, found, of_app=self._of_app, skip=self._skip)
         app = sealed_rows.open_app(attempt, found)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
@@ -424,14 +393,6 @@ class ListPage(ReadOperation):
         """Check the rows of the query before the sessions are decrypted."""
 
 
-class GetUserState(ReadOperation):
-    """Read a user's state as JSON; `{}` for an unknown user."""
-
-    async def attempt(self, attempt: Attempt, executors: Executors) -> bytes:
-        user = sealed_rows.open_user(attempt, await self._read(attempt, executors, sql.OWNERS))
-        return user.state if user else b"{}"
-
-
 class GetStates(ReadOperation):
     """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
 
@@ -445,14 +406,10 @@ class GetStates(ReadOperation):
 class UseKeys(ReadOperation, Generic[E]):
     """Decrypt records that are stored outside this database, with data keys of this database.
 
-    `attempt` returns the result of *work*.
-
-    Args:
-        who: The ids of the app and the user whose data keys are used.  The database need not have
-            rows of this app and this user.
-        work: Called with the data keys, and with True if they were just read, or False if they
-            come from the cache.  If *work* raises UnknownKeyError with cached data keys, *work* is
-            called again with all stored data keys.
+    `attempt` returns the result of *work*, which is called with the data keys of the app and the
+    user, and with True if they were just read.  If *work* raises UnknownKeyError with cached data
+    keys, it is called again with all stored data keys.  The database need not have rows of this app
+    and this user.
     """
 
     def __init__(self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]) -> None:
@@ -472,73 +429,53 @@ class UseKeys(ReadOperation, Generic[E]):
 Headers = Counter[tuple[str, bytes]]
 
 
-class CheckApp(ReadOperation):
-    """Read an app without the row cache, and count its records.
+class CheckOwner(ReadOperation):
+    """Read an app or, with *of_user*, a user without the row cache, and count its records.
 
-    `attempt` returns the app; None if the app has no row.  The classes `CheckApp`, `CheckUser` and
-    `CheckSession` do not use the row cache: `verify` must detect a data key that was tampered with
-    after the row was cached.
-
-    Attributes:
-        headers: The number of decrypted records, by table and record header.
+    `attempt` returns None if the owner has no row.  Of *who*, only the app and the tag of the owner
+    are used.  `CheckOwner` and `CheckSession` do not use the row cache: `verify` must detect a data
+    key that was tampered with after the row was cached.  *headers* is the number of decrypted
+    records.
     """
 
     reads_keys = True
     headers: Headers
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
-        found = await self._read(attempt, executors, sql.OWNERS)
-        app = sealed_rows.open_app(attempt._replace(cache=RowCache(0)), found)
-        self.headers = Counter()
-        if app is not None and found.app is not None:
-            self.headers[apps.name, found.app.state[:HEADER_LENGTH]] += 1
-            self.headers[witnesses.name, found.witnesses[app.tag].seal[:HEADER_LENGTH]] += 1
-        return app
-
-
-class CheckUser(ReadOperation):
-    """Read a user without the row cache, and count the user's records; see `CheckApp`.
-
-    `attempt` returns the user; None if no row has the user's tag.  Of *who*, only the app and the
-    user's tag (the blind index) are used.
-
-    Attributes:
-        headers: The number of decrypted records, by table and record header.
-    """
-
-    reads_keys = True
-    headers: Headers
+    def __init__(self, who: Identity, *, of_user: bool = False) -> None:
+        super().__init__(who)
+        self._of_user = of_user
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
         found = await self._read(attempt, executors, sql.OWNERS)
+        uncached = attempt._replace(cache=RowCache(0))
         self.headers = Counter()
-        if found.user is None:
+        row = found.user if self._of_user else found.app
+        if isinstance(row, UserRow):
+            owner: Owner | None = sealed_rows.open_user_row(uncached, found, row)
+        elif not self._of_user:
+            owner = sealed_rows.open_app(uncached, found)
+        else:
             return None
-        user = sealed_rows.open_user_row(attempt._replace(cache=RowCache(0)), found, found.user)
-        self.headers[users.name, found.user.state[:HEADER_LENGTH]] += 1
-        self.headers[witnesses.name, found.witnesses[user.tag].seal[:HEADER_LENGTH]] += 1
-        return user
-
-
-class GetStoredSession(GetSession[E]):
-    """Read a session like `GetSession`, even if it has expired."""
-
-    finds_expired = True
+        if owner and row:
+            table = users if self._of_user else apps
+            self.headers[table.name, row.state[:HEADER_LENGTH]] += 1
+            self.headers[witnesses.name, found.witnesses[owner.tag].seal[:HEADER_LENGTH]] += 1
+        return owner
 
 
 class CheckSession(GetSession[E]):
     """Decrypt a session with all its events, and check that the rows belong together.
 
-    Attributes:
-        headers: The number of decrypted records (the session, its version witness, its snapshot
-            and its events), by table and record header.
-        times: The times of the events, in microseconds since 1970, UTC.
+    *headers* is the number of decrypted records: the session, its version witness, its snapshot and
+    its events.  *times* are the times of the events, in microseconds since 1970, UTC.
     """
 
     reads_keys = True
-    finds_expired = True
     headers: Headers
     times: list[int]
+
+    def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:
+        super().__init__(who, decode, finds_expired=True)
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
         found = await self._find(attempt, executors)
@@ -558,13 +495,9 @@ class CheckSession(GetSession[E]):
 class CheckLocatedSession(ReadOperation, Generic[E]):
     """Read a session with all events, even if the row of its app or its user was tampered with.
 
-    `verify` uses this operation.  `attempt` returns the session and its decoded events; None if
-    there is no such session.
-
-    Args:
-        who: The ids of the session, which `verify` has decrypted from the rows of the session and
-            its user.
-        decode: Called with an event's plaintext, its session's row id and its `seq`.
+    `attempt` returns the session and its decoded events; None if there is no such session.
+    `verify` has decrypted the ids in *who* from the rows of the session and its user.  *decode* is
+    that of `GetSession`.
     """
 
     def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:

@@ -7,8 +7,6 @@ from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.reads import (
     GetSession,
     GetStates,
-    GetStoredSession,
-    GetUserState,
     ListPage,
     Page,
     Position,
@@ -97,12 +95,13 @@ class Store(Imports):
     async def stored(self, app_name: str, user_id: str, session_id: str) -> StoredSession | None:
         """Return a session without events, even if it has expired; None if it is not stored."""
         who = await self.unit.identify(app_name, user_id, session_id)
-        found = await self.unit.run(GetStoredSession(who, _item, 0))
+        found = await self.unit.run(GetSession(who, _item, 0, finds_expired=True))
         return found[0].session if found else None
 
     async def user_state(self, app_name: str, user_id: str) -> bytes:
         """Return the user's state as JSON; `{}` for an unknown user."""
-        return await self.unit.run(GetUserState(await self.unit.identify(app_name, user_id)))
+        _, state = await self.states(app_name, user_id)
+        return state
 
     async def states(self, app_name: str, user_id: str) -> tuple[bytes, bytes]:
         """Return the states of an app and a user as JSON; `{}` for one that is not stored."""

@@ -12,7 +12,7 @@ locks these rows first.  Other transactions cannot change locked rows, so this a
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
@@ -30,10 +30,9 @@ from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
 from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.features import search_index
-from adk_secure_sessions.storage.owner_changes import OwnerChanges, witness_change
+from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
-    EVENT_SEQ,
     Found,
     QueryForms,
 )
@@ -48,7 +47,6 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
     NO_SNAPSHOT,
-    events,
     new_row_key,
     users,
 )
@@ -60,9 +58,6 @@ Changes = list[Change]
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
 # large.
 OVERLAY_LIMIT = 8 * 1024
-# The maximum number of items that one request (`Apply`) inserts.  With asyncpg, a request is one
-# statement, which contains one INSERT for each item.
-_ROWS_AT_ONCE = 16
 
 
 class DuplicateSession(Exception):
@@ -389,7 +384,7 @@ class AppendEvent(Write[StoredSession]):
                 self._count_lookup(attempt, hit=True)
                 return step.session
         self._count_lookup(attempt, hit=False)
-        found, user, session = yield from _read_proven(attempt)
+        found, user, session = yield from read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
         if self._expected != (session.id, session.revision):
@@ -483,144 +478,6 @@ class AppendEvent(Write[StoredSession]):
                 if session := self._sent.get(row[EVENT_RECORD]):
                     return session
         raise StaleRevision
-
-
-class ReplaceItems(AppendEvent):
-    """Append an item to a collection, and replace earlier items in the same transaction.
-
-    A collection is a named list of items, stored like a session and its events: see
-    `store.Collections`.  A replaced item keeps its number, its time and its links.  If an
-    attacker stores the item's old record again, or the item's record from another copy of the
-    database, this module does not detect the attack.  The caller must detect it: for each replaced
-    item, the caller generates a new random value, and stores the value in the replaced item and in
-    the appended item.  If the two values differ when the caller reads the items, a record was
-    replayed.
-
-    Args:
-        who: The ids of the app and the user, and the name of the collection.
-        expected: The row id and the revision of the collection that the caller has read.
-        event: The item to append.
-        stored: Called with the updated collection if the caller was cancelled while the transaction
-            ran, and the changes were committed.
-        replaced: The new contents of earlier items, by number.
-    """
-
-    change = "replace"
-
-    def __init__(
-        self,
-        who: Identity,
-        expected: Expected,
-        event: NewEvent,
-        stored: Callable[[StoredSession], None],
-        replaced: Mapping[int, bytes],
-    ) -> None:
-        super().__init__(who, expected, event, stored)
-        self._replaced = replaced
-
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        found, user, session = yield from _read_proven(attempt)
-        if self._expected != (session.id, session.revision):
-            return (yield from self._stored_before())
-        owners.user(found, user, user.app_row, {})
-        step = self._advance(attempt, session)
-        assert step is not None, "a collection has no snapshot"
-        changes = step.changes + owners.changes
-        rows: dict[int, Row] = {}
-        for part in sql.chunks(self._replaced):
-            where = {"session_row": session.id, **sql.numbered(part)}
-            found_rows = yield Read(sql.events_at(len(part)), where)
-            rows |= {row[EVENT_SEQ]: row for row in found_rows}
-        for seq, item in self._replaced.items():
-            row = rows.get(seq)
-            if row is None:
-                raise TamperedError(
-                    "it was removed",
-                    reason=Reason.MISSING,
-                    table=events.name,
-                    row=f"{session.id}, {seq}",
-                )
-            record = sealed_rows.seal_replacement(attempt, session, row, item)
-            values = {"at_session_row": session.id, "at_seq": seq, "event": record}
-            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
-        yield from apply_changes(changes)
-        return step.session
-
-
-class RewriteItems(Write[StoredSession]):
-    """Replace all items of a collection by *items*, in one transaction.
-
-    The collection's row gets a new row id, as if the collection had been deleted and created again.
-    Therefore the record of an old item cannot be decrypted as one of the new items.  If another
-    process has read the old items, and then appends an item to them, its append raises
-    StaleRevision.
-
-    `attempt` returns the updated row.  It raises MissingSession if the collection does not exist,
-    and StaleRevision if its row id or revision differs from that in *expected*.
-
-    Args:
-        who: The ids of the app and the user, and the name of the collection.
-        expected: The row id and the revision that the caller has read.
-        items: The plaintexts of the new items; at least one.
-        now: The time of the new items, in microseconds UTC.
-    """
-
-    change = "rewrite"
-
-    def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
-        super().__init__(who)
-        self._expected = expected
-        self._items = items
-        self._now = now
-        self._witness: WitnessRow | None = None
-        # The row ids that our attempts have sent.  An attempt that lost its connection may have
-        # been committed.  If the next attempt finds one of these row ids, this operation has
-        # already replaced the items.
-        self._sent: set[int] = set()
-
-    async def attempt(self, attempt: Attempt, executors: Executors) -> StoredSession:
-        # The number of items has no limit, so several requests to the database insert them.  With
-        # asyncpg, each request commits separately, unless `locks_rows` is True.
-        return await super().attempt(attempt._replace(locks_rows=True), executors)
-
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_SESSION, sql.LOCK_USER]
-
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
-        owners.cache()
-        seen = self._witness if self._witness and self._witness.number == result.id else None
-        attempt.cache.put_session(result, seen, has_proven_head=True)
-
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        found, user, session = yield from _read_proven(attempt)
-        if session.id in self._sent:
-            return session
-        if self._expected != (session.id, session.revision):
-            raise StaleRevision
-        owners.user(found, user, user.app_row, {})
-        links = [new_link() for _ in self._items]
-        new = sealed_rows.seal_session(
-            attempt,
-            session._replace(
-                id=new_row_key(), revision=len(links), updated_at=self._now, head=links[-1]
-            ),
-        )
-        items = [(item, self._now) for item in self._items]
-        rows = sealed_rows.seal_events(attempt, new.id, 0, items, links, NO_LINK)
-        self._witness = sealed_rows.seal_witness(attempt, user.tag, new.tag, new.id)
-        self._sent.add(new.id)
-        yield from apply_changes(
-            [
-                replacement(session, new),
-                *owners.changes,
-                witness_change(session.id, self._witness),
-                Change(sql.DELETE_EVENTS, {"at_id": session.id}, must_match_row=False),
-            ]
-        )
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[first : first + _ROWS_AT_ONCE]
-            yield from apply_changes([Change(sql.INSERT_EVENT, parameters(row)) for row in part])
-        return new
 
 
 class _Step(NamedTuple):
@@ -780,7 +637,7 @@ def read_found(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS)
     return found
 
 
-def _read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
+def read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     """Read the session and its last event, and check that they belong together.
 
     Without the check, if an attacker had replaced the session's row by that of another copy of the

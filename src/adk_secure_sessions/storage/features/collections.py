@@ -4,10 +4,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from adk_secure_sessions.formats.records import encode_text
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Change, Executors, Read, Row, Steps
+from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.owner_changes import OwnerChanges, witness_change
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ
 from adk_secure_sessions.storage.reads import GetSession, ListCollections
-from adk_secure_sessions.storage.rows import StoredSession
+from adk_secure_sessions.storage.rows import Identity, StoredSession, WitnessRow, parameters
+from adk_secure_sessions.storage.schema import events, new_row_key
 from adk_secure_sessions.storage.survey import COLLECTIONS
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
@@ -18,15 +28,20 @@ from adk_secure_sessions.storage.writes import (
     Expected,
     MissingSession,
     NewEvent,
-    ReplaceItems,
-    RewriteItems,
     StaleRevision,
+    Write,
+    apply_changes,
+    read_proven,
+    replacement,
 )
 
 T = TypeVar("T")
 
 # The maximum length of a collection's name: enough for the JSON of several escaped ids.
 MAX_NAME_BYTES = 16 * 1024
+# The maximum number of items that one request (`Apply`) inserts.  With asyncpg, a request is one
+# statement, which contains one INSERT for each item.
+_ROWS_AT_ONCE = 16
 
 
 class Collection(NamedTuple):
@@ -211,3 +226,127 @@ class Collections:
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
     return plaintext
+
+
+class ReplaceItems(AppendEvent):
+    """Append an item to a collection, and replace earlier items in the same transaction.
+
+    *replaced* are the new contents of earlier items, by number.  A replaced item keeps its number,
+    its time and its links.  If an attacker stores the item's old record again, or the item's record
+    from another copy of the database, this module does not detect the attack.  The caller must
+    detect it: for each replaced item, the caller generates a new random value, and stores the value
+    in the replaced item and in the appended item.  If the two values differ when the caller reads
+    the items, a record was replayed.
+    """
+
+    change = "replace"
+
+    def __init__(
+        self,
+        who: Identity,
+        expected: Expected,
+        event: NewEvent,
+        stored: Callable[[StoredSession], None],
+        replaced: Mapping[int, bytes],
+    ) -> None:
+        super().__init__(who, expected, event, stored)
+        self._replaced = replaced
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+        found, user, session = yield from read_proven(attempt)
+        if self._expected != (session.id, session.revision):
+            return (yield from self._stored_before())
+        owners.user(found, user, user.app_row, {})
+        step = self._advance(attempt, session)
+        assert step is not None, "a collection has no snapshot"
+        changes = step.changes + owners.changes
+        rows: dict[int, Row] = {}
+        for part in sql.chunks(self._replaced):
+            where = {"session_row": session.id, **sql.numbered(part)}
+            found_rows = yield Read(sql.events_at(len(part)), where)
+            rows |= {row[EVENT_SEQ]: row for row in found_rows}
+        for seq, item in self._replaced.items():
+            row = rows.get(seq)
+            if row is None:
+                raise TamperedError(
+                    "it was removed",
+                    reason=Reason.MISSING,
+                    table=events.name,
+                    row=f"{session.id}, {seq}",
+                )
+            record = sealed_rows.seal_replacement(attempt, session, row, item)
+            values = {"at_session_row": session.id, "at_seq": seq, "event": record}
+            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
+        yield from apply_changes(changes)
+        return step.session
+
+
+class RewriteItems(Write[StoredSession]):
+    """Replace all items of a collection by *items*, at least one, in one transaction.
+
+    The collection's row gets a new row id, as if the collection had been deleted and created again.
+    Therefore the record of an old item cannot be decrypted as one of the new items.  If another
+    process has read the old items, and then appends an item to them, its append raises
+    StaleRevision.
+
+    `attempt` returns the updated row.  It raises MissingSession if the collection does not exist,
+    and StaleRevision if its row id or revision differs from that in *expected*.  *now* is the time
+    of the new items, in microseconds UTC.
+    """
+
+    change = "rewrite"
+
+    def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
+        super().__init__(who)
+        self._expected = expected
+        self._items = items
+        self._now = now
+        self._witness: WitnessRow | None = None
+        # The row ids that our attempts have sent.  An attempt that lost its connection may have
+        # been committed.  If the next attempt finds one of these row ids, this operation has
+        # already replaced the items.
+        self._sent: set[int] = set()
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> StoredSession:
+        # The number of items has no limit, so several requests to the database insert them.  With
+        # asyncpg, each request commits separately, unless `locks_rows` is True.
+        return await super().attempt(attempt._replace(locks_rows=True), executors)
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_SESSION, sql.LOCK_USER]
+
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
+        owners.cache()
+        seen = self._witness if self._witness and self._witness.number == result.id else None
+        attempt.cache.put_session(result, seen, has_proven_head=True)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+        found, user, session = yield from read_proven(attempt)
+        if session.id in self._sent:
+            return session
+        if self._expected != (session.id, session.revision):
+            raise StaleRevision
+        owners.user(found, user, user.app_row, {})
+        links = [new_link() for _ in self._items]
+        new = sealed_rows.seal_session(
+            attempt,
+            session._replace(
+                id=new_row_key(), revision=len(links), updated_at=self._now, head=links[-1]
+            ),
+        )
+        items = [(item, self._now) for item in self._items]
+        rows = sealed_rows.seal_events(attempt, new.id, 0, items, links, NO_LINK)
+        self._witness = sealed_rows.seal_witness(attempt, user.tag, new.tag, new.id)
+        self._sent.add(new.id)
+        yield from apply_changes(
+            [
+                replacement(session, new),
+                *owners.changes,
+                witness_change(session.id, self._witness),
+                Change(sql.DELETE_EVENTS, {"at_id": session.id}, must_match_row=False),
+            ]
+        )
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[first : first + _ROWS_AT_ONCE]
+            yield from apply_changes([Change(sql.INSERT_EVENT, parameters(row)) for row in part])
+        return new
