@@ -5,7 +5,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
-from adk_secure_sessions.db.connect import executors_for, wrapping_executors
+from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.postgresql import AsyncpgExecutor
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import SqliteExecutor, is_in_memory
 from adk_secure_sessions.errors import ConfigurationError
-from tests.db.support import apply, insert, stored, things
 
 
 def executors(
@@ -220,38 +218,3 @@ def test_errors_show_nothing_of_a_url_but_its_driver(url: str) -> None:
 )
 def test_database_in_memory_is_known_by_its_url(url: str, expected: bool) -> None:
     assert is_in_memory(sa.make_url(url)) is expected
-
-
-# --- the seam for tests --------------------------------------------------------------------------
-
-
-class Wrapper:
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.executor, name)
-
-
-async def test_executors_made_in_the_block_are_wrapped_and_work(tmp_path: Path) -> None:
-    wrap: Any = Wrapper
-    with wrapping_executors(wrap):
-        one = executors(f"sqlite:///{tmp_path}/one.db")
-        two = executors(f"sqlite:///{tmp_path}/two.db", key_url=f"sqlite:///{tmp_path}/keys.db")
-    after = executors(f"sqlite:///{tmp_path}/after.db")
-    assert isinstance(one.data, Wrapper)
-    assert one.keys is one.data
-    assert {type(two.data), type(two.keys)} == {Wrapper}
-    assert two.has_key_database
-    assert isinstance(after.data, SqliteExecutor)
-    await one.data.define(things.metadata.create_all, commit=True)
-    assert await apply(one.data, insert(1))
-    assert await stored(one.data) == {1: b"new"}
-    await one.close()
-
-
-def test_wrapping_ends_with_its_block_even_by_an_error() -> None:
-    wrap: Any = Wrapper
-    with pytest.raises(RuntimeError, match="inside"), wrapping_executors(wrap):
-        raise RuntimeError("inside")
-    assert isinstance(executors("sqlite://").data, SqliteExecutor)

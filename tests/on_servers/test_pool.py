@@ -8,7 +8,7 @@ from sqlalchemy import URL
 from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool
 
 from adk_secure_sessions import AesGcmBackend, DatabaseError, EncryptedSessionService
-from tests.conformance.services import KEY, Kind
+from tests.conformance.services import KEY
 from tests.conformance.support import create, each_kind, event, reload, together
 from tests.reliability.results import Record, database_of
 from tests.servers import Server
@@ -88,12 +88,3 @@ async def test_option_of_sqlalchemy_s_pool_works(
         if options.get("poolclass") is NullPool:
             while server.connections(url):
                 await asyncio.sleep(0.01)
-
-
-async def test_statements_need_not_be_prepared_by_name(kind: Kind, url: URL) -> None:
-    """A PgBouncer before PostgreSQL may forget them."""
-    if kind.driver != "postgresql+asyncpg":
-        pytest.skip("an option of asyncpg")
-    options = {"connect_args": {"statement_cache_size": 0}, "pool_size": 2}
-    async with open_service(url, **options) as service:
-        await together(*(converse(service, n) for n in range(6)))
