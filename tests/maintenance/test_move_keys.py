@@ -300,16 +300,7 @@ async def test_unfinished_move_is_not_continued_in_the_other_direction(
 ) -> None:
     await prepare(files, to)
     keys = keys_in(files.keys if to == BACK else files.data)
-    db, faults = with_faults(lambda: database(files))
-    # In the key database: before the end, or after the ids of the master keys were changed.
-    (faults.keys.before if to == INTO else faults.keys.after)(
-        Point.DEFINE,
-        Killed(),
-        when=lambda *_: marks(files.data).get("holds") == "data" and "moving" in features(files),
-    )
-    async with db:
-        with pytest.raises(Killed):
-            await move_keys(db, to)
+    await interrupt(files, to)
     async with together(files) as service:
         with pytest.raises(ConfigurationError, match="are being moved: run `adk-secure-sessions"):
             await service.prepare_tables()
@@ -320,11 +311,20 @@ async def test_unfinished_move_is_not_continued_in_the_other_direction(
     assert keys_in(files.keys if to == INTO else files.data) == keys
 
 
-def features(pair: Pair) -> str:
-    try:
-        return marks(pair.keys).get("features", "")
-    except sa.exc.DBAPIError:
-        return ""
+async def interrupt(pair: Pair, to: Any) -> None:
+    """Kill a move between its last change of the source and the end."""
+    db, faults = with_faults(lambda: database(pair))
+    holds = "data" if to == INTO else None
+    source = faults.data if to == INTO else faults.keys
+    source.before(Point.DEFINE, Killed(), when=lambda *_: is_switched(pair, holds))
+    async with db:
+        with pytest.raises(Killed):
+            await move_keys(db, to)
+
+
+def is_switched(pair: Pair, holds: str | None) -> bool:
+    found = marks(pair.data)
+    return found.get("holds") == holds and "moving" in found.get("features", "")
 
 
 # --- services and commands that run during the move ----------------------------------------------
@@ -373,37 +373,35 @@ async def create_user(service: EncryptedSessionService) -> None:
 
 
 @pytest.mark.parametrize("to", [INTO, BACK])
-async def test_key_that_is_created_during_the_move_is_not_lost(pair: Pair, to: str) -> None:
+async def test_running_service_creates_no_key_once_the_move_has_begun(pair: Pair, to: Any) -> None:
     await prepare(pair, to)
+    old = pair.data if to == INTO else pair.keys
+    before = keys_in(old)
     db, faults = with_faults(lambda: database(pair))
-    outcomes: list[object] = []
+    source = faults.data if to == INTO else faults.keys
+    source.after(Point.DEFINE, Killed(), when=lambda *_: "moving" in marks(old)["features"])
+    async with service_in(pair, BACK if to == INTO else INTO) as service:
+        await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+        async with db:
+            with pytest.raises(Killed):
+                await move_keys(db, to)
+        with pytest.raises(ConfigurationError, match="are being moved"):
+            await service.create_session(app_name=APP, user_id="new", session_id="s")
+    assert keys_in(old) == before
+    assert (await move(pair, to)).resumed
 
-    async def disturb() -> None:
-        try:
-            await create_user(service_in(pair, BACK if to == INTO else INTO))
-            outcomes.append("created")
-        except ConfigurationError as error:
-            outcomes.append(str(error))
 
-    # The copy is complete when its keys, or those of the original, are read for comparison.
-    faults.keys.before(
-        Point.READ,
-        disturb,
-        when=lambda step, _: "secure_keyring" in str(step and step.query),  # type: ignore[union-attr]
-    )
+async def test_keys_that_differ_after_the_copy_are_not_deleted(pair: Pair) -> None:
+    await prepare(pair, INTO)
+    keys = keys_in(pair.data)
+    db, faults = with_faults(lambda: database(pair))
+    text = "UPDATE secure_data_keys SET created_at = created_at + 1"
+    copied = lambda step, _: "secure_keyring" in str(step and step.query)  # noqa: E731
+    faults.keys.before(Point.READ, lambda: run_sql(pair.keys, text), when=copied)
     async with db:
-        if to == INTO:
-            with pytest.raises(SecureSessionError, match="stop all services"):
-                await move_keys(db, INTO)
-        else:
-            await move_keys(db, BACK)
-    if to == INTO:
-        assert outcomes == ["created"]
-        assert (await move(pair, INTO)).data_keys == 4
-        async with together(pair) as service:
-            assert await service.get_session(app_name=APP, user_id="new", session_id="s")
-    else:
-        assert "are being moved" in str(outcomes)
+        with pytest.raises(SecureSessionError, match="stop all services"):
+            await move_keys(db, INTO)
+    assert keys_in(pair.data) == keys
 
 
 @pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.soak)])
@@ -479,15 +477,7 @@ async def test_old_copy_of_the_data_does_not_overwrite_keys_of_an_unfinished_mov
     if to == BACK:
         await move(files, INTO)
     await create_user(together(files) if to == BACK else alone(files))
-    db, faults = with_faults(lambda: database(files))
-    (faults.keys.before if to == INTO else faults.keys.after)(
-        Point.DEFINE,
-        Killed(),
-        when=lambda *_: marks(files.data).get("holds") == "data" and "moving" in features(files),
-    )
-    async with db:
-        with pytest.raises(Killed):
-            await move_keys(db, to)
+    await interrupt(files, to)
     keys = keys_in(files.keys)
     with pytest.raises(ConfigurationError, match=r"old copy of the data|move-keys --to db"):
         await move(Pair(old.data, files.keys), INTO)
@@ -508,11 +498,7 @@ async def test_key_database_of_another_database_is_rejected(files: Pair, tmp_pat
 
 async def test_modified_features_of_an_unfinished_move_are_rejected(files: Pair) -> None:
     await prepare(files, INTO)
-    db, faults = with_faults(lambda: database(files))
-    faults.keys.before(Point.DEFINE, Killed(), when=lambda *_: "moving" in features(files))
-    async with db:
-        with pytest.raises(Killed):
-            await move_keys(db, INTO)
+    await interrupt(files, INTO)
     text = "UPDATE secure_meta SET value = replace(value, ' ', ',expiry ') WHERE name = 'features'"
     run_sql(files.keys, text)
     with pytest.raises(WrongKeyError):

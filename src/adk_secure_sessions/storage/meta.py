@@ -16,8 +16,9 @@ FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "h
 FEATURES = "features"  # the list of features
 MIGRATION_MARK = "migration"  # the mark of a migration: see `MigrationEnd`
 SEPARATION = "separation"  # the state of an unfinished run of `separate`
+MOVE = "move"  # the random id of the run of `move_keys` that may write
 ROTATION = "rotation."  # followed by the name of the rotation: its checkpoint
-_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK)
+_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK, MOVE)
 # The maximum length of a value, and the maximum number of rows, that `read_all` reads.  An attacker
 # may have stored longer values or more rows, and every start of a service reads the table.
 _MAX_TEXT, _MAX_ROWS = 2000, 100
