@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.pages import first_rows
+from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import (
     chunks,
     is_one_of,
@@ -53,9 +53,6 @@ _HEX_CHAIN = re.compile(f"[0-9a-f]{{{2 * CHAIN_LENGTH}}}")
 _HEX_LINK = re.compile(f"[0-9a-f]{{{2 * len(NO_LINK)}}}")
 
 _columns = audit_records.c
-_chain = sa.bindparam("chain", type_=sa.LargeBinary)
-_number = sa.bindparam("number", type_=sa.BigInteger)
-_limit = sa.bindparam("limit", type_=sa.BigInteger)
 
 
 @dataclass
@@ -295,6 +292,14 @@ class _StoredChain(NamedTuple):
     time: Any  # of the last record
 
 
+class _StoredRecord(NamedTuple):
+    """A row of a chain; nothing of it is authenticated."""
+
+    number: Any
+    time: Any
+    record: Any
+
+
 def _ignore(_: _Record) -> None:
     """Do nothing with the record."""
 
@@ -302,11 +307,8 @@ def _ignore(_: _Record) -> None:
 class _Trail:
     """Reads and checks the chains.
 
-    Attributes:
-        keyring: The keyring of the database.
-        problems: The rows that were tampered with.
-        purged: The last record of each chain that was purged, by the id of the chain.
-        records: How many authentic records were read.
+    *purged* has the last record of each chain that was purged, by the id of the chain, and
+    *records* is how many authentic records were read.
     """
 
     def __init__(self, db: Database, keyring: Keyring, meter: Meter) -> None:
@@ -331,14 +333,11 @@ class _Trail:
 
     async def chains(self) -> AsyncIterator[_StoredChain]:
         """Yield all chains in the order in which they were begun."""
-        after, limit = b"", self._db.limits.headers
-        while True:
-            rows = await self._db.read(_CHAINS, {"chain": after, "limit": limit})
-            for row in rows:
-                yield _StoredChain(*row)
-            if len(rows) < limit:
-                return
-            after = rows[-1][0]
+        size = self._db.limits.headers
+        read = self._db.read
+        async for found in pages(read, _CHAINS, _columns.chain, size, _StoredChain, empty=b""):
+            for chain in found:
+                yield chain
 
     async def check(
         self,
@@ -402,12 +401,9 @@ class _Trail:
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
         """Yield the number, the time and the record of each row of *chain*."""
-        after, limit = -1, self._db.limits.rows
-        while True:
-            parameters = {"chain": chain, "number": after, "limit": limit}
-            rows = await self._db.read(_RECORDS, parameters)
+        size, key = self._db.limits.rows, _columns.number
+        async for rows in pages(self._db.read, _RECORDS, key, size, _StoredRecord, chain=chain):
             for number, moment, record in rows:
-                after = number
                 if not isinstance(number, int):
                     detail = "its number is not an integer: it was inserted"
                     shown = f"{chain.hex()}, {number}"
@@ -415,8 +411,6 @@ class _Trail:
                     continue
                 yield number, moment, record
             await self.meter.advance(len(rows))
-            if len(rows) < limit:
-                return
 
     def _note_purged(self, fields: dict[str, Any]) -> None:
         if fields.get("event") == _PURGED:
@@ -447,11 +441,7 @@ async def is_unlisted(db: Database) -> bool:
 
 
 class _Heads:
-    """The heads in the audit logs.
-
-    Attributes:
-        number: How many heads of this database the logs have.
-    """
+    """The heads in the audit logs; *number* of them are heads of this database."""
 
     def __init__(
         self, logs: Mapping[str, Iterable[str]], database_id: bytes, problems: Problems
@@ -575,12 +565,10 @@ class _Purging:
         return done
 
 
-_CHAINS = first_rows(
-    sa.select(_columns.chain, sa.func.max(_columns.time))
-    .where(_columns.chain > _chain)
-    .group_by(_columns.chain)
-    .order_by(_columns.chain),
-    _limit,
+# SQLite stores any type in any column.  A text is less than any blob, and greater than any number.
+_IS_BLOB = _columns.chain > sa.bindparam("empty", type_=sa.LargeBinary)
+_CHAINS = (
+    sa.select(_columns.chain, sa.func.max(_columns.time)).where(_IS_BLOB).group_by(_columns.chain)
 )
 # A longer record is read as NULL, which is rejected: an attacker may have stored any number of
 # bytes.
@@ -589,14 +577,9 @@ _BOUNDED = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record
 _IS_NUMBER = _columns.number.between(
     sa.literal_column("0", sa.BigInteger), sa.literal_column(str(_LARGEST), sa.BigInteger)
 )
-_RECORDS = first_rows(
-    sa.select(_columns.number, _columns.time, _BOUNDED)
-    .where(_columns.chain == _chain, _columns.number > _number, _IS_NUMBER)
-    .order_by(_columns.number),
-    _limit,
+_RECORDS = sa.select(_columns.number, _columns.time, _BOUNDED).where(
+    _columns.chain == sa.bindparam("chain", type_=sa.LargeBinary), _IS_NUMBER
 )
-# SQLite stores any type in any column.  A text is less than any blob, and greater than any number.
-_IS_BLOB = _columns.chain > sa.bindparam("empty", type_=sa.LargeBinary)
 _WRONG_KEYS = (
     sa.select(sa.func.count())
     .select_from(audit_records)

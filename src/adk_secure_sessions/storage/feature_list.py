@@ -43,11 +43,7 @@ def feature_mark(
 def check_features(survey: Survey, keyring: Keyring) -> None:
     """Authenticate the feature list and the stored state of an unfinished run of `separate`.
 
-    Set `keyring.separation` to the stored state, or to None if no separation is unfinished.  Also
-    set `keyring.features` and `keyring.has_audit_table`.
-
-    Raises:
-        WrongKeyError: The feature list or the state was modified.
+    Set `separation`, `features` and `has_audit_table` of *keyring*.
     """
     _check_list(survey, keyring)
     keyring.separation = None
@@ -86,12 +82,7 @@ def separation_marks(
 def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> None:
     """Add *feature* to the stored features; if it is stored already, do nothing.
 
-    Raises:
-        WrongKeyError: The stored features were modified.
-        ConfigurationError: The row `features` is missing or malformed; or a run of `separate` or
-            `move-keys` has not ended; or the keys are in a key database, and *connection* is not;
-            or *keyring* is the keyring of another database.
-        Conflict: Another process has changed the stored features at the same time.
+    Raises Conflict if another process has changed the stored features at the same time.
     """
     survey = look(connection)
     if survey.part is Part.DATA:
@@ -146,10 +137,6 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
 
     Call this before `add_feature`.  If a process stops before it calls `add_feature`, the database
     has an empty table and not the feature, so other releases still accept the database.
-
-    Raises:
-        ConfigurationError: The table does not exist, and *may_create* is False or the account may
-            not create it.
     """
     table = _table_of(feature)
     dialect = dialect_of(connection)

@@ -60,10 +60,7 @@ def swap(connection: sa.Connection, name: str, old: str | None, new: str | None)
     """Replace the value *old* of *name* by *new*; None stands for no row.
 
     If *new* is stored already, do nothing: after a lost connection, a transaction may run again
-    although it was committed.
-
-    Returns:
-        False if another value is stored, which then remains.
+    although it was committed.  Return False if another value is stored, which then remains.
     """
     stored = read(connection, name, lock=True)
     if stored == old != new:

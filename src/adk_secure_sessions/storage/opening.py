@@ -67,9 +67,8 @@ async def open_database(
     unwrapped again.  If a key service fails while a new or changed row is unwrapped, the result
     does not contain the master key of this row until a later call.
 
-    Raises:
-        ConfigurationError: A database cannot be used; it was left unchanged.
-        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
+    Raises ConfigurationError for a database that cannot be used, which is left unchanged, and the
+    errors of `open_keyring`.
     """
     if known is not None:
         return await open_existing(executors, backends, known, is_service=True)
@@ -133,11 +132,8 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
     """Check and survey a database that already exists, without changing it.
 
     With a key database, return the survey of the data database, but with the keyring and the
-    features of the key database.  A running service passes the keyring that it has accepted.
-
-    Raises:
-        ConfigurationError: The database cannot be used, or is new.
-        WrongKeyError: The keyring has too many rows, and *known* is None.
+    features of the key database.  A running service passes the keyring that it has accepted, so
+    that it accepts a keyring to which an attacker has added many rows.
     """
     data, keys = await survey_both(executors, True, () if known is None else known.rows.keys())
     reject_new(data)
@@ -167,10 +163,6 @@ async def open_existing(
     *known* is a keyring opened earlier.  Its keys are not unwrapped again.  If the caller is a
     running service, it keeps working while a key service fails, and rejects a copy that is being
     separated.
-
-    Raises:
-        ConfigurationError: See `survey_existing`; or *known* is the keyring of another database.
-        WrongKeyError, PlaintextRefusedError, KeyServiceError: see `open_keyring`.
     """
     survey = await survey_existing(executors, known if is_service else None)
     if is_service:

@@ -292,9 +292,6 @@ async def survey_both(
     """Survey and check the data database and the key database; return both surveys.
 
     Without a key database, the two surveys are the same.
-
-    Raises:
-        ConfigurationError: A database cannot be used.
     """
     if executors.has_key_database:
         # Read the data database first.  Another process may be creating both databases.  It creates
@@ -344,12 +341,9 @@ def _missing_feature_tables(data: Survey, keys: Survey) -> list[str]:
 
 
 def check(survey: Survey, part: Part, create_tables: bool) -> None:
-    """Reject a database that cannot be used as *part*.
+    """Raise ConfigurationError for a database that cannot be used as *part*.
 
     A new database may lack tables if *create_tables* is True.
-
-    Raises:
-        ConfigurationError: The database cannot be used; the message says why and what to do.
     """
     # Check the format first: in another format, the tables may have other columns.
     version = survey.format_version
@@ -431,13 +425,7 @@ def _check_part(survey: Survey, part: Part) -> None:
 
 
 def check_together(data: Survey, keys: Survey) -> None:
-    """Reject a data database and a key database that do not belong together.
-
-    Each of the two must have been checked with `check`.
-
-    Raises:
-        ConfigurationError: They do not belong together; the message says why and what to do.
-    """
+    """Raise ConfigurationError if two databases, each checked with `check`, do not match."""
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
             "the key database has the keys of another database, and this one is empty: "
