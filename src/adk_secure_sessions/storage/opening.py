@@ -269,24 +269,25 @@ def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> b
     return False
 
 
-_WARNINGS = {
-    True: (
-        "this database also holds tables of adk-secure-sessions 1.x (sessions, events): "
-        "their states and events are encrypted with other keys, and their ids and times "
-        "are plaintext; `migrate` copies them"
-    ),
-    None: (
-        "this database also holds the tables sessions and events, in which some states are "
-        "encrypted by adk-secure-sessions 1.x and others are plaintext, as in ADK's own "
-        "tables; their ids and times are plaintext"
-    ),
-    False: "this database also holds ADK's own tables (sessions, events), which are plaintext",
-}
-
-
 async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> None:
     if survey.adk_tables:
-        logger.warning(_WARNINGS[await executor.define(_are_of_1x, commit=False)])
+        are_of_1x = await executor.define(_are_of_1x, commit=False)
+        if are_of_1x:
+            logger.warning(
+                "this database also holds tables of adk-secure-sessions 1.x (sessions, events): "
+                "their states and events are encrypted with other keys, and their ids and times "
+                "are plaintext; `migrate` copies them"
+            )
+        elif are_of_1x is None:
+            logger.warning(
+                "this database also holds the tables sessions and events, in which some states are "
+                "encrypted by adk-secure-sessions 1.x and others are plaintext, as in ADK's own "
+                "tables; their ids and times are plaintext"
+            )
+        else:
+            logger.warning(
+                "this database also holds ADK's own tables (sessions, events), which are plaintext"
+            )
     if survey.has_plaintext_records and not writes_plaintext:
         logger.warning(
             "this database holds, or once held, plaintext records written by NoOpBackend"
