@@ -1,7 +1,6 @@
 """AdkTables yields what google-adk's own services return for the same rows."""
 
 import asyncio
-import json
 import math
 import pickle
 import sqlite3
@@ -151,18 +150,6 @@ async def test_sessions_without_events_and_states_without_sessions_are_read(adk:
             {("gone", "user"): {"u": 2}},
         )
         assert [one.app_name for one in await listed(source, Scope("other"))] == ["other"]
-
-
-@in_files
-async def test_final_states_of_interleaved_sessions_are_read(adk: Adk) -> None:
-    one, two = await fill(adk.service), await fill(adk.service)
-    for number in range(3):
-        for session in (one, two):
-            delta = {"k": number, "user:u": f"{session.id} {number}", "app:a": [number]}
-            await append(adk.service, session, setting(START + number, **delta))
-    async with adk.source() as source:
-        await assert_same_as_adk(adk.service, source)
-        assert (await states_of(source))[1] == {("app", "user"): {"u": f"{two.id} 2"}}
 
 
 async def test_scope_selects_sessions_by_last_update(adk: Adk) -> None:
@@ -820,7 +807,3 @@ async def test_names_that_differ_in_case_share_a_state_as_in_google_adk(adk: Adk
     async with adk.source() as source:
         assert len(await listed(source)) == 3
         await assert_same_as_adk(adk.service, source)
-
-
-def test_kinds_are_texts_for_messages() -> None:
-    assert json.dumps(list(Kind))

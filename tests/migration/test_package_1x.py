@@ -28,7 +28,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import decode
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.migration import adk_sql, adk_tables, open_source
+from adk_secure_sessions.migration import adk_sql, open_source
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     Scope,
@@ -371,37 +371,6 @@ async def test_event_with_a_lone_surrogate_is_read(file: Path, writer: Writer) -
         assert isinstance(content, SessionContent)
         event = decode(content.events[0].plaintext, 0, 0)
     assert event.custom_metadata == {"k": "\ud800"}
-
-
-async def test_version_differs_after_each_change_of_a_session(file: Path, writer: Writer) -> None:
-    async def version(of: Package1x) -> str:
-        ((one,),) = [batch async for batch in of.sessions(ALL)]
-        return one.version
-
-    writer.session("ada", "s")
-    async with source(file) as of:
-        versions = [await version(of), await version(of)]
-        writer.event("ada", "s", 5)  # a release before 1.1 does not set update_time
-        versions.append(await version(of))
-        writer.run("UPDATE sessions SET update_time = '2026-01-01 00:00:05.000000'")
-        versions.append(await version(of))
-        (batch,) = [batch async for batch in of.sessions(ALL)]
-        writer.run("DELETE FROM sessions")
-        assert await of.read(batch) == {}
-    assert versions[0] == versions[1]
-    assert len(set(versions)) == 3
-
-
-async def test_large_sessions_are_batches_of_their_own(
-    file: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adk_tables, "_BATCH_BYTES", 2000)
-    for number in range(4):
-        writer.session("ada", f"s{number}", events=1)
-    writer.event("ada", "s2", 1, fields={"error_message": "x" * 3000})
-    async with source(file) as of:
-        found = [[one.session_id for one in batch] async for batch in of.sessions(ALL)]
-    assert found == [["s0", "s1"], ["s2"], ["s3"]]
 
 
 BAD = {

@@ -62,16 +62,7 @@ def data(value: object) -> bytes:
 
 
 def time_of(value: object, zone: tzinfo | None) -> int:
-    """Convert a time to microseconds since 1970, UTC.
-
-    Args:
-        value: A datetime; or text, as SQLite stores a datetime; or seconds since 1970.
-        zone: The time zone of a datetime without a time zone.  None is the local zone of this
-            process.
-
-    Raises:
-        UnreadableRow: *value* is not a time.
-    """
+    """Convert a time to microseconds since 1970, UTC."""
     try:
         return microseconds(seconds_of(value, zone))
     except (OverflowError, ValueError):
@@ -81,14 +72,8 @@ def time_of(value: object, zone: tzinfo | None) -> int:
 def seconds_of(value: object, zone: tzinfo | None) -> float:
     """Convert a time to seconds since 1970, UTC.
 
-    Args:
-        value: A datetime; or text, as SQLite stores a datetime; or seconds since 1970.
-        zone: The time zone of a datetime without a time zone.  None is the local zone of this
-            process.
-
-    Raises:
-        ValueError: *value* is not a time.
-        OverflowError: Python cannot convert the time to another time zone.
+    *value* may be a datetime; or text, as SQLite stores a datetime; or seconds since 1970.  *zone*
+    is the time zone of a datetime without one; None is the local zone of this process.
     """
     if isinstance(value, int | float):
         return value
@@ -104,9 +89,7 @@ def seconds_of(value: object, zone: tzinfo | None) -> float:
 def state_of(value: object, whose: str) -> JsonObject:
     """Parse the JSON of a state.
 
-    Raises:
-        UnreadableRow: *value* is not a JSON object, or exceeds a limit.  The text begins with
-            *whose*, such as `its`.
+    Raises UnreadableRow, whose text begins with *whose*, such as `its`.
     """
     try:
         state = json_text.loads(data(value))

@@ -174,19 +174,8 @@ class StateRow(NamedTuple):
 class Tables:
     """The SQL for google-adk's tables in one database, and the conversion of their rows.
 
-    Args:
-        connection: A connection to the database, to inspect its tables.
-        time_zone: The time zone of the processes that wrote the database; None for the zone that
-            the installed google-adk assumes.
-
-    Attributes:
-        kind: The kind of the tables in this database.
-        kinds: The kinds of tables that this class can read.
-        sessions_zone: The time zone of times in `sessions`; None for the local zone.
-
-    Raises:
-        ConfigurationError: The database does not contain google-adk's tables, or the installed
-            google-adk cannot read them.
+    *time_zone* is that of the processes that wrote the database; None for the zone that the
+    installed google-adk assumes.
     """
 
     kinds: tuple[Kind, ...] = _ADK_KINDS
@@ -600,11 +589,7 @@ def _shown(time: Any) -> str:
 
 
 def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
-    """Return which kinds of session tables the database contains.
-
-    Raises:
-        ConfigurationError: google-adk's tables have a schema that this package does not know.
-    """
+    """Return which kinds of session tables the database contains."""
     inspector = sa.inspect(connection)
     tables = set(_names(inspector.get_table_names()))
     kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()
@@ -619,9 +604,6 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
     """Return the kind of the tables, which have the names of google-adk's tables.
 
     If adk-secure-sessions 1.x has encrypted one of the sampled states, the tables are those of 1.x.
-
-    Raises:
-        ConfigurationError: The tables have a schema that this package does not know.
     """
     if sampled_states(connection).encrypted:
         return Kind.PACKAGE_1X
@@ -643,15 +625,10 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
 
 
 class FoundStates(NamedTuple):
-    """Which states the tables `sessions`, `app_states` and `user_states` contain.
+    """Which states the tables `sessions`, `app_states` and `user_states` contain."""
 
-    Attributes:
-        encrypted: Whether there are envelopes of adk-secure-sessions 1.x.
-        others: Whether there are other states, such as the plaintext of google-adk.
-    """
-
-    encrypted: bool
-    others: bool
+    encrypted: bool  # envelopes of adk-secure-sessions 1.x
+    others: bool  # such as the plaintext of google-adk
 
 
 def sampled_states(connection: sa.Connection) -> FoundStates:

@@ -83,15 +83,6 @@ async def detect(
     last 50 states of sessions, apps and users, in the order of their ids.  If 1.x has encrypted one
     of these states, the tables are those of 1.x.  Otherwise, the tables are google-adk's.  So an
     attacker who replaces only some encrypted states by plaintext does not change the result.
-
-    Args:
-        db_url: The database URL; give exactly one of *db_url* and *db_engine*.
-        db_engine: Your own engine for the database.
-
-    Raises:
-        ConfigurationError: An argument cannot be used, or the SQLite file does not exist, or
-            google-adk's tables have a schema that this package does not know.
-        DatabaseError: The database cannot be reached.
     """
     return await inspect(kinds_in, db_url, db_engine=db_engine)
 
@@ -102,18 +93,7 @@ async def inspect(
     *,
     db_engine: "AsyncEngine | None" = None,
 ) -> T:
-    """Call *work*, which inspects a database and writes nothing, and return its result.
-
-    Args:
-        work: Called with a connection to the database.
-        db_url: The database URL; give exactly one of *db_url* and *db_engine*.
-        db_engine: Your own engine for the database.
-
-    Raises:
-        ConfigurationError: An argument cannot be used, or the SQLite file does not exist.  *work*
-            may raise this error, too.
-        DatabaseError: The database cannot be reached.
-    """
+    """Call *work*, which inspects a database and writes nothing, and return its result."""
     reader = _Reader(db_url, db_engine)
     try:
         return await reader.inspect(work)

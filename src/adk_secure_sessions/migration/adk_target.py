@@ -260,10 +260,6 @@ class AdkTarget(ClosedByWith):
         google-adk sorts events by this column.  If the value of an event is not greater than the
         value of the previous event, replace it by the previous value plus 1 microsecond.  The time
         in the event's JSON does not change.
-
-        Raises:
-            UnsuitableSession: The column must be changed, and the installed google-adk reads the
-                time of an event from this column; or the new value is out of range.
         """
         last: datetime | None = None
         for row in rows:
@@ -433,10 +429,6 @@ def new_private_file(path: Path) -> BinaryIO:
 
     Do not open the file again by its name: somebody with write access to the directory may have
     replaced the file by a link.
-
-    Raises:
-        ConfigurationError: The file exists.
-        OSError: The file cannot be created.
     """
     created = _create(path)
     if created is None:
@@ -460,10 +452,6 @@ def create_private_file(path: Path) -> None:
 
     A file that exists is accepted if other users cannot read it.  SQLite gives its other files,
     with the endings -wal and -journal, the same permissions.
-
-    Raises:
-        ConfigurationError: The file exists, and is not accepted.
-        OSError: The file cannot be created.
     """
     created = _create(path)
     if created is not None:
@@ -540,9 +528,6 @@ def _parsed(url: str | sa.URL) -> sa.URL:
     With the dialect of MariaDB, google-adk creates columns that hold no fractions of a second and
     at most 64 KiB of JSON.  A service that uses the dialect of MariaDB can nevertheless read the
     columns that were created with the dialect of MySQL, and the reverse.
-
-    Raises:
-        ConfigurationError: *url* is not a database URL, or is that of another kind of database.
     """
     parsed: sa.URL | None = None
     with suppress(sa.exc.ArgumentError, ValueError):

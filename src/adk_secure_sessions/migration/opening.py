@@ -112,9 +112,6 @@ def _secrets(spec: str) -> list[str | bytes]:
     """Return the key or the passphrase of adk-secure-sessions 1.x that *spec* names.
 
     If a file contains 32 bytes of text, they may be an AES key or a passphrase: return both.
-
-    Raises:
-        ConfigurationError: *spec* is not `env:NAME` or `file:PATH`, or the secret cannot be read.
     """
     scheme, _, rest = spec.partition(":")
     if scheme == "env" and rest:

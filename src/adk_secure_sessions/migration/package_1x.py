@@ -200,12 +200,7 @@ class Package1x(AdkTables):
 
 
 def _event(plaintext: bytes, event_id: str, invocation_id: str, timestamp: object) -> SourceEvent:
-    """Convert an event.  A column is used only if the decrypted event lacks the field.
-
-    Raises:
-        TamperedError: The column `id` or `invocation_id` differs from the field.
-        ValueError: The installed google-adk cannot read the event, or it exceeds a limit.
-    """
+    """Convert an event.  A column is used only if the decrypted event lacks the field."""
     accepted = events.accept(plaintext)
     if accepted is not None:
         data, event = accepted

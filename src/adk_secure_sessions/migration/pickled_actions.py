@@ -39,11 +39,7 @@ class UnsafePickle(ValueError):
 
 
 class PickleReader:
-    """Loads pickles one at a time; several threads may use it.
-
-    Raises:
-        ConfigurationError: The installed google-adk has no unpickler for untrusted pickles.
-    """
+    """Loads pickles one at a time; several threads may use it."""
 
     def __init__(self) -> None:
         _find_class()
