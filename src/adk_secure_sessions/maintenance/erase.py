@@ -216,11 +216,8 @@ class _Deletion:
 
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
-        the statement began.
-
-        Raises:
-            DatabaseError: Rows are still there after `_MOST_PASSES` passes.  A trigger or a rule
-                can undo a deletion without an error.
+        the statement began.  Raise DatabaseError if rows are still there after `_MOST_PASSES`
+        passes: a trigger or a rule can undo a deletion without an error.
         """
         self._dialect.see_what_is_committed(self._connection)
         if self._dry_run:

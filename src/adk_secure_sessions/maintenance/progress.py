@@ -16,10 +16,8 @@ class Meter:
     Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
     attacker may have modified the number, and a large one would make the command wait for ever.
 
-    Args:
-        progress: Called with the number of processed rows and *total*; None for no report.
-        total: The expected number of rows.
-        rows_per_second: The maximum average speed; None for no limit.
+    *progress* is called with the number of processed rows and *total*, the expected number.
+    *rows_per_second* is the maximum average speed.
     """
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):

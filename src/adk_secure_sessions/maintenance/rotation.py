@@ -77,10 +77,6 @@ class Rotation(ABC):
         """Continue the unfinished rotation, or begin a new rotation.
 
         A new rotation begins if there is no unfinished rotation, or if *restart* is True.
-
-        Raises:
-            TamperedError: The stored checkpoint was modified.
-            SecureSessionError: Another rotation was started while this one ran.
         """
         self._meter = Meter(progress, await self._count_rows(), rows_per_second)
         self._since = await self._checkpoints.begin(restart=restart)
@@ -143,11 +139,6 @@ class Checkpoints:
         """Return *since* of the stored checkpoint or of a new checkpoint.
 
         A new checkpoint is stored if there is no checkpoint, or if *restart* is True.
-
-        Raises:
-            TamperedError: The stored checkpoint was modified, or the time of creation of a key is
-                after the year 9999.
-            WrongKeyError: A master key cannot be unwrapped.
         """
         while True:
             stored = None if restart else await self._stored()
@@ -160,11 +151,7 @@ class Checkpoints:
                 return since
 
     async def check(self, since: int) -> None:
-        """Check that no other rotation was started since this rotation began at *since*.
-
-        Raises:
-            SecureSessionError: Another rotation was started.
-        """
+        """Raise SecureSessionError if another rotation was started after this one, at *since*."""
         if self._dry_run:
             return
         rows = await self._db.read(meta.VALUE, {"name": self._name})
@@ -173,11 +160,7 @@ class Checkpoints:
             raise self._overlapped()
 
     async def end(self, since: int, *, complete: bool) -> None:
-        """If *complete* is True, delete the checkpoint; otherwise, leave it for the next run.
-
-        Raises:
-            SecureSessionError: Another rotation was started after this one began.
-        """
+        """If *complete* is True, delete the checkpoint; otherwise, leave it for the next run."""
         if not complete or self._dry_run:
             await self.check(since)
         elif not await self._db.change(partial(_remove, self._name, since)):
@@ -224,10 +207,6 @@ async def later_than_all_keys(db: Database) -> int:
     The result is the current time.  If the clock of this machine is behind, the result is the time
     of creation of the latest key plus one microsecond.  The unit is microseconds since 1970, UTC.
     If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
-
-    Raises:
-        TamperedError: The time of creation of an authentic key is after the year 9999.
-        WrongKeyError: A data master cannot be unwrapped.
     """
     latest = time.time_ns() // 1000
     for master in await authentic_masters(db, await db.survey()):
@@ -246,11 +225,7 @@ async def later_than_all_keys(db: Database) -> int:
 
 
 async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
-    """Return the rows of all data masters in *survey*, after unwrapping proved them authentic.
-
-    Raises:
-        WrongKeyError: A data master cannot be unwrapped.
-    """
+    """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
     assert survey.database_id is not None, "survey() rejects such a database"
     rows = [row for row in survey.keyring if row.purpose == DATA]
     roots, database_id = db.backends.roots, survey.database_id
@@ -261,8 +236,7 @@ async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
 def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
     """Return the time of creation in *row* plus one microsecond; *row* must be authentic.
 
-    Raises:
-        TamperedError: The result would be after the year 9999.
+    Raise TamperedError if the result would be after the year 9999.
     """
     if row.created_at + 1 >= _END:
         raise TamperedError(
@@ -317,11 +291,7 @@ def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
 
 
 def _store(name: str, value: str, replaces: bool, connection: sa.Connection) -> bool:
-    """Store *value* as the checkpoint *name*, and return True.
-
-    If another checkpoint *name* is stored, and *replaces* is False, change nothing and return
-    False.
-    """
+    """Store *value* as the checkpoint *name*; see `Checkpoints._write`."""
     if not replaces:
         return meta.swap(connection, name, None, value)
     meta.put(connection, name, value)

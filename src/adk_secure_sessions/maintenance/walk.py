@@ -85,10 +85,8 @@ class LocatedSession(NamedTuple):
 class Due(NamedTuple):
     """Decides which sessions `purge` deletes; all times are microseconds since 1970, UTC.
 
-    Attributes:
-        before: Sessions that were last updated before this time are due.  If None, no session is
-            due because of its age.
-        now: Sessions that expire at this time or earlier are due.
+    Sessions that were last updated before *before* are due, and sessions that expire at *now* or
+    earlier.  If *before* is None, no session is due because of its age.
     """
 
     before: int | None
@@ -138,9 +136,7 @@ async def located(db: Database, row_ids: Iterable[int]) -> list[LocatedSession]:
 def app_name_of(stored: object) -> str:
     """Return the app's name from *stored*, the value of `secure_apps.app_name`.
 
-    Raises:
-        TamperedError: *stored* is None, because the app's row was removed; or *stored* is not
-            bytes, or not UTF-8.
+    Raise TamperedError if *stored* is None, because the app's row was removed, or not UTF-8.
     """
     if stored is None:
         raise TamperedError("its app's row was removed", reason=Reason.MISSING)
@@ -175,10 +171,8 @@ _USER_TAGS = sa.select(users.c.id, users.c.tag, apps.c.app_name, users.c.app_row
 async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | None:
     """Read and decrypt the user with the tag in *row*; return the app's name and the user.
 
-    Return None if the user was deleted after *row* was read.
-
-    Raises:
-        TamperedError: The tag belongs to another user, or a row was tampered with.
+    Return None if the user was deleted after *row* was read.  Raise TamperedError if the tag
+    belongs to another user.
     """
     with naming(users.name, row.id):
         app_name = app_name_of(row.app_name)

@@ -58,16 +58,9 @@ async def pages(
 ) -> AsyncIterator[list[R]]:
     """Yield the rows of *query* in the order of a unique key, *size* rows at a time.
 
-    Rows that are inserted or deleted meanwhile do not disturb the walk.
-
-    Args:
-        read: Runs a query, such as `UnitOfWork.read`.
-        query: Selects the columns of the key first.  It must be a constant or cached, because each
-            form of it is kept.
-        key: The unique key, one column or several.
-        size: The number of rows in each page; the last page may have fewer.
-        row: Called with the columns of each row, such as a class of named tuples.
-        parameters: The parameters of *query*.
+    Rows that are inserted or deleted meanwhile do not disturb the walk.  *query*, whose parameters
+    are *parameters*, selects the columns of the key first.  It must be a constant or cached,
+    because each form of it is kept.  *row* is called with the columns of each row.
     """
     columns = key if isinstance(key, tuple) else (key,)
     after: Sequence[object] | None = None
@@ -109,9 +102,8 @@ def page(
 def end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
     """Return the key of the last row, which the next page follows.
 
-    Raises:
-        TamperedError: The key has a type after which no page can continue.  SQLite stores any type
-            in any column, and text that is not UTF-8 is not read as it is stored.
+    Raise TamperedError if no page can continue after the type of the key.  SQLite stores any type
+    in any column, and text that is not UTF-8 is not read as it is stored.
     """
     end: Sequence[object] = rows[-1][: len(key)]
     for column, value in zip(key, end, strict=True):
