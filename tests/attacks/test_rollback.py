@@ -2,7 +2,7 @@
 
 import sqlite3
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from google.adk.sessions import Session
@@ -16,6 +16,7 @@ from tests.attacks.support import (
     SESSION_BY_ID,
     USER,
     Database,
+    Impact,
     OlderCopy,
     assert_rejected,
     delete,
@@ -29,45 +30,32 @@ from tests.attacks.support import (
 from tests.attacks.world import ALL_SESSIONS, ARCHIVE, VISIT, SessionIds, new_event
 
 
-async def test_older_user_row_is_rejected(older: OlderCopy) -> None:
-    older.replay_row("secure_users", "id = :alice")
-    await assert_rejected(older.database, USER, TamperedError)
+class Older(NamedTuple):
+    """An older row that is replayed, and what is rejected then."""
+
+    table: str
+    where: str
+    impact: Impact
+    who: SessionIds = VISIT
 
 
-async def test_older_app_row_is_rejected(older: OlderCopy) -> None:
-    older.replay_row("secure_apps", "id = :clinic")
-    await assert_rejected(older.database, APP, TamperedError)
+WITNESS_OF = "tag = (SELECT tag FROM past.secure_{} WHERE id = {})"
+OLDER = {
+    "user": Older("secure_users", "id = :alice", USER),
+    "app": Older("secure_apps", "id = :clinic", APP),
+    "witness of a user": Older("secure_witnesses", WITNESS_OF.format("users", ":alice"), USER),
+    "witness of an app": Older("secure_witnesses", WITNESS_OF.format("apps", ":clinic"), APP),
+    "session": Older("secure_sessions", "id = :visit", SESSION),
+    "session of a large state": Older("secure_sessions", "id = :archive", SESSION, ARCHIVE),
+    "snapshot": Older("secure_bases", "session_row = :archive", SESSION, ARCHIVE),
+}
 
 
-@also_on("postgresql")
-async def test_older_witness_of_a_user_is_rejected(older: OlderCopy) -> None:
-    older.replay_row(
-        "secure_witnesses", "tag = (SELECT tag FROM past.secure_users WHERE id = :alice)"
-    )
-    await assert_rejected(older.database, USER, TamperedError)
-
-
-async def test_older_witness_of_an_app_is_rejected(older: OlderCopy) -> None:
-    older.replay_row(
-        "secure_witnesses", "tag = (SELECT tag FROM past.secure_apps WHERE id = :clinic)"
-    )
-    await assert_rejected(older.database, APP, TamperedError)
-
-
-@also_on("fernet", "packed", "postgresql")
-async def test_older_session_row_is_rejected(older: OlderCopy) -> None:
-    older.replay_row("secure_sessions", "id = :visit")
-    await assert_rejected(older.database, SESSION, TamperedError)
-
-
-async def test_older_session_row_of_a_large_state_is_rejected(older: OlderCopy) -> None:
-    older.replay_row("secure_sessions", "id = :archive")
-    await assert_rejected(older.database, SESSION, TamperedError, who=ARCHIVE)
-
-
-async def test_older_snapshot_is_rejected(older: OlderCopy) -> None:
-    older.replay_row("secure_bases", "session_row = :archive")
-    await assert_rejected(older.database, SESSION, TamperedError, who=ARCHIVE)
+@also_on("fernet", "packed", "postgresql", cases=["session", "witness of a user"])
+@pytest.mark.parametrize("case", OLDER.values(), ids=list(OLDER))
+async def test_older_row_is_rejected(older: OlderCopy, case: Older) -> None:
+    older.replay_row(case.table, case.where)
+    await assert_rejected(older.database, case.impact, TamperedError, who=case.who)
 
 
 async def test_older_snapshot_under_the_current_revision_is_rejected(older: OlderCopy) -> None:
@@ -211,27 +199,18 @@ async def test_events_of_a_deleted_session_replayed_do_not_return(db: Database) 
         assert session.events == []
 
 
-async def test_row_of_a_deleted_session_without_events_is_rejected(db: Database) -> None:
+@pytest.mark.parametrize("created_again", [False, True])
+async def test_row_of_a_deleted_session_without_events_is_rejected(
+    db: Database, created_again: bool
+) -> None:
     """Only its version witness proves that it was deleted."""
     who = VISIT._replace(session_id="empty-7Qx")
     async with db.service() as service:
         await service.create_session(**who._asdict(), state={"old": "7Qx"})
         row = db.rows("SELECT * FROM secure_sessions ORDER BY id DESC LIMIT 1")
         await service.delete_session(**who._asdict())
-    replay_rows(db, {"secure_sessions": row}, "secure_sessions")
-    async with db.service() as service:
-        for operation in (get, get_last, list_user, list_app, delete):
-            assert type(await rejection(operation, service, db, who)) is TamperedError
-
-
-async def test_row_of_a_former_session_without_events_is_rejected(db: Database) -> None:
-    """The session was deleted and created again; then its first row is replayed."""
-    who = VISIT._replace(session_id="empty-7Qx")
-    async with db.service() as service:
-        await service.create_session(**who._asdict(), state={"old": "7Qx"})
-        row = db.rows("SELECT * FROM secure_sessions ORDER BY id DESC LIMIT 1")
-        await service.delete_session(**who._asdict())
-        await service.create_session(**who._asdict(), state={"new": "7Qx"})
+        if created_again:
+            await service.create_session(**who._asdict(), state={"new": "7Qx"})
     replay_rows(db, {"secure_sessions": row}, "secure_sessions")
     async with db.service() as service:
         for operation in (get, get_last, list_user, list_app, delete):
