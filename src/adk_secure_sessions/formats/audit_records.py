@@ -33,16 +33,10 @@ def record_context(database_id: bytes, chain: bytes, number: int, time: int) -> 
 def seal_record(
     cipher: Aes256Gcm, context: bytes, previous: bytes, fields: dict[str, object]
 ) -> bytes:
-    """Encrypt *fields* and return the record.
+    """Encrypt *fields*, values for JSON, and return the record, bound to *context*.
 
-    Args:
-        cipher: Encrypts with the key of the chain.
-        context: The result of `record_context`.
-        previous: The link of the record before it, or `NO_LINK`.
-        fields: Values for JSON.
-
-    Raises:
-        ValueError: The record would be longer than `MAX_RECORD`.
+    *previous* is the link of the record before it, or `NO_LINK`.  Raises ValueError if the record
+    would be longer than `MAX_RECORD`.
     """
     text = json.dumps(fields, separators=(",", ":")).encode("ascii")
     if len(text) + _OVERHEAD > MAX_RECORD:

@@ -40,9 +40,8 @@ def encrypted_size(size: int) -> int:
 class BlobEncryptor(KeyMaterial):
     """Encrypts one blob with a new random key.
 
-    Attributes:
-        key: The key of the blob.  The caller stores it in the record that names the blob.
-        size: The number of bytes of plaintext so far.
+    *key* is the key, which the caller stores in the record that names the blob.  *size* is the
+    number of bytes of plaintext so far.
     """
 
     __slots__ = ("_cipher", "_is_finished", "_next", "_pending", "key", "size")
@@ -56,10 +55,8 @@ class BlobEncryptor(KeyMaterial):
         self._is_finished = False
 
     def update(self, piece: Bytes) -> list[bytes]:
-        """Encrypt *piece*, of any length; return the next chunks of the blob, if any.
-
-        Raises:
-            ValueError: `finish` was called before, or the plaintext is longer than `MAX_SIZE`.
+        """Encrypt *piece*, of any length and within `MAX_SIZE`; return the next chunks of the blob,
+        if any.
         """
         if self._is_finished:
             raise ValueError("the blob is finished")
@@ -83,11 +80,7 @@ class BlobEncryptor(KeyMaterial):
         return sealed
 
     def finish(self) -> bytes:
-        """Encrypt the last chunk, and return the last bytes of the blob.
-
-        Raises:
-            ValueError: `finish` was called before.
-        """
+        """Encrypt the last chunk, and return the last bytes of the blob."""
         if self._is_finished:
             raise ValueError("the blob is finished")
         self._is_finished = True
@@ -103,9 +96,7 @@ class BlobEncryptor(KeyMaterial):
 class BlobDecryptor(KeyMaterial):
     """Decrypts one blob, or the part of one blob that contains a range of the plaintext.
 
-    Attributes:
-        first: The position in the blob of the first byte to pass to `update`.
-        end: The position in the blob after the last byte to pass to `update`.
+    Pass the bytes *first* to *end* - 1 of the blob to `update`.
     """
 
     __slots__ = (
@@ -116,15 +107,8 @@ class BlobDecryptor(KeyMaterial):
     def __init__(self, key: bytes, size: int, start: int = 0, stop: int | None = None) -> None:
         """Prepare to decrypt bytes *start* to *stop* - 1 of the plaintext, by default all bytes.
 
-        Args:
-            key: The key of the blob.
-            size: The number of bytes of the whole plaintext.  It comes from the record that names
-                the blob, never from the store.
-            start: The position in the plaintext of the first byte to return.
-            stop: The position after the last byte to return; by default *size*.
-
-        Raises:
-            ValueError: The range is not within the plaintext, or *key* does not have 32 bytes.
+        *size* is the number of bytes of the whole plaintext.  It comes from the record that names
+        the blob, never from the store.  Raises ValueError if the range is not within the plaintext.
         """
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size <= MAX_SIZE:
@@ -145,13 +129,9 @@ class BlobDecryptor(KeyMaterial):
         self._pending = bytearray()
 
     def update(self, piece: Bytes) -> bytes:
-        """Return the plaintext of the chunks that *piece* completes.
+        """Return the plaintext of the chunks that *piece*, of any length, completes.
 
-        Pass the bytes `first` to `end` - 1 of the blob, in order, in pieces of any length.
-
-        Raises:
-            TamperedError: A chunk was modified or moved, the header is not that of a blob, the
-                blob is too long, or the key is wrong.
+        Raises TamperedError if a chunk was modified or moved, or the blob is too long.
         """
         view = memoryview(piece).cast("B")
         self._unread -= len(view)
@@ -176,11 +156,7 @@ class BlobDecryptor(KeyMaterial):
         return b"".join(plaintext)
 
     def finish(self) -> None:
-        """Check that all bytes from `first` to `end` - 1 were passed to `update`.
-
-        Raises:
-            TamperedError: The blob is shorter than it was written.
-        """
+        """Raise TamperedError unless bytes `first` to `end` - 1 were passed to `update`."""
         if self._unread:
             raise TamperedError("the blob is shorter than it was written", reason=Reason.MISMATCH)
 
@@ -223,7 +199,7 @@ def encrypt_pieces(encryptor: BlobEncryptor, pieces: Iterable[Bytes]) -> Iterato
 async def encrypt_stream(
     encryptor: BlobEncryptor, pieces: AsyncIterable[Bytes]
 ) -> AsyncIterator[bytes]:
-    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 64 KiB or less."""
+    """Do the same as `encrypt_pieces` for an asynchronous iterator."""
     async for piece in pieces:
         for step in _steps(piece):
             for sealed in encryptor.update(step):
@@ -235,9 +211,6 @@ def decrypt_pieces(decryptor: BlobDecryptor, pieces: Iterable[Bytes]) -> Iterato
     """Decrypt *pieces* of a blob, and yield the plaintext in pieces of about 256 KiB or less.
 
     If the caller stops before the end, the rest of the blob has not been checked.
-
-    Raises:
-        TamperedError: See `BlobDecryptor`.
     """
     for piece in pieces:
         for step in _steps(piece):
@@ -249,13 +222,7 @@ def decrypt_pieces(decryptor: BlobDecryptor, pieces: Iterable[Bytes]) -> Iterato
 async def decrypt_stream(
     decryptor: BlobDecryptor, pieces: AsyncIterable[Bytes]
 ) -> AsyncIterator[bytes]:
-    """Decrypt *pieces* of a blob, and yield the plaintext in pieces of about 256 KiB or less.
-
-    If the caller stops before the end, the rest of the blob has not been checked.
-
-    Raises:
-        TamperedError: See `BlobDecryptor`.
-    """
+    """Do the same as `decrypt_pieces` for an asynchronous iterator."""
     async for piece in pieces:
         for step in _steps(piece):
             if plaintext := decryptor.update(step):

@@ -48,10 +48,7 @@ def is_envelope(start: str | bytes) -> bool:
 def parse_envelope(stored: object) -> Envelope:
     """Return the content of an envelope; *stored* is its bytes, or its base64 as text or bytes.
 
-    Raises:
-        PlaintextRefusedError: *stored* is JSON.
-        TamperedError: *stored* is empty, or not an envelope.
-        DecryptionError: *stored* has a backend id that adk-secure-sessions 1.x does not use.
+    JSON raises PlaintextRefusedError, and anything else that is not an envelope DecryptionError.
     """
     if isinstance(stored, str):
         stored = stored.encode("utf-8", "surrogatepass")

@@ -76,10 +76,8 @@ _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 17000
 class EventParser:
     """Parses the JSON of one event, and raises the errors of `Event.model_validate_json`.
 
-    JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.
-
-    Attributes:
-        is_fast: Whether the faster parser is used with the installed versions.
+    JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.  *is_fast* is whether the
+    faster parser is used with the installed versions.
     """
 
     def __init__(self) -> None:
@@ -103,8 +101,7 @@ class EventParser:
 def validated(model: type[M], values: Any) -> M:
     """Return the *model* in *values*, a dictionary or JSON, without a warning that quotes a value.
 
-    Raises:
-        ValueError: google-adk or google-genai rejects *values*.  The text may quote a value.
+    The text of a ValueError may quote a value.
     """
     silence_enumerations()
     try:

@@ -47,15 +47,11 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
     """Return the bytes to store for *event*.
 
     Fields that are None are omitted.  If a value cannot be converted to JSON or exceeds a limit,
-    its text is stored instead, and a warning is logged.
+    its text is stored instead, and a warning is logged; if *replaces* is False, ValueError is
+    raised.
 
-    Args:
-        event: The event.
-        replaces: If False, and the text of a value would be stored, raise ValueError instead.
-
-    Raises:
-        ValueError: The event could not be read back: it is too large, or the type of a field's
-            value is not the type that google-adk declares.
+    An event that could not be read back raises ValueError: it is too large, or the type of a
+    field's value is not the type that google-adk declares.
     """
     try:
         if _serializer is None:
@@ -80,11 +76,9 @@ def accept(data: bytes) -> tuple[bytes, Event] | None:
     """Return the bytes to store for the JSON of an event, and the event.
 
     *data* is JSON that google-adk has written.  It is stored as it is, which is much faster than
-    `encode`.  The event is equal to the one that `decode` returns for the stored bytes.
-
-    Returns:
-        None if *data* must not be stored as it is: it exceeds a limit, contains a lone surrogate,
-        or is not the JSON of an event that the installed google-adk can read.
+    `encode`.  The event is equal to the one that `decode` returns for the stored bytes.  Return
+    None if *data* must not be stored as it is: it exceeds a limit, contains a lone surrogate, or is
+    not the JSON of an event that the installed google-adk can read.
     """
     if json_text.fits(data):
         try:
@@ -97,9 +91,7 @@ def accept(data: bytes) -> tuple[bytes, Event] | None:
 def encode_item(values: JsonObject) -> bytes:
     """Return the bytes to store for *values*, an item of a collection.
 
-    Raises:
-        ValueError: A value cannot be converted to JSON, or exceeds a limit of `json_text`; or the
-            JSON is too large for one record.
+    Raises ValueError if a value cannot be converted to JSON or exceeds a limit of `json_text`.
     """
     try:
         data = to_json(values, inf_nan_mode="constants")
@@ -117,11 +109,7 @@ def encode_item(values: JsonObject) -> bytes:
 
 
 def decode_item(plaintext: bytes) -> JsonObject:
-    """Return the JSON object in *plaintext*: authenticated bytes that `encode_item` returned.
-
-    Raises:
-        DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an item.
-    """
+    """Return the JSON object in *plaintext*: authenticated bytes that `encode_item` returned."""
     _, values = json_text.read_event(plaintext)
     return values
 
@@ -214,11 +202,9 @@ def _has_json_form(value: object) -> bool:
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
     """Return the event in *plaintext*: authenticated bytes that `encode` returned.
 
-    Raises:
-        ConfigurationError: The installed google-adk cannot read the event.  The message names the
-            event's row (*session_row*, *seq*), the google-adk version that wrote the event, and
-            the installed version.
-        DecryptionError: *plaintext* is not a google-adk version followed by the JSON of an event.
+    If the installed google-adk cannot read the event, raise ConfigurationError, which names the
+    event's row (*session_row*, *seq*) and both versions of google-adk.  If *plaintext* is
+    malformed, raise DecryptionError.
     """
     event = _parsed(plaintext)
     return event or _decode_slowly(plaintext, "secure_events", f"{session_row}, {seq}")

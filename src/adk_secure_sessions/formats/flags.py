@@ -99,14 +99,8 @@ def padme(length: int) -> int:
 def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
     """Return `FLAGS`, then the content of *plaintext*, which begins with any flags.
 
-    Args:
-        plaintext: The plaintext of a record.
-        limit: The largest length of a content that was compressed.
-
-    Raises:
-        DecryptionError: The flags are unknown.
-        TamperedError: *plaintext* is empty, does not fit its flags, or is larger than *limit* after
-            decompression.  It is authentic, so the program that wrote it is faulty.
+    At most *limit* bytes are decompressed.  A plaintext that does not fit its flags is authentic,
+    so the program that wrote it is faulty: TamperedError.  Unknown flags raise DecryptionError.
     """
     if not plaintext:
         raise TamperedError("its plaintext is empty", reason=Reason.MALFORMED)
@@ -134,12 +128,7 @@ def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
 
 
 def require_none(plaintext: bytes) -> bytes:
-    """Return *plaintext* if its flags are `FLAGS`, as in all wrapped keys and version witnesses.
-
-    Raises:
-        DecryptionError: It has other flags.
-        TamperedError: It is empty.
-    """
+    """Return *plaintext* if its flags are `FLAGS`, as in all wrapped keys and version witnesses."""
     if plaintext.startswith(FLAGS):
         return plaintext
     if not plaintext:

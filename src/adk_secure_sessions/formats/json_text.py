@@ -82,11 +82,7 @@ def _parses(data: bytes, levels: int) -> bool:
 
 
 def dumps(values: JsonObject) -> bytes:
-    """Return the JSON of *values*, which are JSON values within the limits.
-
-    Raises:
-        ValueError: The JSON is too large for one record.
-    """
+    """Return the JSON of *values*, JSON values within the limits; ValueError if it is too large."""
     data = _dumps(values)
     if len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes of JSON are too large: the limit is {MAX_BYTES}")
@@ -154,20 +150,12 @@ def to_values(
 ) -> tuple[JsonObject, bool]:
     """Return *root* as JSON values within the limits, and whether a value was replaced by its text.
 
-    A value that cannot be converted to JSON is replaced by its text.  A value that exceeds a limit
-    is also replaced by its text, unless *reject* is given.  The function is not recursive, so
-    *root* may be nested to any depth.
-
-    Args:
-        root: Keys and values of any type.
-        levels: The maximum number of nested lists and objects.
-        bytes_mode: How bytes are converted: see `pydantic_core.to_jsonable_python`.
-        reject: The name of *root* in error messages.  If it is not empty, a value that exceeds a
-            limit raises ValueError.
-
-    Raises:
-        ValueError: A value exceeds a limit, and *reject* is given.  The message names the path of
-            keys to the value, and never the value.
+    *root* may have any keys and values; at most *levels* nested lists and objects are kept.  A
+    value that cannot be converted to JSON is replaced by its text.  A value that exceeds a limit is
+    also replaced by its text.  If *reject*, the name of *root*, is given, it raises ValueError
+    instead, which names the path of keys to the value, and never the value.  *bytes_mode* is that
+    of `pydantic_core.to_jsonable_python`.  The function is not recursive, so *root* may be nested
+    to any depth.
     """
     result: list[Any] = [None]
     replaced = False
@@ -282,9 +270,8 @@ def canonical(value: Any) -> bytes:
 def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) -> JsonObject:
     """Parse *data*, which must be authenticated, and return a new dict.
 
-    Raises:
-        DecryptionError: *data* is not a JSON object in UTF-8, or exceeds a limit, such as *levels*.
-            In the message, *name* stands for *data*.
+    If *data* is not a JSON object in UTF-8, or exceeds a limit, such as *levels*, raise
+    DecryptionError, in which *name* stands for *data*.
     """
     # The parser accepts MAX_LEVELS, and one more level if it is empty.  Lists around *data* use up
     # the difference.  This costs less than `within_levels`, a third of the time of the parser.  A
@@ -328,10 +315,7 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
     """Return the version of google-adk that wrote the event, and the event's fields.
 
     The version is for error messages.  If it does not look like a version, it may hold content, and
-    the result is a text that says so.
-
-    Raises:
-        DecryptionError: *plaintext* is malformed.
+    the result is a text that says so.  A malformed *plaintext* raises DecryptionError.
     """
     if end := version_end(plaintext):
         version = plaintext[1:end].decode("ascii")

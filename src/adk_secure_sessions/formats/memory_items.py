@@ -91,8 +91,7 @@ class MemoryItem(NamedTuple):
 def parse_item(values: JsonObject, number: int) -> MemoryItem:
     """Return the item with the number *number* from its authenticated JSON *values*.
 
-    Raises:
-        DecryptionError: *values* are not those of an item: the program that wrote them is faulty.
+    Other values raise DecryptionError: the program that wrote them is faulty.
     """
     scope, add, deleted = values.get("scope"), values.get("add", []), values.get("deleted", [])
     drop, replacement = values.get("drop", {}), values.get("replacement")
@@ -147,18 +146,9 @@ def _is_list(value: Any, kind: type) -> bool:
 def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_row: int) -> None:
     """Check that no item was replaced by an older record or by a record of another copy.
 
-    If an item drops entries of earlier items, the transaction that stores the item also stores a
-    new record of each of these earlier items.
-
-    Args:
-        items: The last items of a collection: all items from the number *first* on.
-        first: The number of the first of these items.
-        table: The table of the items, for the error.
-        session_row: The row id of the collection, for the error.
-
-    Raises:
-        TamperedError: The record of an item is an older record, or a record of another copy of the
-            database; or the record still contains an entry that a later item drops.
+    *items* are the last items of a collection: all items from the number *first* on.  If an item
+    drops entries of earlier items, the transaction that stores the item also stores a new record of
+    each of these earlier items.  *table* and *session_row* are for the error.
     """
     numbered = list(enumerate(items, first))
     replacements: dict[int, str] = {}

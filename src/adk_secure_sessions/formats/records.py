@@ -69,11 +69,7 @@ def encode_text(text: str) -> bytes:
 
 
 def decode_text(data: object) -> str:
-    """Return the text that `encode_text` encoded.
-
-    Raises:
-        TamperedError: *data* is not bytes, or not UTF-8.
-    """
+    """Return the text that `encode_text` encoded; TamperedError if *data* is not UTF-8."""
     try:
         return binary(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -83,9 +79,7 @@ def decode_text(data: object) -> str:
 def binary(value: object) -> bytes:
     """Check that *value*, which was read from a binary column, is bytes, and return it.
 
-    Raises:
-        TamperedError: *value* is not bytes.  SQLite stores any type in any column, so a modified
-            row may hold another type.
+    SQLite stores any type in any column, so a modified row may hold another type: TamperedError.
     """
     if not isinstance(value, bytes):
         raise TamperedError(
@@ -98,22 +92,16 @@ def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
     """Return the context that consists of *parts* and at most 7 *numbers*.
 
     A context has the length and the bytes of each part, then the length and the bytes of all
-    numbers, so different arguments give different contexts (docs/format.md, "Contexts").
-
-    Raises:
-        TamperedError: A part is neither text nor bytes, or a number is not a 64-bit integer.
+    numbers, so different arguments give different contexts (docs/format.md, "Contexts").  An
+    argument of another type, which a modified row may hold, raises TamperedError.
     """
     return numbered_context(context_parts(parts), *numbers)
 
 
 def numbered_context(parts: bytes, *numbers: int) -> bytes:
-    """Return the context that consists of *parts* and *numbers*.
+    """Return the context that consists of *parts*, a result of `context_parts`, and *numbers*.
 
-    *parts* is a result of `context_parts`.  If many rows have the same parts, this function is
-    faster than `context`.
-
-    Raises:
-        TamperedError: A number is not a 64-bit integer.
+    If many rows have the same parts, this function is faster than `context`.
     """
     count = len(numbers)
     try:
@@ -124,11 +112,7 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
 
 
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
-    """Return the first half of a context: the length and the bytes of each part.
-
-    Raises:
-        TamperedError: A part is neither text nor bytes.
-    """
+    """Return the first half of a context: the length and the bytes of each part."""
     made = []
     for part in parts:
         if not isinstance(part, str | bytes):
@@ -141,10 +125,7 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
 
 
 def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
-    """Encrypt *content*, neither compressed nor padded; return the record, bound to *context*.
-
-    Raises the error of `seal_whole`.
-    """
+    """Encrypt *content*, neither compressed nor padded; return the record, bound to *context*."""
     return seal_whole(cipher, backend_id, key_id, context, FLAGS + content)
 
 
@@ -153,9 +134,8 @@ def seal_whole(
 ) -> bytes:
     """Encrypt *plaintext*, which begins with its flags; return the record, bound to *context*.
 
-    Raises:
-        SecureSessionError: the cipher failed.  The message names the class of the cipher's
-            exception, but does not contain the exception's text.
+    If the cipher fails, the message of the SecureSessionError names the class of the cipher's
+    exception, but does not contain the exception's text.
     """
     start = pack(backend_id, key_id)
     failure = "it returned something that is not bytes"
@@ -176,11 +156,8 @@ def pack(backend_id: int, key_id: int) -> bytes:
 def unpack(stored: bytes) -> tuple[int, int]:
     """Return the backend id and the key id in a record's header, which is not authenticated yet.
 
-    SQLite stores any type in any column: in a modified row, *stored* can have another type.
-
-    Raises:
-        PlaintextRefusedError: *stored* is not a record.
-        TamperedError: *stored* is empty, or its header is malformed.
+    SQLite stores any type in any column: in a modified row, *stored* can have another type.  Raises
+    PlaintextRefusedError if *stored* is not a record, and TamperedError if it is malformed.
     """
     if not stored:
         raise TamperedError("its encrypted value was removed", reason=Reason.MISSING)
@@ -205,26 +182,19 @@ def header(stored: object) -> tuple[int, int] | None:
 
 
 def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return its content.
-
-    Raises the errors of `open_with_flags`.
-    """
+    """Decrypt a record whose header `unpack` accepted; return its content."""
     return open_with_flags(stored, context, cipher)[1:]
 
 
 def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a record whose header `unpack` accepted; return `FLAGS` and its content.
 
-    A compressed or padded content is returned as it was before.
+    A compressed or padded content is returned as it was before.  Use this function for events, of
+    which a read may have thousands.  The caller takes slices of each result, so removing the flags
+    here would only add a copy.
 
-    Use this function for events, of which a read may have thousands.  The caller takes slices of
-    each result, so removing the flags here would only add a copy.
-
-    Raises:
-        DecryptionError: The cipher raised DecryptionError, or the record has flags of a later
-            release.
-        TamperedError: The cipher raised another exception, whose text is not repeated; or the
-            plaintext is empty, does not fit its flags, or is not bytes.
+    Raises DecryptionError if the cipher does, or if the record has flags of a later release.  Any
+    other failure is a TamperedError, which does not repeat the text of the cipher's exception.
     """
     packed = None
     try:
@@ -245,18 +215,14 @@ def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a record whose header `unpack` accepted; return its plaintext with its own flags.
 
-    To encrypt a record again without a change, pass the result to `seal_whole`.
-
-    Raises the errors of `open_with_flags`, also for flags that do not fit the plaintext.
+    To encrypt a record again without a change, pass the result to `seal_whole`.  Flags that do not
+    fit the plaintext are rejected.
     """
     return _checked(stored, context, cipher, expand)
 
 
 def open_without_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a wrapped data key or a version witness, which has no flags; return its content.
-
-    Raises the errors of `open_with_flags`, also for flags that other records may have.
-    """
+    """Decrypt a wrapped data key or a version witness, which has no flags; return its content."""
     return _checked(stored, context, cipher, require_none)[1:]
 
 
@@ -297,11 +263,9 @@ _KEY_IDS = [Struct(f">B{count}q") for count in range(256)]
 class OwnerFields(NamedTuple):
     """The fields in the plaintext of an app's or a user's row.
 
-    Attributes:
-        link: The link that the row shares with its version witness; new in each version.
-        key_ids: The ids of the data keys that may encrypt new records of this owner: one for each
-            backend that writes.
-        state: The owner's state as JSON.
+    *link* is the link that the row shares with its version witness; new in each version.  *key_ids*
+    are the ids of the data keys that may encrypt new records of this owner: one for each backend
+    that writes.  *state* is the owner's state as JSON.
     """
 
     link: bytes
@@ -310,12 +274,10 @@ class OwnerFields(NamedTuple):
 
 
 class SessionFields(NamedTuple):
-    """The fields in the plaintext of a session's row.
+    """The fields in the plaintext of a session's row; *overlay* is JSON.
 
-    Attributes:
-        head: The link of the last event; `NO_LINK` if the session has no events.
-        snapshot_link: The link of the snapshot; `NO_LINK` if the session has no snapshot.
-        overlay: The overlay as JSON.
+    *head* is the link of the last event, and *snapshot_link* that of the snapshot; `NO_LINK` if
+    there is none.
     """
 
     head: bytes
@@ -335,10 +297,7 @@ def with_id(identifier: str, rest: bytes) -> bytes:
 
 
 def split_id(plaintext: bytes) -> tuple[str, bytes]:
-    """Return the id and the rest of a plaintext that `with_id` returned.
-
-    Raises TamperedError if the plaintext is malformed.
-    """
+    """Return the id and the rest of a plaintext that `with_id` returned."""
     if len(plaintext) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
         if end <= len(plaintext):
@@ -353,10 +312,7 @@ def join_owner(fields: OwnerFields) -> bytes:
 
 
 def split_owner(data: bytes) -> OwnerFields:
-    """Return the fields that `join_owner` joined.
-
-    Raises TamperedError if *data* is malformed.
-    """
+    """Return the fields that `join_owner` joined."""
     try:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
@@ -366,15 +322,12 @@ def split_owner(data: bytes) -> OwnerFields:
 
 
 def join_session(fields: SessionFields) -> bytes:
-    """Join *fields*, and return the result: the bytes that a session's plaintext contains."""
+    """Join *fields* to the bytes that a session's plaintext contains."""
     return fields.head + fields.snapshot_link + fields.overlay
 
 
 def split_session(data: bytes) -> SessionFields:
-    """Return the fields that `join_session` joined.
-
-    Raises TamperedError if *data* is too short.
-    """
+    """Return the fields that `join_session` joined."""
     if len(data) < 2 * LINK_LENGTH:
         raise _malformed()
     end = 2 * LINK_LENGTH
@@ -382,10 +335,7 @@ def split_session(data: bytes) -> SessionFields:
 
 
 def split_link(data: bytes) -> tuple[bytes, bytes]:
-    """Return the link at the start of *data*, and the rest.
-
-    Raises TamperedError if *data* is too short.
-    """
+    """Return the link at the start of *data*, and the rest."""
     if len(data) < LINK_LENGTH:
         raise _malformed()
     return data[:LINK_LENGTH], data[LINK_LENGTH:]

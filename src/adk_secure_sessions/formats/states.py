@@ -57,21 +57,12 @@ def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
 
 
 def dumps(state: JsonObject) -> bytes:
-    """Return the JSON of *state*, whose values are JSON values within the limits of `json_text`.
-
-    Raises:
-        ValueError: The JSON is too large for one record.
-    """
+    """Return the JSON of *state*, whose values are JSON values within the limits of `json_text`."""
     return json_text.dumps(state) if state else b"{}"
 
 
 def loads(data: bytes, name: str = "the state") -> JsonObject:
-    """Parse *data*, which must be authenticated, and return the state as a new dict.
-
-    Raises:
-        DecryptionError: *data* is not a JSON object, or exceeds a limit of `json_text`.  In the
-            message, *name* stands for *data*.
-    """
+    """Parse the state *data*, which must be authenticated; see `json_text.loads`."""
     return {} if data == b"{}" else json_text.loads(data, name, MAX_STATE_LEVELS)
 
 
@@ -79,15 +70,8 @@ def encode(state: JsonObject, prefix: str = "") -> bytes:
     """Check that *state*, which the application gave, is within the limits, and return its JSON.
 
     As in ADK, a value that cannot be converted to JSON is replaced by its text, and a warning is
-    logged.
-
-    Args:
-        state: Keys and values of one scope.
-        prefix: The prefix of the scope, for messages.
-
-    Raises:
-        ValueError: A value or a key exceeds a limit.  The message names the path of keys to the
-            value, and never the value.
+    logged.  A value or a key that exceeds a limit raises ValueError, which names the path of keys
+    to the value, and never the value.  *prefix* is the prefix of the scope, for messages.
     """
     if not state:
         return b"{}"

@@ -31,14 +31,9 @@ def size_of_event(plaintext: bytes) -> int:
 class History(KeyMaterial):
     """The first events of a session; it is never changed.
 
-    The base class keeps the content out of `repr`.
-
-    Attributes:
-        row: The row id of the session.
-        link: The link of the last of these events.
-        times: The time of each event, in microseconds since 1970, UTC.
-        events: The decoded events.
-        size: The size in bytes.
+    The base class keeps the content out of `repr`.  *row* is the row id of the session, and *link*
+    the link of the last of these events.  *times* are microseconds since 1970, UTC; *size* is in
+    bytes.
     """
 
     __slots__ = ("events", "link", "row", "size", "times")

@@ -28,11 +28,7 @@ def witness_change(old: int, new: WitnessRow) -> Change:
 
 
 class OwnerChanges:
-    """The changes of apps and users that one attempt makes.
-
-    Attributes:
-        changes: The changes, in the order in which they must be applied.
-    """
+    """The *changes* of apps and users that one attempt makes, in the order to apply them."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.changes: list[Change] = []
@@ -50,14 +46,9 @@ class OwnerChanges:
     ) -> Owner:
         """Merge *delta* into the app's state: add the changes to `changes`, and return the app.
 
-        If *app* is None, add the changes that insert the app's row and its version witness.
-
-        Args:
-            found: The rows that this attempt has read.
-            app: The decrypted app; None if the app is not stored.
-            delta: The entries to add to the app's state.
-            needs_key: Also ensure that the app's row names a data key with which this process may
-                encrypt new records.
+        If *app*, the decrypted app, is None, add the changes that insert the app's row and its
+        version witness.  If *needs_key* is True, also ensure that the app's row names a data key
+        with which this process may encrypt new records.
         """
         if app is None:
             app = self._insert(self._attempt.who.app_tag, 0, "", delta)
@@ -72,14 +63,9 @@ class OwnerChanges:
     def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
         """Merge *delta* into the user's state: add the changes to `changes`, and return the user.
 
-        If *user* is None, add the changes that insert the user's row and its version witness.  Also
-        ensure that the user's row names a data key with which this process may encrypt new records.
-
-        Args:
-            found: The rows that this attempt has read.
-            user: The decrypted user; None if the user is not stored.
-            app_row: The row id of the user's app.
-            delta: The entries to add to the user's state.
+        If *user*, the decrypted user, is None, add the changes that insert the user's row and its
+        version witness.  Also ensure that the user's row names a data key with which this process
+        may encrypt new records.  *app_row* is the row id of the user's app.
         """
         if user is None:
             who = self._attempt.who
@@ -128,15 +114,9 @@ class OwnerChanges:
     def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
         """Ensure that the owner's row names only one data key, created at *since* or later.
 
-        If the owner has no such data key, create one.
-
-        Args:
-            owner: The decrypted row of an app or a user.
-            stored: The record that the row contains; the change requires that it is unchanged.
-            since: The earliest time of creation, in microseconds since 1970, UTC.
-
-        Returns:
-            True if changes of the owner's row were added; False if the row needs no change.
+        If the owner has no such data key, create one.  *stored* is the record in the row; the
+        change requires that it is unchanged.  *since* is in microseconds since 1970, UTC.  Return
+        whether changes of the owner's row were added.
         """
         if self._keys.created:
             self._keys.adopt(owner.tag, self._keys.created)

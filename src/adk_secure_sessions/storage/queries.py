@@ -651,12 +651,9 @@ def data_keys_of(number: int) -> CompoundSelect[Any]:
 def migrated_rows(owner: str, number: int) -> Select[Any]:
     """Return the query for the rows of `secure_migrated` with one of *number* tags.
 
-    The parameters are the tags, as `numbered` returns them.  Each row also has the id and the
-    version (for a session, the revision) of the stored session, user or app, or NULL.
-
-    Args:
-        owner: The name of the table: `secure_sessions`, `secure_users` or `secure_apps`.
-        number: The number of tags.
+    The parameters are the tags, as `numbered` returns them.  *owner* is the name of the table of
+    sessions, users or apps.  Each row also has the id and the version (for a session, the revision)
+    of the stored session, user or app, or NULL.
     """
     table = {table.name: table for table in (sessions, users, apps)}[owner]
     version = table.c.revision if table is sessions else table.c.version

@@ -324,18 +324,9 @@ def open_events(
     context only once, and looks up the cipher only if an event names another data key than the
     event before it.
 
-    Args:
-        attempt: Contains the data keys and the ids of the session.
-        session: The session of the events.
-        history: Rows of events as the driver returns them, sorted by `seq`.
-        previous: The link of the event before the first; `NO_LINK` if there is no such event, and
-            None if that event was not read.
-
-    Returns:
-        The events' plaintexts without flags and links, and the link of the last event.
-
-    Raises:
-        DecryptionError: An event was tampered with, or belongs to another copy of the database.
+    *history* has rows as the driver returns them, sorted by `seq`.  *previous* is the link of the
+    event before the first: `NO_LINK` if there is no such event, and None if that event was not
+    read.  Return the plaintexts without flags and links, and the link of the last event.
     """
     who, session_row = attempt.who, session.id
     parts = who.event_parts
@@ -454,15 +445,10 @@ def seal_events(
     links: Iterable[bytes],
     previous: bytes,
 ) -> list[EventRow]:
-    """Return the rows of new events that follow each other.
+    """Return the rows of new events that follow each other, from the `seq` *first* on.
 
-    Args:
-        attempt: Contains the data keys and the ids of the session.
-        session_row: The row id of the session.
-        first: The `seq` of the first event.
-        new: The plaintext and the time of each event.
-        links: The link of each event.
-        previous: The link of the event before the first; `NO_LINK` if there is no such event.
+    *new* has the plaintext and the time of each event, and *links* the link of each.  *previous* is
+    the link of the event before the first; `NO_LINK` if there is no such event.
     """
     parts, owner, seal = attempt.who.event_parts, attempt.who.user_tag, attempt.keys.seal
     rows = []

@@ -63,9 +63,8 @@ OVERLAY_LIMIT = 8 * 1024
 class DuplicateSession(Exception):
     """A session with this id is already stored.
 
-    Attributes:
-        may_have_expired: Whether the stored row contains an expiry time.  The row was not
-            decrypted, so this time was not authenticated.
+    *may_have_expired* is whether the stored row contains an expiry time.  The row was not
+    decrypted, so this time was not authenticated.
     """
 
     def __init__(self, *, may_have_expired: bool = False) -> None:
@@ -109,10 +108,8 @@ class Created(NamedTuple):
 class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
-    If the running access must be stored in the audit trail, the transaction also stores its record.
-
-    Attributes:
-        change: What the transaction changes, for this record.
+    If the running access must be stored in the audit trail, the transaction also stores its record,
+    in which *change* says what the transaction changes.
     """
 
     reads_keys = False
@@ -182,15 +179,8 @@ class CreateSession(Write[Created]):
     """Store a new session, and its app and its user if they are not stored yet.
 
     If the user already has a session with this id, `attempt` raises DuplicateSession and changes
-    nothing.
-
-    Args:
-        who: The ids of the session.
-        app_delta: The entries to add to the app's state.
-        user_delta: The entries to add to the user's state.
-        state: The session's own state, as JSON.
-        now: The time of the creation, in microseconds UTC.
-        expires_at: When the session expires, in microseconds UTC; `NEVER` if it does not expire.
+    nothing.  The two deltas are added to the states of the app and the user; *state* is the
+    session's own state, as JSON.  The times are microseconds UTC.
     """
 
     change = "create"
@@ -294,14 +284,7 @@ class CreateSession(Write[Created]):
 
 
 class KnownOwners(NamedTuple):
-    """The cached app and user of an attempt.
-
-    Attributes:
-        app: The app.
-        user: The user.
-        columns: The parameters of `queries.INSERT_SESSION_OF_KNOWN` that contain the rows of the
-            app, the user and their version witnesses.
-    """
+    """The cached app and user, with *columns*, the parameters of INSERT_SESSION_OF_KNOWN."""
 
     app: Owner
     user: Owner
@@ -334,14 +317,10 @@ class AppendEvent(Write[StoredSession]):
 
     `attempt` returns the updated session.  It raises MissingSession if the session does not exist
     or has expired.  It raises StaleRevision if the row id or the revision of the stored session
-    differs from that in *expected*.
+    differs from that in *expected*, which the caller's session object has.
 
-    Args:
-        who: The ids of the session.
-        expected: The row id and the revision that the caller's session object has.
-        event: The event to append.
-        stored: Called with the updated session if the caller was cancelled while the transaction
-            ran, and the event was committed.
+    *stored* is called with the updated session if the caller was cancelled while the transaction
+    ran, and the event was committed.
     """
 
     change = "append"
@@ -548,11 +527,9 @@ class RenewKey(Write[bool]):
     not used.  If False, the owner is the app.  `attempt` returns whether the owner's row still
     exists.
 
-    Attributes:
-        created: Whether a data key was created.
-        changed: Whether the owner's row and version witness were changed.  If so, both are now
-            encrypted with the data key that encrypts new records.
-        stored_keys: The ids of data keys that were stored in the key database.
+    *created* is whether a data key was created.  *changed* is whether the owner's row and version
+    witness were changed; both are then encrypted with the data key that encrypts new records.
+    *stored_keys* are the ids of data keys that were stored in the key database.
     """
 
     change = "data key"
