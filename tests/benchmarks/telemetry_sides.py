@@ -36,13 +36,13 @@ KEY = bytes(range(32))
 OTEL_SCOPE = "adk_secure_sessions"
 # SQLite records the size of each commit outside of operations, also for the other sides.
 OF_ALL_SIDES = "adk_secure_sessions.group_commit.size"
-# Without `measured`, which is the outer one of their decorators.  It also applies `hides_locals`,
-# which is not telemetry and is therefore part of all sides.
+# Without their decorator, which measures and also does what `hides_locals` does.  The latter is not
+# telemetry and is therefore part of all sides.
 _CREATE, _APPEND, _GET = (
     hides_locals(
         cast(
             "Callable[..., Awaitable[Any]]",
-            vars(EncryptedSessionService)[name].__wrapped__.__wrapped__,
+            vars(EncryptedSessionService)[name].__wrapped__,
         )
     )
     for name in ("create_session", "append_event", "get_session")
