@@ -471,6 +471,7 @@ def test_thread_of_a_call_with_a_slow_answer_over_tls_ends(
 async def test_process_reads_the_configuration_of_aws_once_for_each_key(
     kms: Kms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arn = kms.new_key()  # the test server also makes sessions
     made = []
     make = botocore.session.Session
 
@@ -479,7 +480,7 @@ async def test_process_reads_the_configuration_of_aws_once_for_each_key(
         return make(**options)
 
     monkeypatch.setattr(botocore.session, "Session", note)
-    key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address)
+    key = AwsKmsKey(arn, endpoint_url=kms.address)
     made.clear()
     await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT)
     assert made == []
