@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.maintenance import (
     Database,
-    RotationProgress,
+    UnfinishedRotation,
     rotate_data,
     rotate_master,
     status,
@@ -47,12 +47,12 @@ async def test_status_lists_rotations_that_have_not_ended(url: str, place: sa.UR
         ]
         run_sql(place, "UPDATE secure_meta SET value = 'x' WHERE name = 'rotation.data'")
         bad, other = (await status(db)).unfinished
-        assert bad == RotationProgress("data", None, False, None, None)
+        assert bad == UnfinishedRotation("data", None, False, None, None)
         assert other[:3] == master[:3]
     for backend in (None, AesGcmBackend(NEW)):  # neither unwraps the index master
         async with Database(url, backend) as db:
             bad, other = (await status(db)).unfinished
-            assert bad == RotationProgress("data", None, None, None, None)
+            assert bad == UnfinishedRotation("data", None, None, None, None)
             assert other[:3] == ("master", master.since, None)
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         RecordCount,
         Retirement,
         RootRotation,
-        RotationProgress,
         Separated,
         Status,
         TrailStatus,
@@ -289,7 +288,7 @@ def _percent(count: RecordCount) -> str:
     return f"{100 * count.newest // max(count.rows, 1)}%"  # rounded down: 100% means all rows
 
 
-def _unfinished(rotation: RotationProgress, again: str) -> str:
+def _unfinished(rotation: UnfinishedRotation, again: str) -> str:
     if rotation.genuine is False or rotation.since is None:
         return (
             f"{rotation.rotation}: its checkpoint was tampered with; "
@@ -333,7 +332,7 @@ def _audit_trail(found: TrailStatus) -> str:
     return f"{counts}, the oldest of {moment(found.since)}" if found.since is not None else counts
 
 
-def _done(rotation: RotationProgress) -> str:
+def _done(rotation: UnfinishedRotation) -> str:
     assert rotation.done is not None
     assert rotation.total is not None
     percent = 100 * rotation.done // max(rotation.total, 1)

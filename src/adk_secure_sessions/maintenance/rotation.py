@@ -47,11 +47,17 @@ class UnfinishedRotation(NamedTuple):
             malformed.
         genuine: True if the stored checkpoint is authentic, False if it was modified.  None if
             no root keys were given, or if they do not unwrap the keyring.
+        done: Only in the result of `status`, and if the checkpoint was not modified: for `data`,
+            the number of records whose data key was created since the rotation began; for `master`,
+            the number of data keys whose data master was created since then.
+        total: In the same cases, the number of all records, or of all data keys.
     """
 
     rotation: str
     since: int | None
     genuine: bool | None
+    done: int | None = None
+    total: int | None = None
 
 
 class Rotation(ABC):

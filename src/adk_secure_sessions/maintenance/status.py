@@ -62,30 +62,6 @@ class MasterKey(NamedTuple):
     unwraps: bool | None
 
 
-class RotationProgress(NamedTuple):
-    """The progress of an unfinished rotation.
-
-    The database does not tell whether the rotation still runs.  `done` and `total` are None if the
-    checkpoint was tampered with.
-
-    Attributes:
-        rotation: The name of the rotation, `master` or `data`.
-        since: When the rotation began, in microseconds since 1970, UTC; None if its checkpoint is
-            malformed.
-        genuine: Whether the checkpoint is authentic; None if no root keys were given, or if they do
-            not unwrap the keyring.
-        done: For `data`, the number of records whose data key was created since the rotation began.
-            For `master`, the number of data keys whose data master was created since then.
-        total: For `data`, the number of all records.  For `master`, the number of all data keys.
-    """
-
-    rotation: str
-    since: int | None
-    genuine: bool | None
-    done: int | None
-    total: int | None
-
-
 class MigrationStatus(NamedTuple):
     """The progress of a migration into the database.
 
@@ -166,7 +142,7 @@ class Status(NamedTuple):
     masters: tuple[MasterKey, ...]
     data_keys: tuple[DataKeyCount, ...]
     records: tuple[RecordCount, ...]
-    unfinished: tuple[RotationProgress, ...]
+    unfinished: tuple[UnfinishedRotation, ...]
     migration: MigrationStatus | None
     state_index: IndexStatus | None
     audit_trail: TrailStatus | None
@@ -308,9 +284,9 @@ def _progress(
     masters: list[MasterKey],
     keys: tuple[DataKeyCount, ...],
     records: tuple[RecordCount, ...],
-) -> RotationProgress:
+) -> UnfinishedRotation:
     if one.since is None or one.genuine is False:
-        return RotationProgress(one.rotation, one.since, one.genuine, None, None)
+        return one
     if one.rotation == "master":
         new = {row.id for row in masters if row.purpose == DATA and row.created_at >= one.since}
         done = sum(count.keys for count in keys if count.master_id in new)
@@ -318,7 +294,7 @@ def _progress(
     else:
         done = sum(count.newest for count in records)
         total = sum(count.rows for count in records)
-    return RotationProgress(one.rotation, one.since, one.genuine, done, total)
+    return one._replace(done=done, total=total)
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
