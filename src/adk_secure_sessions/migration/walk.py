@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.maintenance.problems import Listed
 from adk_secure_sessions.migration.sources import (
     Ids,
     Scope,
@@ -34,7 +35,6 @@ CONFLICT = "both sides have changed or deleted it since it was copied"
 SAME_ID = "the target has one with the same ids that was not copied"
 GONE = "it was copied before, and the source no longer has it"
 
-_MAX_LISTED = 1000
 _EVENT_OVERHEAD = 200  # an estimate of the memory that an event takes in addition to its bytes
 
 
@@ -351,21 +351,14 @@ class Finding(NamedTuple):
         return f"{self.kind} {self.tag or '(unknown)'}{ids and f' ({ids})'}: {self.reason}"
 
 
-class Findings:
-    """Counts the findings of a run, and keeps the first 1000 of them in `kept`.
-
-    Args:
-        with_ids: Whether to keep readable ids.
-    """
+class Findings(Listed[Finding]):
+    """Counts the findings of a run, and keeps the first 1000; *with_ids* keeps readable ids."""
 
     def __init__(self, *, with_ids: bool) -> None:
+        super().__init__()
         self._with_ids = with_ids
-        self.count: int = 0
-        self.kept: list[Finding] = []
 
     def add(self, tag: bytes, reason: str, *ids: str) -> None:
         """Add a finding; *ids* are the app name, the user id and the session id, or fewer."""
-        self.count += 1
-        if len(self.kept) < _MAX_LISTED:
-            kind = ("app", "user", "session")[len(ids) - 1]
-            self.kept.append(Finding(kind, tag.hex(), reason, *(ids if self._with_ids else ())))
+        kind = ("app", "user", "session")[len(ids) - 1]
+        self.append(Finding(kind, tag.hex(), reason, *(ids if self._with_ids else ())))
