@@ -176,7 +176,7 @@ async def test_replayed_list_of_features_does_not_hide_the_source_from_an_erasur
     older = target.features()
     async with target.service() as service:
         if is_empty:
-            await service._store.prepare_imports()
+            await service._imports.prepare_imports()
         else:
             session = await service.get_session(**OTHER)
             assert session is not None
@@ -300,7 +300,7 @@ async def test_removed_mark_switches_the_fallback_on_again(
     """Therefore, replace `PlaintextFallbackService` after the migration."""
     async with target.service() as service:
         await service._copy((APP, "ada", "other"))
-        await service._store.complete_migration()
+        await service._imports.complete_migration()
     source.put("ada", "planted", ["forged"])
     async with target.service() as service:
         assert await service.get_session(**ADA, session_id="planted") is None
@@ -315,12 +315,12 @@ async def test_removed_mark_switches_the_fallback_on_again(
 async def test_replayed_mark_that_was_withdrawn_ends_the_fallback_again(target: Target) -> None:
     """The sessions are then missing, and are neither forged nor overwritten."""
     async with target.service() as service:
-        await service._store.complete_migration()
+        await service._imports.complete_migration()
     with closing(sqlite3.connect(target.path)) as connection:
         query = "SELECT value FROM secure_meta WHERE name = 'migration'"
         ((mark,),) = connection.execute(query).fetchall()
     async with target.service() as service:
-        assert await service._store.withdraw_migration()
+        assert await service._imports.withdraw_migration()
     async with target.service() as service:
         assert await service.get_session(**OTHER) is not None
     target.run("INSERT INTO secure_meta VALUES ('migration', ?)", mark)

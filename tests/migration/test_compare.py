@@ -39,7 +39,7 @@ async def compared(source: Source, url: str, **options: Any) -> Comparison:
 
 async def is_complete(url: str) -> bool:
     async with database(url) as db:
-        return await (await db.store()).migration_is_complete()
+        return await db.imports.migration_is_complete()
 
 
 def numbers(done: Comparison) -> dict[str, int]:
@@ -117,7 +117,7 @@ async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
     source = filled()
     await copy(source, file_url)
     async with database(file_url) as db:
-        await (await db.store()).mark_source_erased()
+        await db.imports.mark_source_erased()
     source.put("carol", "later")
     done = await compared(source, file_url)
     assert (done.clean, done.withdrawn) == (False, False)

@@ -315,7 +315,7 @@ async def test_copied_session_shows_states_that_were_not_copied(
     """`migrate` copies the sessions first, and the states at its end."""
     header = await source.find(APP, "ada", "visit")
     content = (await source.read([header.session]))[header.session]  # type: ignore[union-attr]
-    result = await service._store.import_session(
+    result = await service._imports.import_session(
         APP, "ada", "visit", state=b'{"step": 3}', events=[], created_at=0,
         updated_at=content.updated_at, source_version="1",  # type: ignore[union-attr]
     )  # fmt: skip
@@ -496,7 +496,7 @@ async def test_deleting_an_unknown_session_stores_nothing(
 ) -> None:
     ids = (APP, "ada", "unknown")
     await service.delete_session(app_name=APP, user_id="ada", session_id="unknown")
-    assert await service._store.imported([ids]) == {}
+    assert await service._imports.imported([ids]) == {}
 
 
 async def test_erased_user_is_not_read_from_the_source(
@@ -505,7 +505,7 @@ async def test_erased_user_is_not_read_from_the_source(
     source.put("bob", "bobs")
     session = await get(service)
     await service.append_event(session, said("four", 4))
-    await service._store.tombstone(APP, "ada")
+    await service._imports.tombstone(APP, "ada")
     await service.service.delete_session(**VISIT)
     for reader in (service, opened()):
         assert await reader.get_session(**OTHER) is None
@@ -628,7 +628,7 @@ async def test_complete_migration_ends_fallback(
 ) -> None:
     before = await get(service)
     await service._copy((APP, "ada", "visit"))
-    await service._store.complete_migration()
+    await service._imports.complete_migration()
     second = opened()
     await second.prepare_tables()
     assert "the migration is complete" in caplog.text
@@ -646,8 +646,8 @@ async def test_running_service_stops_reading_when_its_keyring_is_renewed(
     service: PlaintextFallbackService, source: MemoryLookup
 ) -> None:
     await get(service)
-    await service._store.complete_migration()
-    unit = service._store.unit
+    await service._imports.complete_migration()
+    unit = service._unit
     await unit.renew_keyring((await unit.keys()).keyring)
     source.queries.clear()
     assert await service.get_session(**OTHER) is None
@@ -784,4 +784,4 @@ async def test_migrated_database_can_be_opened_by_commands(
 ) -> None:
     await service.append_event(await get(service), said("four", 4))
     async with Database(f"sqlite+aiosqlite:///{tmp_path}/sessions.db", AesGcmBackend(KEY)) as db:
-        assert await (await db.store()).has_imports()
+        assert await db.imports.has_imports()

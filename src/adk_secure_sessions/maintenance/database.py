@@ -31,7 +31,6 @@ from adk_secure_sessions.storage.schema import (
     keyring,
     sessions,
 )
-from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.storage.survey import AUDIT, Survey, look_at
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.tracebacks import hides_locals
@@ -203,10 +202,6 @@ class Database(KeyMaterial, ClosedByWith):
             KeyServiceError: The key provider failed.
         """
         return await self.unit.keys()
-
-    async def store(self) -> Store:
-        await self.keys()
-        return Store(self.unit)
 
     async def renew_keyring(self) -> Keyring:
         """Read the keyring again and return it.  Call this method after master keys changed."""

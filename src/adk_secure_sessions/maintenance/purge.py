@@ -15,9 +15,8 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import Due, SessionIds, located_sessions, purgeable
 from adk_secure_sessions.results import Result, count, listing
-from adk_secure_sessions.storage.reads import GetSession
+from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.schema import sessions
-from adk_secure_sessions.storage.writes import DeleteSession
 
 
 @dataclass
@@ -115,8 +114,8 @@ async def _delete(db: Database, ids: SessionIds, due: Due, dry_run: bool) -> boo
     """
     who = await db.unit.identify(*ids[:3])
     if not dry_run:
-        return await db.unit.run(DeleteSession(who, due.includes))
-    found = await db.unit.run(GetSession(who, lambda *_: None, 0, finds_expired=True))
+        return await db.unit.run(writes.DeleteSession(who, due.includes))
+    found = await db.unit.run(reads.GetSession(who, lambda *_: None, 0, finds_expired=True))
     return found is not None and due.includes(found[0].session)
 
 

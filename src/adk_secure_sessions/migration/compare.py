@@ -180,13 +180,13 @@ class Comparing:
             self._done.changed += 1
             self._findings.add(gone.copy.tag, GONE, *gone.ids)
         self._meter.finish()
-        done, store = self._done, self._target.store
+        done, imports = self._done, self._target.imports
         done.clean = done.succeeded
         done.completed = completes and done.clean and self._is_everything
         done.completed = done.completed and done.sessions + done.states > 0
         if done.completed:
-            await store.complete_migration()
-        done.withdrawn = completes and not done.clean and await store.withdraw_migration()
+            await imports.complete_migration()
+        done.withdrawn = completes and not done.clean and await imports.withdraw_migration()
         done.findings = tuple(self._findings.kept)
         done.seconds = time.monotonic() - began
         return done

@@ -33,9 +33,9 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
+from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.pages import Span, first_rows, grouped
-from adk_secure_sessions.storage.reads import CheckOwner
 from adk_secure_sessions.storage.rows import StoredSession, naming
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -46,7 +46,6 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
 )
-from adk_secure_sessions.storage.store import Store
 from adk_secure_sessions.tracebacks import hides_locals
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
@@ -119,13 +118,12 @@ class EncryptedSource(Source):
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
-        store = await self._db.store()
         contents: dict[SourceSession, SessionContent | Unreadable] = {}
         for start in range(0, len(sessions), _AT_ONCE):
             part = sessions[start : start + _AT_ONCE]
-            reads = (_content(store, one) for one in part)
+            contents_of = (_content(self._db, one) for one in part)
             # With `return_exceptions`, no read is running any more when an error is raised.
-            found = await asyncio.gather(*reads, return_exceptions=True)
+            found = await asyncio.gather(*contents_of, return_exceptions=True)
             for one, content in zip(part, found, strict=True):
                 if isinstance(content, UNREADABLE):
                     contents[one] = Unreadable(_reason(content))
@@ -189,7 +187,7 @@ class EncryptedSource(Source):
     async def _app_state(self, row: OwnerTag) -> tuple[Ids, JsonObject]:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
-        app = await self._db.unit.run(CheckOwner(await self._db.unit.identify(app_name)))
+        app = await self._db.unit.run(reads.CheckOwner(await self._db.unit.identify(app_name)))
         with naming(apps.name, row.id):
             if app is None or app.id != row.id:
                 raise TamperedError("its app_name or its tag was modified", reason=Reason.MISMATCH)
@@ -224,11 +222,12 @@ def _source_session(one: LocatedSession) -> SourceSession:
     return SourceSession(one.ids.app_name, one.ids.user_id, one.ids.session_id, version)
 
 
-async def _content(store: Store, one: SourceSession) -> SessionContent | Unreadable | None:
+async def _content(db: Database, one: SourceSession) -> SessionContent | Unreadable | None:
     """Return the content of a session; None if it was deleted or has expired."""
     if not one.has_ids:
         return Unreadable(one.version.removeprefix(NO_IDS))
-    found = await store.get(one.app_name, one.user_id, one.session_id, _event)
+    who = await db.unit.identify(one.app_name, one.user_id, one.session_id)
+    found = await db.unit.run(reads.GetSession(who, _event))
     if found is None:
         return None
     stored, history = found[0].session, found[1]

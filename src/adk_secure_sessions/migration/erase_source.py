@@ -96,7 +96,7 @@ async def erase_source(
     # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
-    await (await db.store()).mark_source_erased()
+    await db.imports.mark_source_erased()
     work = partial(_delete_unchanged, source, await source.tables(), run)
     writer = source.writer()
     try:

@@ -27,6 +27,7 @@ from adk_secure_sessions.migration.sources import Ids, Scope, SessionContent, Un
 from adk_secure_sessions.migration.target import Target
 from adk_secure_sessions.migration.walk import Finding, Findings, Walk
 from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
 LINE_FORMAT = 1  # the format of the lines: docs/export.md describes it
@@ -330,13 +331,14 @@ class _ToLines(_ExportRun):
                 if await self._write_line(ids, content):
                     self.done.sessions += 1
                     self.done.events += len(content.events)
-        store = await self.db.store()
+        unit = self.db.unit
         async for ids, state in self.readable_states():
             if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
-                page = await store.list_page(
-                    ids[0], ids[1], None, limit=1, newest=False, with_state=False, skip=True
+                who = await unit.identify(ids[0], ids[1])
+                first = reads.ListPage(
+                    who, None, of_app=False, limit=1, newest=False, with_state=False, skip=True
                 )
-                if not page.views:
+                if not (await unit.run(first)).views:
                     self.done.states += await self._write_line(ids, None)
 
     async def _write_line(self, ids: Ids, content: SessionContent | None) -> bool:

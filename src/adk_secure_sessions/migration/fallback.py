@@ -54,8 +54,8 @@ from adk_secure_sessions.service import (
     check_ids,
     reject_unknown_methods,
 )
-from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.store import Store
+from adk_secure_sessions.storage import reads
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
@@ -135,7 +135,8 @@ class PlaintextFallbackService(BaseSessionService):
         self._service = service
         self._access_ids = service._access_ids
         self._audit_trail = service._audit_trail
-        self._store = Store(service._unit, service._index, create_table=service._creates_tables)
+        self._unit = service._unit
+        self._imports = Imports(service._unit, service._index, create_table=service._creates_tables)
         self._source = source
         self._read_timeout = read_timeout
         # Cancelled queries that have not ended.  asyncio keeps no reference to a task, so Python
@@ -291,7 +292,7 @@ class PlaintextFallbackService(BaseSessionService):
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
         if await self._falls_back() and await self._find(ids):
-            await self._store.tombstone(*ids)
+            await self._imports.tombstone(*ids)
         await self._service.delete_session(
             app_name=app_name, user_id=user_id, session_id=session_id
         )
@@ -369,17 +370,17 @@ class PlaintextFallbackService(BaseSessionService):
         The mark is read when the database is opened, and after each time that this process has read
         the keyring again.
         """
-        keyring = (await self._store.unit.keys()).keyring
+        keyring = (await self._unit.keys()).keyring
         if keyring is not self._keyring:
             is_first = self._keyring is None
-            self._is_complete = await self._store.migration_is_complete()
+            self._is_complete = await self._imports.migration_is_complete()
             if self._is_complete:
                 logger.warning(
                     "the migration is complete: PlaintextFallbackService does not read the "
                     "plaintext source; replace it by EncryptedSessionService"
                 )
             else:
-                await self._store.prepare_imports()
+                await self._imports.prepare_imports()
                 if is_first:
                     logger.warning(
                         "plaintext fallback is switched on: sessions and states that were not "
@@ -391,14 +392,14 @@ class PlaintextFallbackService(BaseSessionService):
 
     async def _is_superseded(self, ids: SessionIds) -> bool:
         """Return whether the session was copied or deleted, or its user was erased."""
-        return bool(await self._store.imported([ids]))
+        return bool(await self._imports.imported([ids]))
 
     async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
         """Return the elements of *owners* whose state was copied or erased."""
         wanted, cache = set(owners), await self._moved()
         moved = {owner for owner in wanted if cache.get(owner)}
         if unknown := wanted - moved:
-            for owner in await self._store.imported_states(unknown):
+            for owner in await self._imports.imported_states(unknown):
                 cache.put(owner, True)
                 moved.add(owner)
         return moved
@@ -408,7 +409,19 @@ class PlaintextFallbackService(BaseSessionService):
 
         Neither can be undone, so an entry never becomes wrong.
         """
-        return await self._store.unit.attached(self, lambda: Lru(_CACHED_OWNERS))
+        return await self._unit.attached(self, lambda: Lru(_CACHED_OWNERS))
+
+    async def _encrypted_states(self, app_name: str, user_id: str) -> tuple[bytes, bytes]:
+        """Return the stored states of an app and a user as JSON; `{}` for one that is missing."""
+        return await self._unit.run(reads.GetStates(await self._unit.identify(app_name, user_id)))
+
+    async def _is_stored(self, ids: SessionIds) -> bool:
+        """Return whether the session is stored, even if it has expired."""
+        who = await self._unit.identify(*ids)
+        return (
+            await self._unit.run(reads.GetSession(who, lambda *_: None, 0, finds_expired=True))
+            is not None
+        )
 
     # --- Reading the source -----------------------------------------------------------------------
 
@@ -494,7 +507,7 @@ class PlaintextFallbackService(BaseSessionService):
         found: dict[SessionIds, SessionHeader] = {}
         async for batch in self._batches(self._source.headers(app_name, user_id)):
             by_ids = {session[:3]: header for session, header in batch.items()}
-            superseded = await self._store.imported(by_ids)
+            superseded = await self._imports.imported(by_ids)
             for ids, header in by_ids.items():
                 if ids in superseded:
                     continue
@@ -550,7 +563,7 @@ class PlaintextFallbackService(BaseSessionService):
         state is not empty, or its owner is in *moved*, return the encrypted state.  Otherwise,
         return the state in the source.
         """
-        app_json, user_json = await self._store.states(app_name, user_id)
+        app_json, user_json = await self._encrypted_states(app_name, user_id)
         app = states.loads(app_json, "the app's state")
         user = states.loads(user_json, "the user's state")
         if not app and (app_name, None) not in moved:
@@ -634,7 +647,7 @@ class PlaintextFallbackService(BaseSessionService):
         app_and_users |= await self._states_of(app_name, user_id, unknown - moved)
         for owner in unknown:
             _, user = owner
-            app_json, user_json = await self._store.states(app_name, user or "")
+            app_json, user_json = await self._encrypted_states(app_name, user or "")
             state = states.loads(app_json if user is None else user_json)
             if state or owner in moved:
                 app_and_users[owner] = state
@@ -663,7 +676,7 @@ class PlaintextFallbackService(BaseSessionService):
             if owner in moved:
                 continue
             state = states.encode(await self._state(owner))
-            result = await self._store.import_state(*owner, state)
+            result = await self._imports.import_state(*owner, state)
             if result is ImportStatus.SAME_ID:
                 logger.warning(
                     "a state was written without PlaintextFallbackService before it was copied: "
@@ -681,7 +694,7 @@ class PlaintextFallbackService(BaseSessionService):
         if header is None or content is None:
             return None
         await self._copy_states(*ids[:2])
-        result = await self._store.import_session(
+        result = await self._imports.import_session(
             *ids,
             state=states.encode(content.state),
             events=content.events,
@@ -716,11 +729,11 @@ class PlaintextFallbackService(BaseSessionService):
             return
         if not falls_back and not is_of_source:
             return
-        imported = (await self._store.imported([ids])).get(ids)
+        imported = (await self._imports.imported([ids])).get(ids)
         result = None
         if imported is None and falls_back:
             result = await self._copy(ids)
-            imported = (await self._store.imported([ids])).get(ids)
+            imported = (await self._imports.imported([ids])).get(ids)
         elif falls_back:
             await self._copy_states(*ids[:2])
         if is_of_source:
@@ -733,7 +746,7 @@ class PlaintextFallbackService(BaseSessionService):
             # `append_event` compares the marker with the stored session, which other processes may
             # have changed since it was copied.
             session._storage_update_marker = f"{imported.row:x}.{imported.number}"
-        elif imported is None and result is None and await self._store.stored(*ids):
+        elif imported is None and result is None and await self._is_stored(ids):
             await self._copy_states(*ids[:2])
 
 

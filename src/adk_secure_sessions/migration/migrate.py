@@ -153,7 +153,7 @@ async def migrate(
     if not dry_run:
         await init(db)
     target = None if dry_run and await db.is_new() else await Target.of(db)
-    if delete_gone and target is not None and await target.store.migration_is_complete():
+    if delete_gone and target is not None and await target.imports.migration_is_complete():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "
             "longer has are not deleted: omit delete_gone"
@@ -218,7 +218,7 @@ class _Run:
         """Copy the sessions and states that are new or have changed in the source."""
         number = _IMPORTS
         if self._target is not None:
-            self._is_erased = await self._target.store.source_is_erased()
+            self._is_erased = await self._target.imports.source_is_erased()
             executor = self._target.db.executor
             is_server = await executor.define(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
@@ -258,7 +258,7 @@ class _Run:
             assert pair.session is not None
             try:
                 async with self._owners.of(*pair.ids[:2]):
-                    status = await self._target.store.import_session(
+                    status = await self._target.imports.import_session(
                         *pair.session.ids,
                         state=state,
                         events=content.events,
@@ -321,7 +321,7 @@ class _Run:
         if self._target is not None and self._writes:
             app_name, user_id = (*pair.ids, None)[:2]
             async with self._owners.of(*pair.ids):
-                status = await self._target.store.import_state(
+                status = await self._target.imports.import_state(
                     str(app_name), user_id, state, replace=not self._is_erased
                 )
         self._is_conflict(pair, status)

@@ -12,6 +12,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.walk import located
 from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession
+from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.features.imports import Imported, ImportStatus, SourceEvent
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import (
@@ -19,9 +20,7 @@ from adk_secure_sessions.storage.queries import (
     is_one_of,
     numbered,
 )
-from adk_secure_sessions.storage.reads import CheckOwner, CheckSession
 from adk_secure_sessions.storage.schema import NEVER, apps, migrated, sessions, users
-from adk_secure_sessions.storage.store import Store
 
 
 class InTarget(NamedTuple):
@@ -54,19 +53,18 @@ class Target:
     """Finds the status of many sessions and states in the target with few queries.
 
     The queries read the revisions of sessions and the versions of states, but decrypt no rows.  The
-    methods of `Store` that write check the revisions and versions again.
+    methods of `Imports` that write check the revisions and versions again.
     """
 
-    def __init__(self, db: Database, store: Store, keyring: Keyring) -> None:
+    def __init__(self, db: Database, keyring: Keyring) -> None:
         self.db = db
-        self.store = store
+        self.imports = db.imports
         self._keyring = keyring
 
     @classmethod
     async def of(cls, db: Database) -> "Target":
         """Open *db*, which must have its tables and keys."""
-        store = await db.store()
-        return cls(db, store, (await db.keys()).keyring)
+        return cls(db, (await db.keys()).keyring)
 
     def tag(self, app_name: str, *ids: str) -> bytes:
         """Return the blind index of an app, a user or a session."""
@@ -77,12 +75,12 @@ class Target:
 
     async def sessions(self, listed: Sequence[SourceSession]) -> dict[SourceSession, InTarget]:
         """Return the status of each session in *listed*."""
-        copies = await self.store.imported([one.ids for one in listed])
+        copies = await self.imports.imported([one.ids for one in listed])
         tags = {one: self.tag(*one.ids) for one in listed}
         others = await self._stored(tags[one] for one in listed if one.ids not in copies)
         if others:
             # Another run may have copied a session after the first query.
-            copies |= await self.store.imported(one.ids for one in listed if tags[one] in others)
+            copies |= await self.imports.imported(one.ids for one in listed if tags[one] in others)
         found = {}
         for one, tag in tags.items():
             if copy := copies.get(one.ids):
@@ -107,7 +105,7 @@ class Target:
         A value of *encoded* is the state in the source as JSON; empty if it cannot be stored.
         """
         owners = {ids: (ids[0], ids[1] if len(ids) > 1 else None) for ids in encoded}
-        copies = await self.store.imported_states(owners.values())
+        copies = await self.imports.imported_states(owners.values())
         found = {}
         for ids, owner in owners.items():
             status = ImportStatus.NEW
@@ -119,7 +117,7 @@ class Target:
 
     async def copies(self, app_name: str | None) -> AsyncIterator[Sequence[Copy]]:
         """Yield the copied sessions of an app, or of all apps, that are still stored."""
-        if not await self.store.has_imports():
+        if not await self.imports.has_imports():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
         query, size = _copies(app_name is not None), self.db.limits.headers
@@ -140,7 +138,7 @@ class Target:
             ids = found.known_ids()[:3]
             if found.columns is not None and found.columns.expires_at <= time.time_ns() // 1000:
                 return None
-            copy = (await self.store.imported([ids])).get(ids)
+            copy = (await self.imports.imported([ids])).get(ids)
             return Located(copy, ids) if copy and copy.is_untouched else None
         return None
 
@@ -150,7 +148,7 @@ class Target:
         Raises one of `maintenance.problems.UNREADABLE` if the session cannot be decrypted.
         """
         who = await self.db.unit.identify(app_name, user_id, session_id)
-        operation = CheckSession(who, lambda plaintext, _row, _seq: plaintext)
+        operation = reads.CheckSession(who, lambda plaintext, _row, _seq: plaintext)
         found = await self.db.unit.run(operation)
         if found is None:
             return None
@@ -168,15 +166,18 @@ class Target:
     async def state(self, app_name: str, user_id: str | None = None) -> bytes:
         """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
         if user_id is not None:
-            return await self.store.user_state(app_name, user_id)
-        app = await self.db.unit.run(CheckOwner(await self.db.unit.identify(app_name)))
+            who = await self.db.unit.identify(app_name, user_id)
+            return (await self.db.unit.run(reads.GetStates(who)))[1]
+        app = await self.db.unit.run(reads.CheckOwner(await self.db.unit.identify(app_name)))
         return b"{}" if app is None else app.state
 
     async def delete(self, found: Located) -> None:
         """Delete a copied session, unless a service has written to it."""
         copy = found.copy
-        await self.store.delete(
-            *found.ids, condition=lambda now: (now.id, now.revision) == (copy.row, copy.number)
+        who = await self.db.unit.identify(*found.ids)
+        untouched = (copy.row, copy.number)
+        await self.db.unit.run(
+            writes.DeleteSession(who, lambda now: (now.id, now.revision) == untouched)
         )
 
 
