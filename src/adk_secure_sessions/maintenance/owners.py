@@ -116,9 +116,7 @@ class CheckedOwner(NamedTuple):
     *headers* are the numbers of these records, by table and record header.
     """
 
-    app_name: str
     owner: Owner
-    is_user: bool
     headers: Headers
 
 
@@ -129,14 +127,13 @@ async def check_owner(db: Database, tag: bytes) -> CheckedOwner | None:
     """
     for is_user, query in ((False, _APP_OF_TAG), (True, _USER_OF_TAG)):
         for row_id, app_name in await db.read(query, {"owner": tag}):
-            name = app_name_of(app_name)
-            who = await db.unit.identify(name)
+            who = await db.unit.identify(app_name_of(app_name))
             who = who._replace(user_tag=tag) if is_user else who
             check = CheckOwner(who, of_user=is_user)
             owner = await db.unit.run(check)
             if owner is None or (owner.id, owner.tag) != (row_id, tag):
                 raise TamperedError("its row was removed", reason=Reason.MISSING)
-            return CheckedOwner(name, owner, is_user, check.headers)
+            return CheckedOwner(owner, check.headers)
     return None
 
 

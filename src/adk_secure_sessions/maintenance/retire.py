@@ -257,7 +257,7 @@ async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audited
     if found is None:
         return None
     headers = Counter(found.headers)
-    if found.is_user:
+    if found.owner.is_user:
         async for page in sessions_of(db, found.owner.id):
             for one in page:
                 who = await db.unit.identify(*one.known_ids())
