@@ -204,7 +204,9 @@ class _Filler:
     async def _correct(self, user_id: str, session_id: str = "", *, of_user: bool) -> None:
         who = await self._db.unit.identify(self._app_name, user_id, session_id)
         operation = CorrectIndexed(who, self._tags, of_user=of_user)
-        self.done.written += await self._db.unit.run(operation, conflicts=_CONFLICTS)
+        # Other tasks add to the counter meanwhile, so read it after the await.
+        written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
+        self.done.written += written
 
     async def _each(self, work: list[tuple[str, Any, Callable[[], Awaitable[None]]]]) -> None:
         """Run *work*; each element is the table and the id of a row, and what to do with it."""
