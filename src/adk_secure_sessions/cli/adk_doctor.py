@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,10 +13,13 @@ from adk_secure_sessions.cli.adk import URI_VARIABLE, adk, names_of
 from adk_secure_sessions.cli.output import counted, show, table
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.integrations.plaintext_places import PLACES, Leak
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.integrations.plaintext_guard import ServiceStore
+from adk_secure_sessions.integrations.plaintext_places import (
+    PLACES,
+    PLAINTEXT,
+    UNKNOWN,
+    Leak,
+    ServiceStore,
+)  # fmt: skip
 
 
 @adk.command()
@@ -64,7 +67,7 @@ def doctor(
         found = [
             plaintext_places.leak("service-uris", f"{store.service}: {store.where}")
             for store in stores
-            if store.stores in (plaintext_guard.PLAINTEXT, plaintext_guard.UNKNOWN)
+            if store.stores in (PLAINTEXT, UNKNOWN)
         ]
         on, notes = plaintext_places.in_environment(os.environ)
         found += [*on, *plaintext_places.in_files(agents_dir)]
@@ -78,7 +81,7 @@ def doctor(
 
 
 def _lines(
-    stores: "list[ServiceStore]", leaks: list[Leak], notes: list[Leak], agents: int
+    stores: list[ServiceStore], leaks: list[Leak], notes: list[Leak], agents: int
 ) -> Iterator[str]:
     yield from table(stores)
     for mark, found in (("", leaks), ("note, only if your own code exports traces: ", notes)):

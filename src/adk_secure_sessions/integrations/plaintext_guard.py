@@ -1,16 +1,16 @@
 """Detect services and settings of google-adk that would store user content as plaintext.
 
-Before google-adk starts, `plaintext_stores` checks its options and the environment: without a URI,
-google-adk stores sessions in files.  `guard_registry` checks each service that google-adk creates.
-`WithoutEvaluations` checks each request to its server, which copies sessions into eval sets.
-For `adk doctor`, `find_stores` makes the first two checks without starting google-adk.
+`plaintext_stores` checks the options and the environment before google-adk starts: without a URI,
+google-adk stores sessions in files.  `guard_registry` checks each service that google-adk creates,
+and `WithoutEvaluations` each request to its server, which copies sessions into eval sets.
+`find_stores` makes the first two checks for `adk doctor`.
 """
 
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,10 +18,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.plaintext_places import (
+    ENCRYPTED,
     EXPORTER,
+    NOTHING,
+    PLAINTEXT,
     PLUGINS,
+    UNKNOWN,
+    ServiceStore,
     variables_set,
-)
+)  # fmt: skip
 
 # For each service, the arguments of google-adk's commands that take its URI.  Releases before 2.0
 # also have the second name of each pair.
@@ -45,15 +50,6 @@ _EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
 _NAMES = re.compile(r"/apps?/[^/]+(?:/users/[^/]+(?:/sessions/[^/]+(?:/artifacts/.*)?)?)?")
 # The schemes of google-adk's services that store plaintext.
 _PLAINTEXT_SCHEMES = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
-ENCRYPTED, PLAINTEXT, NOTHING, UNKNOWN = "encrypted", "plaintext", "nothing", "unknown"
-
-
-class ServiceStore(NamedTuple):
-    """What a service would store, and where; `UNKNOWN` if it cannot be created."""
-
-    service: str
-    stores: str
-    where: str
 
 
 def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
@@ -101,11 +97,7 @@ def refusal(found: Mapping[str, str]) -> str:
 
 
 def guard_registry(registry: Any, allowed: Collection[str]) -> None:
-    """Make *registry* reject services that store plaintext, unless their kind is *allowed*.
-
-    It also rejects a URI for which nothing is registered: google-adk would then create a
-    `DatabaseSessionService`.
-    """
+    """Make *registry* reject services that store plaintext, unless their kind is *allowed*."""
     for kind in SERVICES:
         if kind not in allowed:
             setattr(registry, _method(kind), _checked(kind, getattr(registry, _method(kind))))
@@ -117,7 +109,10 @@ def _method(kind: str) -> str:
 
 
 def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls *create*, and rejects a service that stores plaintext."""
+    """Return a function that calls *create*, and rejects a service that stores plaintext.
+
+    It also rejects None: google-adk would then create a `DatabaseSessionService`.
+    """
 
     def create_checked(uri: str, **options: Any) -> Any:
         service = create(uri, **options)
@@ -179,11 +174,7 @@ def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
 
 
 class WithoutEvaluations:
-    """An ASGI application that passes requests to *application*, except writes of evaluations.
-
-    A request is rejected if its method is not GET and its path contains `/eval` or `/tests`, after
-    the agent's name and the ids of users and sessions are left out.
-    """
+    """An ASGI application that passes requests to *application*, except writes of evaluations."""
 
     def __init__(self, application: ASGIApp) -> None:
         self._application = application

@@ -9,17 +9,13 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """How to prevent google-adk from writing to a place, as Markdown, and what shows that it does.
+    """How to prevent google-adk from writing to a place, and what shows that it does."""
 
-    The signs are environment variables, the name of the class of a plugin, and files in the
-    directory of all agents or of one agent: patterns of their names, and bytes that they contain.
-    """
-
-    remedy: str
-    variables: tuple[str, ...] = ()
-    plugin: str = ""
-    files: tuple[str, ...] = ()
-    contains: bytes = b""
+    remedy: str  # Markdown
+    variables: tuple[str, ...] = ()  # of the environment
+    plugin: str = ""  # the name of a class
+    files: tuple[str, ...] = ()  # patterns, in the directory of all agents or of one agent
+    contains: bytes = b""  # what such a file contains
 
 
 class Leak(NamedTuple):
@@ -30,6 +26,15 @@ class Leak(NamedTuple):
     remedy: str
 
 
+class ServiceStore(NamedTuple):
+    """What a service would store, and where; `UNKNOWN` if it cannot be created."""
+
+    service: str
+    stores: str
+    where: str
+
+
+ENCRYPTED, PLAINTEXT, NOTHING, UNKNOWN = "encrypted", "plaintext", "nothing", "unknown"
 # What google-adk's commands may write as plaintext, if --allow-plaintext names it.
 KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "plugins", "traces")
 CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
@@ -51,8 +56,8 @@ PLACES: Mapping[str, Place] = {
         "`--otel_to_cloud` or `--trace_to_cloud`.",
         (
             *(
-                f"OTEL_EXPORTER_OTLP_{data}ENDPOINT"
-                for data in ("", "TRACES_", "METRICS_", "LOGS_")
+                f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT"
+                for kind in ("", "TRACES_", "METRICS_", "LOGS_")
             ),
             "OTEL_TRACES_EXPORTER",
             "OTEL_LOGS_EXPORTER",
@@ -154,11 +159,5 @@ def in_files(agents_dir: Path) -> Iterator[Leak]:
     for directory in (agents_dir, *(one for one in inside if one.name[0] not in "._")):
         for name, place in PLACES.items():
             for path in sorted(found for one in place.files for found in directory.glob(one)):
-                if _has_content(path, place.contains):
+                if path.is_file() and path.stat().st_size and place.contains in path.read_bytes():
                     yield leak(name, str(path))
-
-
-def _has_content(path: Path, content: bytes) -> bool:
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    return not content or content in path.read_bytes()
