@@ -511,11 +511,6 @@ class UnitOfWork:
             owner: A tag.
             not_before: The earliest `created_at` of the data key, in microseconds since 1970.
             seen: The keyring that the attempt began with.
-
-        Raises:
-            UniqueViolation: Another process has just stored a data key of the same owner and
-                generation.
-            Conflict: Another process has changed the keyring, so nothing was stored.
         """
         row = keys.new(owner, not_before)
         columns = row._asdict() | keys.keyring_guard()

@@ -205,9 +205,6 @@ class AuditTrail(KeyMaterial):
 
         After a lost connection, the records are stored again in another chain, unless *retries* is
         False.  So a record may be stored twice.
-
-        Raises:
-            DatabaseError: The records could not be stored.
         """
         if not entries:
             return

@@ -151,12 +151,6 @@ class Collections:
             replaced: New contents for earlier items, by number; *expected* must be given.  The
                 appended item must name the replaced items, so that a replay of their old records
                 can be detected: see `ReplaceItems`.
-
-        Raises:
-            ValueError: The name is too long; or *replaced* has a number that is not the number of
-                an earlier item, or is given without *expected*.
-            StaleRevision: The stored collection has another row id or revision than *expected*.
-            MissingSession: *expected* is given, and the collection does not exist any more.
         """
         if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
@@ -194,10 +188,6 @@ class Collections:
 
         The collection gets a new row id.  If another process has read the old items, and then
         appends an item with their *expected* value, its append raises StaleRevision.
-
-        Raises:
-            StaleRevision: The stored collection has another row id or revision than *expected*.
-            MissingSession: The collection does not exist any more.
         """
         who = await self._unit.identify(app_name, user_id, name, True)
         await self._unit.run(RewriteItems(who, expected, items, time.time_ns() // 1000))

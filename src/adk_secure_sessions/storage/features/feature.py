@@ -48,11 +48,7 @@ class Feature:
                 await self._add_with_table(keyring)
 
     async def is_added(self) -> bool:
-        """Return whether the database has the feature.
-
-        Raises:
-            WrongKeyError: The list of features was tampered with.
-        """
+        """Return whether the database has the feature."""
         keyring = (await self._unit.keys()).keyring
         if self._ensured is keyring:
             return True

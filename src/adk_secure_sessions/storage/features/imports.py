@@ -258,9 +258,6 @@ class ImportSession(Write[_Outcome]):
         source: The MAC that identifies the version: see `Seals.source`.
         replace: Replace the session if another version was imported before, and no service has
             changed it since.  Otherwise, an imported session is never replaced.
-
-    Raises:
-        ValueError: A time is outside the range that the stored format allows.
     """
 
     change = "import"
@@ -750,10 +747,6 @@ class Imports:
                 service has changed it since.
 
         The caller must check that the ids are within the limits of services.
-
-        Raises:
-            ValueError: A time is not possible.
-            TamperedError: A row was tampered with, and nothing was changed.
         """
         await self._feature.ensure()
         if self._index is not None:
@@ -780,9 +773,6 @@ class Imports:
         If *replace* is True, also replace a state that was imported before, provided that no
         service has changed the state since.  `ImportStatus` lists the cases in which the stored
         state is left unchanged.
-
-        Raises:
-            TamperedError: A row was tampered with, and nothing was changed.
         """
         await self._feature.ensure()
         if self._index is not None:
@@ -798,10 +788,6 @@ class Imports:
         These are the sessions that were imported, and those that must not be imported.  If a
         session's user was erased, the session must not be imported: the result for the session is
         then a tombstone (see `Imported.is_tombstone`).
-
-        Raises:
-            TamperedError: A row of `secure_migrated` was tampered with.
-            WrongKeyError: The list of features was tampered with.
         """
         wanted = list(ids)
         if not await self._feature.is_added():
@@ -830,10 +816,6 @@ class Imports:
         These are the users and apps whose state was imported, and the users whose state must not be
         imported.  An element of *owners* is an app name and a user id; the user id is None for the
         state of the app.
-
-        Raises:
-            TamperedError: A row of `secure_migrated` was tampered with.
-            WrongKeyError: The list of features was tampered with.
         """
         wanted = list(owners)
         if not await self._feature.is_added():
@@ -870,11 +852,7 @@ class Imports:
         await self._unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
 
     async def has_imports(self) -> bool:
-        """Return whether the database has the feature `migration`, which the first import adds.
-
-        Raises:
-            WrongKeyError: The list of features was tampered with.
-        """
+        """Return whether the database has the feature `migration`, which the first import adds."""
         return await self._feature.is_added()
 
     async def complete_migration(self) -> None:
@@ -904,19 +882,11 @@ class Imports:
         await self._unit.change_keys(partial(mark_migration, MigrationEnd.SOURCE_ERASED, keyring))
 
     async def source_is_erased(self) -> bool:
-        """Return whether `mark_source_erased` was called for this database.
-
-        Raises:
-            WrongKeyError: The mark was tampered with.
-        """
+        """Return whether `mark_source_erased` was called for this database."""
         return await self._migration_end() is MigrationEnd.SOURCE_ERASED
 
     async def migration_is_complete(self) -> bool:
-        """Return whether a mark of `complete_migration` or of `mark_source_erased` is stored.
-
-        Raises:
-            WrongKeyError: The mark was tampered with.
-        """
+        """Return whether a mark of `complete_migration` or of `mark_source_erased` is stored."""
         return await self._migration_end() is not None
 
     async def _migration_end(self) -> MigrationEnd | None:

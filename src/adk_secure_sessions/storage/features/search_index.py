@@ -83,9 +83,6 @@ def declare(
 
     If the app with *app_tag* is not stored, it has no sessions, so the mark says that the rows are
     complete.
-
-    Raises:
-        UniqueViolation: Another process has just stored a mark.
     """
     is_stored = connection.scalar(sa.select(apps.c.id).where(apps.c.tag == app_tag)) is not None
     state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
@@ -96,11 +93,7 @@ def declare(
 
 
 def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:
-    """Store the mark that each session or user has its rows of these keys.
-
-    Raises:
-        Conflict: A key is not declared any more.
-    """
+    """Store the mark that each session or user has its rows of these keys."""
     for tag in sorted(key_tags):
         stored = connection.scalar(_stored_mark(tag))
         if state_of_mark(keyring.index, tag, stored) is None:

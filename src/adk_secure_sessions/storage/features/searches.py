@@ -36,9 +36,6 @@ class SearchIndex:
         unit: Runs the operations.
         keys: Keys of the state that are indexed for each app to which this process writes.
         create_table: Whether the table of the index may be created.
-
-    Raises:
-        ConfigurationError: A key cannot be indexed.
     """
 
     def __init__(
@@ -69,9 +66,6 @@ class SearchIndex:
 
         *key* is a key of the session's state, or `user:` and a key of the user's state.  *value* is
         a JSON value, as it would be stored.  The other arguments are those of `ListPage`.
-
-        Raises:
-            ConfigurationError: *key* cannot be indexed, or its index is not complete.
         """
         search_index.check_key(key)
         who = await self._unit.identify(app_name)
@@ -96,10 +90,6 @@ class SearchIndex:
 
         From now on, this process and each process that opens the database later maintains the rows
         of these keys.  If the app has no sessions yet, it can be searched by these keys at once.
-
-        Raises:
-            ConfigurationError: A key cannot be indexed, or the table is missing and this process
-                may not create it.
         """
         wanted = list(keys)
         for key in wanted:
@@ -179,9 +169,6 @@ class FindPage(ListPage):
 
     The index is not authenticated, so the state of each session that it lists is compared.  The
     page says nothing about sessions that the index does not list.
-
-    Raises:
-        NotIndexed: Some sessions with the key may not be in the index.
     """
 
     def __init__(
