@@ -445,7 +445,7 @@ async def test_many_rejected_records_are_counted(
 async def test_trigger_that_discards_one_of_many_records_is_noticed(
     url: sa.URL, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, or for a record between others by `audit verify`."""
+    """At once, or for a record between others by `verify`."""
     monkeypatch.setattr(protocol, "CONFLICTS", 3)
     async with service_of(url, skip_unreadable_sessions=True) as service:
         for _ in range(3):
@@ -792,35 +792,35 @@ async def test_command_line(
     options = ["--db", f"sqlite:///{url.database}", "--key", "env:AUDIT_KEY"]
 
     def call(*arguments: str) -> Any:
-        return asyncio.to_thread(run, "audit", *arguments, *options, AUDIT_KEY=_text(KEY))
+        return asyncio.to_thread(run, *arguments, *options, AUDIT_KEY=_text(KEY))
 
     log, empty = str(tmp_path / "log"), str(tmp_path / "empty")
-    said = await call("verify", "--heads", log)
+    said = await call("verify", "--only", "trail", "--heads", log)
     assert (said.code, said.stderr) == (0, "")
-    assert "compared with 1 logged head" in said.stdout
+    assert "compared with the trail: 1 logged head" in said.stdout
     for logs in (["--heads", log, "--heads", empty], ["--heads", empty, "--heads", log]):
-        said = await call("verify", *logs)
+        said = await call("verify", "--only", "trail", *logs)
         assert (said.code, said.stderr) == (1, "")
         assert f"secure_audit: no line of the log {empty!r} is a head" in said.stdout
-        assert "compared with 1 logged head" in said.stdout
-    said = await call("export", "--since", "2020-01-01")
+        assert "compared with the trail: 1 logged head" in said.stdout
+    said = await call("audit", "export", "--since", "2020-01-01")
     assert (said.code, json.loads(said.stdout.splitlines()[0])["event"]) == (0, "session.create")
-    said = await call("export", "--output", str(tmp_path / "out"), "--json")
+    said = await call("audit", "export", "--output", str(tmp_path / "out"), "--json")
     assert (said.code, said.json["bad"]) == (0, 0)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o600
-    assert (await call("export", "--json")).code == 2
-    assert (await call("export", "--since", "yesterday")).code == 2
-    said = await call("purge", "--older-than", "5d", "--dry-run", "--json")
+    assert (await call("audit", "export", "--json")).code == 2
+    assert (await call("audit", "export", "--since", "yesterday")).code == 2
+    said = await call("purge", "audit", "--older-than", "5d", "--dry-run", "--json")
     assert (said.code, said.json["chains"], said.json["dry_run"]) == (0, 1, True)
-    assert (await call("purge", "--older-than", "1d")).code == 2
+    assert (await call("purge", "audit", "--older-than", "1d")).code == 2
     with closing(sqlite3.connect(str(url.database))) as connection, connection:
         connection.execute("DELETE FROM secure_audit WHERE number = 3")
-    said = await call("verify", "--heads", log, "--json")
-    assert (said.code, said.json["bad"]) == (1, 1)
-    assert (await call("export")).code == 1
-    said = await call("purge", "--older-than", "5d")
+    said = await call("verify", "--only", "trail", "--heads", log, "--json")
+    assert (said.code, said.json["trail"]["bad"]) == (1, 1)
+    assert (await call("audit", "export")).code == 1
+    said = await call("purge", "audit", "--older-than", "5d")
     assert (said.code, "deleted: 0 records" in said.stdout) == (1, True)
-    assert (await call("verify", "--heads", str(tmp_path / "nowhere"))).code == 2
+    assert (await call("verify", "--only", "trail", "--heads", str(tmp_path / "nowhere"))).code == 2
 
 
 def _text(key: bytes) -> str:

@@ -405,13 +405,13 @@ async def _fill_plain(path: Path) -> None:
 def test_command_migrate_packs_what_it_copies(tmp_path: Path) -> None:
     asyncio.run(_fill_plain(tmp_path))
     said = run(
-        "migrate", "--from", "sqlite:///plain.db", "--from-backend", "no-op",
+        "migrate", "copy", "--from", "sqlite:///plain.db", "--from-backend", "no-op",
         "--to", "sqlite:///sessions.db", "--backend", "no-op",
         "--compression", "zlib", "--padding", "padme",
     )  # fmt: skip
     assert said.code == 0, said
     assert flags_of(file(tmp_path))["event"] == [ZLIB | PADDED, ZLIB | PADDED, PADDED]
-    assert run("migrate", "--from", "x", "--to", "y", "--compression", "gzip").code == 2
+    assert run("migrate", "copy", "--from", "x", "--to", "y", "--compression", "gzip").code == 2
 
 
 # --- arguments -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ session".
 from collections.abc import Iterator
 from dataclasses import field, fields
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 
 class _Count(NamedTuple):
@@ -47,6 +47,8 @@ def count(
     always: bool = False,
     changes: bool = False,
     wrong: bool = False,
+    many: bool = False,
+    none: bool = False,
 ) -> Any:
     """Declare a counter of a result, which is printed as `words: NUMBER nouns; hint`.
 
@@ -59,8 +61,11 @@ def count(
         always: Also print the counter if it is 0.
         changes: The run has changed what is counted: the line of a dry run begins with "would be".
         wrong: The command exits 1 unless the counter is 0.
+        many: The field is a tuple, whose length is printed.
+        none: The field is None if there was nothing to count.
     """
-    return field(default=0, metadata={"of": _Count(noun, words, hint, always, changes, wrong)})
+    declared = _Count(noun, words, hint, always, changes, wrong)
+    return field(default=() if many else None if none else 0, metadata={"of": declared})
 
 
 def listing(*totals: str) -> Any:
@@ -74,13 +79,15 @@ def listing(*totals: str) -> Any:
 class Result:
     """The base class of results.  Fields that are declared by no function here have no line."""
 
+    fine: ClassVar[str] = ""  # the last line of a result that has succeeded
+
     def fields(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The values of the counters."""
-        return tuple(getattr(self, name) for name, _ in self._declared("of"))
+        return tuple(self._number(name) for name, _ in self._declared("of"))
 
     @property
     def succeeded(self) -> bool:
@@ -92,7 +99,7 @@ class Result:
         for name, totals in self._declared("totals"):
             rows: tuple[_Listed, ...] = getattr(self, name)
             yield from (one.line for one in rows)
-            more = sum(getattr(self, total) or 0 for total in totals) - len(rows)
+            more = sum(map(self._number, totals)) - len(rows)
             if totals and more > 0:
                 yield f"and {more:,} more"
 
@@ -100,13 +107,19 @@ class Result:
         """Yield the lines of the counters."""
         declared = self._declared("of")
         for (words, changes), group in groupby(declared, lambda one: one[1].heading):
-            found = [(getattr(self, name) or 0, one) for name, one in group]
+            found = [(self._number(name), one) for name, one in group]
             found = [(number, one) for number, one in found if number or one.always]
             if found:
                 would = "would be " if changes and dry_run else ""
                 numbers = ", ".join(counted(number, one.noun) for number, one in found)
                 hints = "".join(f"; {one.hint}" for _, one in found if one.hint)
                 yield f"{would}{words}: {numbers}{hints}"
+        if self.fine and self.succeeded:
+            yield self.fine
+
+    def _number(self, name: str) -> int:
+        value = getattr(self, name)
+        return len(value) if isinstance(value, tuple) else value or 0
 
     def _declared(self, kind: str) -> Iterator[tuple[str, Any]]:
         for one in fields(self):  # type: ignore[arg-type]
@@ -116,4 +129,5 @@ class Result:
 
 def counted(number: int, noun: str) -> str:
     """Return *number* and *noun*, such as `1 row` or `2 rows`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -1,6 +1,6 @@
 """Attacks on the audit trail by somebody who can write to the database.
 
-`audit verify` reports them, some of them only with logged heads.
+`verify` reports them, some of them only with logged heads.
 """
 
 import json
@@ -91,7 +91,7 @@ async def victim(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Victim:
     return victim
 
 
-# What the attacker does with the rows of two chains, and what `audit verify` says about it.
+# What the attacker does with the rows of two chains, and what `verify` says about it.
 Rows = list[tuple[Any, ...]]
 
 

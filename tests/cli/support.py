@@ -36,7 +36,7 @@ def run(*arguments: str, **environment: str) -> Said:
 
 def on(db: str, key: str | None = "env:OLD_KEY", *, command: str = "") -> list[str]:
     """Return the options for a database and a root key."""
-    option = "--to" if command == "migrate" else "--db"
+    option = "--to" if command.startswith("migrate") else "--db"
     return [option, db, *(["--key", key] if key else [])]
 
 

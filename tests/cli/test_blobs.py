@@ -1,4 +1,4 @@
-"""`blobs verify`, `blobs purge`, `rotate data --blobs`: what they print, delete and exit with."""
+"""`verify --store`, `purge blobs`, `rotate data --store`: what they print, delete and exit with."""
 
 import asyncio
 import shutil
@@ -46,7 +46,8 @@ def filled(file_url: str, store: Path) -> str:
 
 
 def blobs(command: str, db: str, store: Path, *more: str) -> Said:
-    said = run("blobs", command, *on(db), "--store", str(store), *more)
+    words = {"verify": ["verify", "--only", "blobs"], "purge": ["purge", "blobs"]}[command]
+    said = run(*words, *on(db), "--store", str(store), *more)
     assert "needle" not in said.stdout + said.stderr
     return said
 
@@ -85,7 +86,7 @@ def test_missing_blob_is_named(filled: str, store: Path) -> None:
         "missing, or of another length: 1 blob",
         "bad: 1 row",
     ]
-    found = check(blobs("verify", filled, store, "--json"), "blobs verify")
+    found = check(blobs("verify", filled, store, "--json"), "verify")["blobs"]
     assert (found["missing"], found["bad"], found["problems"][0]["reason"]) == (1, 1, "missing")
 
 
@@ -93,7 +94,7 @@ def test_blobs_of_an_erased_user_are_marked_and_deleted_later(filled: str, store
     erase(filled)
     said = blobs("verify", filled, store)
     assert said.code == 0
-    assert "named by no artifact: 1 blob; `blobs purge` marks" in said.stdout
+    assert "named by no artifact: 1 blob; `purge blobs` marks" in said.stdout
     make_older(store, timedelta(days=2))
     said = blobs("purge", filled, store, "--dry-run")
     assert said.stdout.startswith(
@@ -103,9 +104,9 @@ def test_blobs_of_an_erased_user_are_marked_and_deleted_later(filled: str, store
     assert "\nmarked, and deleted later: 1 blob\n" in blobs("purge", filled, store).stdout
     assert (len(contents(store)), len(marks(store))) == (2, 1)
     make_older(store, timedelta(days=3))
-    found = check(blobs("purge", filled, store, "--json"), "blobs purge")
+    found = check(blobs("purge", filled, store, "--json"), "purge blobs")
     assert (found["deleted"], found["marked"]) == (0, 1)
-    found = check(blobs("purge", filled, store, "--older-than", "3d", "--json"), "blobs purge")
+    found = check(blobs("purge", filled, store, "--older-than", "3d", "--json"), "purge blobs")
     assert (found["dry_run"], found["deleted"], found["kept"]) == (False, 1, 1)
     assert (len(contents(store)), marks(store)) == (1, [])
     assert blobs("verify", filled, store).code == 0
@@ -132,12 +133,12 @@ def test_copy_that_deletes_in_the_store_is_named(
     assert said.code == 1
     assert "its blob is marked as deleted, by another copy of this database" in said.stdout
     assert f"marked as deleted: 1 blob; {advice}" in said.stdout
-    found = check(blobs("verify", filled, store, "--json"), "blobs verify")
+    found = check(blobs("verify", filled, store, "--json"), "verify")["blobs"]
     assert (found["marked"], found["missing"], found["bad"]) == (1, 0, 1)
     said = blobs("purge", filled, store, "--dry-run")
     assert said.code == 1
     assert "would be withdrawn, because artifacts name the blobs: 1 mark" in said.stdout
-    found = check(blobs("purge", filled, store, "--dry-run", "--json"), "blobs purge")
+    found = check(blobs("purge", filled, store, "--dry-run", "--json"), "purge blobs")
     assert (found["withdrawn"], found["deleted"], found["marked"]) == (1, 0, 0)
     said = blobs("purge", filled, store)
     assert said.code == 1
@@ -194,21 +195,21 @@ def test_bucket_without_tls_must_be_allowed(filled: str, monkeypatch: pytest.Mon
         "AWS_SECRET_ACCESS_KEY": "needle",
     }.items():
         monkeypatch.setenv(name, value)
-    said = run("blobs", "verify", *on(filled), "--store", "s3://bucket")
+    said = run("verify", "--only", "blobs", *on(filled), "--store", "s3://bucket")
     assert said.code == 2
     assert "http" in said.stderr
     assert "needle" not in said.stderr
 
 
 def test_contents_are_reencrypted_with_the_records(filled: str, store: Path) -> None:
-    arguments = ("rotate", "data", *on(filled), "--blobs", "--store", str(store))
+    arguments = ("rotate", "data", *on(filled), "--store", str(store))
     old = contents(store)
     said = run(*arguments, "--dry-run")
     assert (said.code, contents(store), marks(store)) == (0, old, [])
-    assert "would be re-encrypted: 2 blobs of 12 bytes" in said.stdout
+    assert "would be re-encrypted: 12 records, 2 blobs, 12 bytes\n" in said.stdout
     said = run(*arguments)
     assert (said.code, said.stderr) == (0, "")
-    assert "\nre-encrypted: 2 blobs of 12 bytes\n" in said.stdout
+    assert ", 2 blobs, 12 bytes\n" in said.stdout
     assert len(contents(store)) == 4
     missing, _ = unmarked(store)
     assert missing not in old
@@ -217,19 +218,15 @@ def test_contents_are_reencrypted_with_the_records(filled: str, store: Path) -> 
     assert said.code == 1
     problem, *_, left, following = said.stdout.splitlines()
     assert f"its blob {missing.parent.name}: a blob is missing" in problem
-    assert left == "missing or tampered with, and left unchanged: 1 blob"
+    assert left == "of these, missing or tampered with: 1 blob"
     assert following.startswith("next: restore these blobs from a backup of the store")
     found = check(run(*arguments, "--json"), "rotate data")
     assert (found["resumed"], found["blobs"], found["bad_blobs"]) == (True, 0, 1)
 
 
-def test_contents_are_reencrypted_only_with_a_store(filled: str, store: Path) -> None:
-    for more in (["--blobs"], ["--store", str(store)]):
-        said = run("rotate", "data", *on(filled), *more)
-        assert said.code == 2
-        assert "--blobs and --store are given together" in said.stderr
+def test_store_of_contents_must_exist(filled: str, store: Path) -> None:
     wrong = store.with_name("artefacts")
-    said = run("rotate", "data", *on(filled), "--blobs", "--store", str(wrong))
+    said = run("rotate", "data", *on(filled), "--store", str(wrong))
     assert said.code == 2
     assert said.stderr == "Error: the directory of artifacts does not exist: check its path\n"
     assert not wrong.exists()
@@ -237,7 +234,5 @@ def test_contents_are_reencrypted_only_with_a_store(filled: str, store: Path) ->
 
 def test_commands_do_not_import_adk(filled: str, store: Path) -> None:
     options = [*on(filled), "--store", str(store)]
-    names = imported(
-        ["blobs", "verify", *options], ["rotate", "data", *options, "--blobs", "--dry-run"]
-    )
+    names = imported(["verify", *options], ["rotate", "data", *options, "--dry-run"])
     assert {"google.adk", "pydantic"} & names == set()

@@ -33,7 +33,7 @@ def test_every_option_can_come_from_a_file(file: str, config: Path) -> None:
         'backend = "fernet"\nalso-backend = ["aesgcm"]\nrows-per-second = 1000000\n'
     )
     assert run("verify", "--config", str(config)).code == 0
-    assert run("inspect", "secure_users", **{CONFIG_VARIABLE: str(config)}).code == 0
+    assert run("debug", "inspect", "secure_users", **{CONFIG_VARIABLE: str(config)}).code == 0
     assert run("verify", "--config", str(config), "--backend", "aesgcm").code == 0
     assert run("verify", "--config", str(config), "--db", "sqlite:///nowhere.db").code == 2
 

@@ -16,7 +16,7 @@ from tests.cli.support import commands, confirmed, on, run
 from tests.cli.test_running import on_terminal
 from tests.maintenance.support import OLD, event, fill, query
 
-IRREVOCABLE = ("erase-user", "migrate", "move-keys", "separate")
+IRREVOCABLE = ("erase-user", "migrate erase-source", "move-keys", "separate")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     asyncio.run(make())
     target = on("sqlite:///sessions.db", command="migrate")
-    assert run("migrate", "--from", "sqlite:///adk.db", *target).code == 0
+    assert run("migrate", "copy", "--from", "sqlite:///adk.db", *target).code == 0
     for name in ("adk", "sessions"):
         with closing(sqlite3.connect(f"{name}.db")) as connection:
             connection.execute("VACUUM INTO ?", [f"{name}-copy.db"])
@@ -47,15 +47,15 @@ def arguments(command: str, suffix: str = "") -> list[str]:
         "erase-user": ["erase-user", *on(url), "--app", "clinic", "--user", "ada"],
         "separate": ["separate", *on(url)],
         "move-keys": ["move-keys", *on(url), "--key-db", "sqlite:///keys.db", "--to", "key-db"],
-        "migrate": [
-            *("migrate", "--erase-source", "--from", f"sqlite:///adk{suffix}.db"),
+        "migrate erase-source": [
+            *("migrate", "erase-source", "--from", f"sqlite:///adk{suffix}.db"),
             *on(url, command="migrate"),
         ],
     }[command]
 
 
 def name(command: str, suffix: str = "") -> str:
-    return f"adk{suffix}.db" if command == "migrate" else f"sessions{suffix}.db"
+    return f"adk{suffix}.db" if command == "migrate erase-source" else f"sessions{suffix}.db"
 
 
 def contents(directory: Path) -> dict[str, list[str]]:
@@ -79,7 +79,7 @@ def test_only_irrevocable_commands_ask_for_a_name() -> None:
 @pytest.mark.parametrize("command", IRREVOCABLE)
 def test_without_a_terminal_the_database_must_be_named(command: str, files: Path) -> None:
     before = contents(files)
-    sessions = "1 session" if command == "migrate" else "5 sessions"
+    sessions = "1 session" if command == "migrate erase-source" else "5 sessions"
     for option in ([], ["--confirm", ""], ["--confirm", name(command, "-copy")]):
         said = run(*arguments(command), *option, "--json")
         assert (said.code, said.json["error"]) == (2, "NotConfirmed")
@@ -127,7 +127,7 @@ def test_name_of_a_database_on_a_server_is_the_name_that_the_server_knows(
 
 def test_dry_runs_ask_nothing(files: Path) -> None:
     before = contents(files)
-    for command in ("erase-user", "migrate"):
+    for command in ("erase-user", "migrate erase-source"):
         assert run(*arguments(command), "--dry-run").code == 0
     assert contents(files) == before
 
@@ -161,7 +161,6 @@ def test_erasing_a_user_with_artifacts_names_the_command_that_deletes_their_cont
         for user in ("ada", "bob")
     }
     assert [said.code for said in erased.values()] == [0, 0]
-    counts = "2 sessions, 1 collection and 7 events or items\n"
-    assert f"deleted: 1 data key, 1 user, {counts}" in erased["ada"].stdout
-    assert "`blobs purge` deletes them" in erased["ada"].stdout
-    assert "blobs purge" not in erased["bob"].stdout
+    assert "deleted: 1 data key, 1 user, 2 sessions, 7 events" in erased["ada"].stdout
+    assert "1 collection; `purge blobs` deletes" in erased["ada"].stdout
+    assert "purge blobs" not in erased["bob"].stdout

@@ -26,14 +26,14 @@ def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None: 
     would = run("erase-user", "--db", url, *ADA, "--dry-run")
     assert would == (
         0,
-        "would be deleted: 1 data key, 1 user, 2 sessions and 6 events\n",
+        "would be deleted: 1 data key, 1 user, 2 sessions, 6 events, 3 version witnesses\n",
         "",
     )
     assert query(place, "SELECT count(*) FROM secure_users") == [(2,)]
     done = run("erase-user", "--db", url, *ADA, *confirmed(url))
     first, second = done.stdout.splitlines()
     assert (done.code, done.stderr) == (0, "")
-    assert first == "deleted: 1 data key, 1 user, 2 sessions and 6 events"
+    assert first == "deleted: 1 data key, 1 user, 2 sessions, 6 events, 3 version witnesses"
     may = "freed space may hold the wrapped data key: the table of the data keys was not rewritten"
     assert second == ("freed space does not hold the wrapped data key" if kind == "sqlite" else may)
     assert query(place, "SELECT count(*) FROM secure_users") == [(1,)]

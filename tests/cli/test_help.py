@@ -90,16 +90,18 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
     shutil.copytree(ROOT / "examples" / "adk_agent", "agents")
-    order = ["keygen", "init", "check", "status", "verify", "lookup", "inspect", "purge"]
-    order += ["index fill", "index drop", "blobs verify", "blobs purge"]
-    order += ["audit verify", "audit export", "audit purge"]
+    order = ["keygen", "init", "check", "status", "verify", "debug lookup", "debug inspect"]
+    order += ["purge sessions", "index fill", "index drop", "purge blobs"]
+    order += ["audit export", "purge audit"]
     order += [
         "rotate master",
         "rotate data",
         "retire",
         "separate",
         "move-keys",
-        "migrate",
+        "migrate copy",
+        "migrate compare",
+        "migrate erase-source",
         "vacuum",
         "export",
         "erase-user",
@@ -112,10 +114,9 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             shutil.copy("sessions.db", "staging.db")
         if name == "move-keys":
             shutil.copy("sessions.db", "before.db")
-        if name == "audit verify":
+        if name == "audit export":
             asyncio.run(begin_trail())
-            run(*example("verify")[1:], "--audit-log", "audit.log")
-        if name == "migrate":
+        if name == "migrate copy":
             make_adk_tables(tmp_path / "adk.db")
         if name == "export":
             Path("adk.db").unlink()  # it writes another file with this name

@@ -13,22 +13,24 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions.maintenance import rotate_data, rotate_master
+from tests.cli import schema
 from tests.cli.support import Said, begin_trail, commands, confirmed, make_adk_tables, on, run
 from tests.maintenance.support import interrupt, run_sql
 from tests.pages import DOCS
 
 SCHEMA = json.loads((DOCS / "cli.schema.json").read_text(encoding="utf-8"))
 ARGUMENTS: dict[str, list[str]] = {
-    "purge": ["--older-than", "90d"],
-    "lookup": ["--app", "clinic", "--user", "eve"],
+    "purge sessions": ["--older-than", "90d"],
+    "debug lookup": ["--app", "clinic", "--user", "eve"],
     "erase-user": ["--app", "clinic", "--user", "ada"],
-    "inspect": ["secure_keyring"],
+    "debug inspect": ["secure_keyring"],
     "rotate root": ["--also-key", "env:NEW_KEY"],
-    "blobs verify": ["--store", "."],
-    "blobs purge": ["--store", "."],
-    "migrate": ["--from", "sqlite:///adk.db"],
+    "purge blobs": ["--store", "."],
+    "migrate copy": ["--from", "sqlite:///adk.db"],
+    "migrate compare": ["--from", "sqlite:///adk.db"],
+    "migrate erase-source": ["--from", "sqlite:///adk.db", "--dry-run"],
     "audit export": ["--output", "trail.jsonl"],
-    "audit purge": ["--older-than", "90d"],
+    "purge audit": ["--older-than", "90d"],
     "index fill": ["--app", "clinic", "n"],
     "index drop": ["--app", "clinic", "n"],
 }
@@ -61,7 +63,7 @@ def options(name: str) -> set[str]:
 
 def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]:
     key = key if "--key" in options(name) else None
-    if name.startswith("audit ") and "nowhere" not in url:
+    if "audit" in name and "nowhere" not in url:
         asyncio.run(begin_trail(url))
     more = ARGUMENTS.get(name, [])
     if name == "export":
@@ -71,6 +73,12 @@ def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]
     if "--confirm" in options(name):
         more = [*more, *confirmed(url)]
     return [*name.split(), *more, *on(url, key, command=name), "--json"]
+
+
+# `migrate erase-source` is always run dry here.
+WITH_DRY_RUN = [
+    one for one in NAMES if "--dry-run" in options(one) and one != "migrate erase-source"
+]
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +98,18 @@ def tampered(file: str) -> str:
     return file
 
 
+def test_schema_is_made_from_the_results_of_the_commands() -> None:
+    assert schema.FILE.read_text(encoding="utf-8") == schema.text(), "python -m tests.cli.schema"
+
+
 def test_there_is_a_schema_for_each_command_and_each_describes_all_fields() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert set(SCHEMA["$defs"]) == {*NAMES, "adk doctor", "failure", "problem"}
 
-    def objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if schema.get("type") == "object":
-            yield schema
-        for value in schema.values():
+    def objects(of: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if of.get("type") == "object":
+            yield of
+        for value in of.values():
             if isinstance(value, dict):
                 yield from objects(value)
 
@@ -139,7 +151,13 @@ def test_failure_of_the_command_is_an_object_on_stdout_and_a_line_on_stderr(name
 
 @pytest.mark.parametrize(
     "wrong",
-    [["verify"], ["verify", "--bad"], ["nothing"], ["purge", "--older-than", "1"], ["--bad"]],
+    [
+        ["verify"],
+        ["verify", "--bad"],
+        ["nothing"],
+        ["purge", "sessions", "--older-than", "1"],
+        ["--bad"],
+    ],
     ids=" ".join,
 )
 def test_wrong_usage_is_a_failure_in_json(wrong: list[str]) -> None:
@@ -162,7 +180,7 @@ def test_wrong_key_names_its_class(file: str) -> None:
     assert failure["error"] == "WrongKeyError"
 
 
-@pytest.mark.parametrize("name", [one for one in NAMES if "--dry-run" in options(one)])
+@pytest.mark.parametrize("name", WITH_DRY_RUN)
 def test_dry_run_is_a_field(name: str, file: str) -> None:
     for more, dry_run in ((["--dry-run"], True), ([], False)):
         said = run(*arguments(name, file), *more)

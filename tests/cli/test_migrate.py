@@ -40,9 +40,9 @@ def change(statement: str) -> None:
         connection.commit()
 
 
-def migrate(*options: str) -> Said:
+def migrate(command: str = "copy", *options: str) -> Said:
     said = run(
-        "migrate",
+        *("migrate", command),
         *("--from", "sqlite:///adk.db", "--to", "sqlite:///sessions.db", "--key", "env:OLD_KEY"),
         *options,
     )
@@ -55,7 +55,7 @@ def lines(said: Said) -> list[str]:
 
 
 def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
-    said = migrate("--dry-run")
+    said = migrate("copy", "--dry-run")
     assert said.code == 0
     assert said.stdout == ("would be copied: 2 sessions, 2 events, 2 states\n")
     assert not Path("sessions.db").exists()
@@ -63,55 +63,55 @@ def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
     assert said.code == 0
     assert lines(said) == [
         "copied: 2 sessions, 2 events, 2 states",
-        "the copy is up to date; next: --verify compares both sides",
+        "the copy is up to date; next: `migrate compare` compares both sides",
     ]
-    said = migrate("--erase-source", "--dry-run")
+    said = migrate("erase-source", "--dry-run")
     assert (said.code, said.stdout.splitlines()[-1]) == (
         0,
         "would be deleted in the source: 2 sessions, 2 events, 2 states",
     )
-    said = migrate("--verify")
+    said = migrate("compare")
     assert said.code == 0
     assert said.stdout.splitlines()[:2] == [
         "compared: 2 sessions, 2 events, 2 states",
         "equal in every field that was copied: 2 sessions",
     ]
     assert "the mark that ends the migration" in said.stdout
-    said = migrate("--verify", "--app", "clinic")
+    said = migrate("compare", "--app", "clinic")
     assert "compare without --app and --since" in said.stdout
-    said = migrate("--erase-source", "--confirm", "adk.db")
+    said = migrate("erase-source", "--confirm", "adk.db")
     assert said.code == 0
     assert "deleted in the source: 2 sessions, 2 events, 2 states\n" in said.stdout
     assert "not erased, because no command can reach them: backups" in said.stdout
     assert not [file for file in Path().iterdir() if NEEDLE.encode() in file.read_bytes()]
-    said = migrate("--verify")
+    said = migrate("compare")
     assert (said.code, said.stdout.splitlines()[-1]) == (0, "the source has nothing to compare")
 
 
 def test_differences_are_named_and_nothing_is_deleted() -> None:
     migrate()
     asyncio.run(write("s1", "s2"))
-    for option in (["--verify"], ["--erase-source", "--confirm", "adk.db"]):
+    for option in (["compare"], ["erase-source", "--confirm", "adk.db"]):
         said = migrate(*option)
         assert said.code == 1
         assert "it has changed in the source since it was copied; different: " in said.stdout
         assert "it was not copied" in said.stdout
         assert "the two sides are not equal" in said.stdout
-    assert "nothing was deleted" in migrate("--erase-source", "--confirm", "adk.db").stdout
-    assert "'ada', 's1'" not in migrate("--verify").stdout
-    assert "'clinic', 'ada', 's1'" in migrate("--verify", "--show-ids").stdout
+    assert "nothing was deleted" in migrate("erase-source", "--confirm", "adk.db").stdout
+    assert "'ada', 's1'" not in migrate("compare").stdout
+    assert "'clinic', 'ada', 's1'" in migrate("compare", "--show-ids").stdout
     assert migrate().code == 0
-    assert migrate("--verify").code == 0
+    assert migrate("compare").code == 0
 
 
 def test_mark_that_is_withdrawn_is_named() -> None:
     migrate()
-    assert migrate("--verify").code == 0
+    assert migrate("compare").code == 0
     asyncio.run(write("s3"))
-    said = migrate("--verify")
+    said = migrate("compare")
     assert said.code == 1
     assert "the mark that ends the migration: it was withdrawn" in said.stdout
-    assert "withdrawn" not in migrate("--verify").stdout
+    assert "withdrawn" not in migrate("compare").stdout
 
 
 def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> None:
@@ -128,7 +128,7 @@ def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> No
     assert said.code == 1
     assert "its state is not a JSON object" in said.stdout
     assert "stopped: repair this row in the source, or give --skip-bad" in said.stdout
-    said = migrate("--skip-bad")
+    said = migrate("copy", "--skip-bad")
     assert said.code == 1
     assert lines(said)[3:] == [
         "copied: 0 sessions, 0 events, 0 states",
@@ -136,34 +136,29 @@ def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> No
         "in conflict, and left unchanged: 1 item",
         "cannot be read, and not copied: 1 item",
         "copied before, and no longer in the source: 1 session",
-        "the copy is up to date; next: --verify compares both sides",
+        "the copy is up to date; next: `migrate compare` compares both sides",
     ]
-    said = migrate("--skip-bad", "--delete-gone", "--json")
-    assert (said.json["copy"]["gone"], said.json["copy"]["deleted_gone"]) == (1, True)
-    assert [one["user_id"] for one in said.json["copy"]["findings"]] == [None] * 3
+    said = migrate("copy", "--skip-bad", "--delete-gone", "--json")
+    assert (said.json["gone"], said.json["deleted_gone"]) == (1, True)
+    assert [one["user_id"] for one in said.json["findings"]] == [None] * 3
 
 
 def test_database_with_another_key_is_copied() -> None:
     asyncio.run(fill("sqlite:///old.db"))
-    arguments = ["migrate", "--from", "sqlite:///old.db", "--to", "sqlite:///new.db"]
-    arguments += ["--key", "env:NEW_KEY"]
-    said = run(*arguments)
+    arguments = ["--from", "sqlite:///old.db", "--to", "sqlite:///new.db", "--key", "env:NEW_KEY"]
+    said = run("migrate", "copy", *arguments)
     assert (said.code, "the source is encrypted: give the root key" in said.stderr) == (2, True)
-    said = run(*arguments, "--from-key", "env:OLD_KEY")
+    arguments += ["--from-key", "env:OLD_KEY"]
+    said = run("migrate", "copy", *arguments)
     assert said.code == 0
     assert lines(said)[0] == "copied: 4 sessions, 12 events, 3 states"
-    assert run(*arguments, "--from-key", "env:OLD_KEY", "--verify").code == 0
+    assert run("migrate", "compare", *arguments).code == 0
     assert run("verify", "--db", "sqlite:///new.db", "--key", "env:NEW_KEY").code == 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verify", "--dry-run"], "--dry-run is for copying"),
-        (["--verify", "--skip-bad"], "--skip-bad is for copying"),
-        (["--erase-source", "--delete-gone"], "--delete-gone is for copying"),
-        (["--verify", "--events-per-second", "5"], "--events-per-second is for copying"),
-        (["--erase-source", "--app", "a"], "--erase-source deletes all of the source"),
         (["--since", "yesterday"], "such as 2026-03-31"),
         (["--from-time-zone", "Mars/Base"], "such as Europe/Berlin"),
         (["--delete-gone", "--since", "2026-01-01"], "--delete-gone cannot be combined with"),
@@ -171,13 +166,13 @@ def test_database_with_another_key_is_copied() -> None:
     ],
 )
 def test_options_that_do_not_fit_are_rejected(options: list[str], message: str) -> None:
-    said = migrate(*options)
+    said = migrate("copy", *options)
     assert said.code == 2
     assert message in " ".join(said.stderr.split())
 
 
 def test_times_and_zones_are_taken() -> None:
-    said = migrate("--since", "2020-01-01T00:00+02:00", "--from-time-zone", "Europe/Berlin")
+    said = migrate("copy", "--since", "2020-01-01T00:00+02:00", "--from-time-zone", "Europe/Berlin")
     assert said.code == 0
     assert lines(said)[0] == "copied: 2 sessions, 2 events, 2 states"
-    assert migrate("--since", "2999-01-01").stdout.startswith("copied: 0 sessions")
+    assert migrate("copy", "--since", "2999-01-01").stdout.startswith("copied: 0 sessions")

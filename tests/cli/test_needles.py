@@ -92,9 +92,9 @@ def test_commands_print_no_plaintext_and_no_key(
         ["verify", *right],
         ["verify", *wrong],
         ["verify", *right, "--backend", "fernet", "--also-backend", "no-op"],
-        ["lookup", *right, "--app", APP, "--user", USER, "--session", SESSION],
-        *(["inspect", f"secure_{name}", *db] for name in ("events", "users", "data_keys")),
-        ["purge", *right, "--older-than", "1d", "--dry-run"],
+        ["debug", "lookup", *right, "--app", APP, "--user", USER, "--session", SESSION],
+        *(["debug", "inspect", f"secure_{name}", *db] for name in ("events", "users", "data_keys")),
+        ["purge", "sessions", *right, "--older-than", "1d", "--dry-run"],
         ["erase-user", *wrong, "--app", APP, "--user", USER, "--confirm", str(path)],
         ["erase-user", *right, "--app", APP, "--user", USER],
         ["erase-user", *right, "--app", APP, "--user", USER, "--dry-run"],
@@ -109,7 +109,7 @@ def test_commands_print_no_plaintext_and_no_key(
         ["status", *right],
         ["init", *wrong],
         ["verify", *db, "--key", KEY],
-        ["purge", *right, "--older-than", "1d"],
+        ["purge", "sessions", *right, "--older-than", "1d"],
         ["erase-user", *right, "--app", APP, "--user", USER, "--rewrite", "--confirm", str(path)],
     ]
     printed = []

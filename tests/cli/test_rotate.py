@@ -14,7 +14,6 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
 from adk_secure_sessions.cli import output, rotate
-from adk_secure_sessions.cli.text import retirement_lines
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
 from adk_secure_sessions.storage.schema import metadata
 from tests.cli.support import Said, confirmed, on, run
@@ -54,18 +53,14 @@ def test_every_key_and_the_backend_are_replaced_in_turn(url: str, place: sa.URL)
     new = [*on(url, "env:NEW_KEY"), *WITH_FERNET]
     master = run("rotate", "master", *new, "--rows-per-second", "100000")
     assert (master.code, master.stderr) == (0, "")
-    ((newest,),) = query(
-        place,
-        "SELECT id FROM secure_keyring WHERE purpose = 'data' ORDER BY created_at DESC LIMIT 1",
-    )
     assert master.stdout == (
-        f"now wrapped by master key {newest}: 3 data keys\n"
+        "wrapped by the new data master: 3 data keys\n"
         "next: `retire` removes the keys that were replaced\n"
     )
     data = run("rotate", "data", *new, "--rows-per-second", "100000")
     assert data == (
         0,
-        "re-encrypted: 26 records, with 3 new data keys\n"
+        "re-encrypted: 26 records\ncreated: 3 data keys\n"
         "next: `retire` removes the keys that were replaced\n",
         "",
     )
@@ -79,11 +74,11 @@ def test_every_key_and_the_backend_are_replaced_in_turn(url: str, place: sa.URL)
     ]
     assert "unfinished" not in told
     retired = run("retire", *new, "--rows-per-second", "100000")
-    assert retired == (0, "removed: 3 data keys and 1 master key\n", "")
-    assert run("retire", *new).stdout == "removed: 0 data keys and 0 master keys\n"
+    assert retired == (0, "removed: 3 data keys, 1 master key\n", "")
+    assert run("retire", *new).stdout == "removed: 0 data keys, 0 master keys\n"
     assert "fernet" not in run("status", "--db", url).stdout
     checked = run("verify", *on(url, "env:NEW_KEY"))  # with neither the old key nor the old backend
-    assert (checked.code, "4 sessions with 12 events" in checked.stdout) == (0, True)
+    assert (checked.code, "4 sessions, 12 events" in checked.stdout) == (0, True)
 
 
 @pytest.mark.parametrize("name", ["rotate master", "rotate data", "retire"])
@@ -98,9 +93,9 @@ def test_dry_run_says_what_would_be_done_and_writes_nothing(
     assert said == (
         0,
         {
-            "rotate master": "would be wrapped by a new master key: 3 data keys\n",
+            "rotate master": "would be wrapped by the new data master: 3 data keys\n",
             "rotate data": "would be re-encrypted: 26 records\n",
-            "retire": "would be removed: 3 data keys and 0 master keys\n",
+            "retire": "would be removed: 3 data keys, 0 master keys\n",
         }[name],
         "",
     )
@@ -135,7 +130,7 @@ def test_records_that_cannot_be_decrypted_are_named_and_counted_by_table(
     )
     assert (said.code, len(named)) == (1, 4)
     assert said.stdout.partition("re-encrypted")[2] == (
-        ": 22 records, with 3 new data keys\n"
+        ": 22 records\ncreated: 3 data keys\n"
         "cannot be decrypted, and left unchanged: 4 rows\n"
         "left under older keys: 4 records\n"
         "  secure_events  4\n"
@@ -207,8 +202,8 @@ def test_data_keys_that_cannot_be_unwrapped_are_named_and_counted(
     assert said.code == 1
     assert said.stdout.startswith(f"secure_data_keys row {first}: ")
     assert said.stdout.partition(": 2 data keys\n")[2] == (
+        "still wrapped by another data master: 1 data key\n"
         "cannot be unwrapped, and left unchanged: 1 data key\n"
-        "still wrapped by another master key: 1 data key\n"
         "next: run `verify`, restore the whole database from a backup (an older copy of a single "
         "row may be rejected), then run this again\n"
     )
@@ -229,7 +224,7 @@ def test_keys_that_are_still_needed_are_kept_with_the_reason(filled: str, place:
     )
     assert len(kept) == 2
     assert said.stdout.partition("removed")[2] == (
-        ": 1 data key and 0 master keys\nkept: 2 older keys\n"
+        ": 1 data key, 0 master keys\nkept: 2 older keys\n"
     )
     as_json = run("retire", *on(filled), "--dry-run", "--json")
     assert (as_json.code, as_json.json["kept"]) == (1, 2)
@@ -262,14 +257,14 @@ def test_spare_keys_are_shown_and_are_no_reason_for_exit_status_1(tmp_path: Path
     options = [*on(pair.urls["db_url"]), "--key-db", pair.urls["key_db_url"]]
     spare = "spare: 2 data keys; no row names them, and they encrypt nothing"
     said = run("retire", *options)
-    assert (said.code, said.stdout) == (0, f"removed: 0 data keys and 0 master keys\n{spare}\n")
+    assert (said.code, said.stdout) == (0, f"removed: 0 data keys, 0 master keys\n{spare}\n")
     said = run("status", *options)
     assert (said.code, spare in said.stdout) == (0, True)
 
 
 def test_keys_beyond_the_first_are_counted() -> None:
     key = KeptKey("secure_keyring", 7, (("secure_data_keys", 2),))
-    lines = list(retirement_lines(Retirement(0, (), 3, (key,)), dry_run=False))
+    lines = list(Retirement(0, (), 3, (key,)).listed())
     assert lines[:2] == ["secure_keyring row 7 is kept: 2 rows of secure_data_keys", "and 2 more"]
 
 
@@ -439,13 +434,13 @@ def test_retire_removes_nothing_if_a_tampered_table_hides_which_key_is_the_newes
 def test_keys_are_moved_into_a_key_database_and_back(file: str) -> None:
     keys = ["--key-db", file.replace(".db", "-keys.db")]
     said = run("move-keys", *on(file), *keys, "--to", "key-db", *confirmed(file))
-    text = "the key database has the keys: 2 master keys and 3 data keys; start services with "
+    text = "moved: 2 master keys, 3 data keys\nthe key database has the keys: start services with "
     assert said == (0, f"{text}key_db_url\n", "")
     assert run("verify", *on(file), *keys).code == 0
     alone = run("verify", *on(file))
     assert (alone.code, "pass that as --key-db" in alone.stderr) == (2, True)
     said = run("move-keys", *on(file), *keys, "--to", "db", *confirmed(file))
-    text = "the database has its keys: 2 master keys and 3 data keys; start services without "
+    text = "moved: 2 master keys, 3 data keys\nthe database has its keys: start services without "
     assert said == (0, f"{text}key_db_url\n", "")
     assert run("verify", *on(file)).code == 0
     nowhere = run("move-keys", *on(file), "--to", "key-db", *confirmed(file))

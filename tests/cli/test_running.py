@@ -21,7 +21,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
-from adk_secure_sessions.cli import program, rotate
+from adk_secure_sessions.cli import commands, program, rotate
 from adk_secure_sessions.cli.text import status_lines
 from adk_secure_sessions.cli.wording import WORDING, for_command_line
 from adk_secure_sessions.db.connect import wrapping_executors
@@ -74,8 +74,8 @@ SLOW = {
 }
 
 
-def imported(*commands: list[str]) -> set[str]:
-    """Run the commands in one process; return the modules that they have imported."""
+def imported(*given: list[str]) -> set[str]:
+    """Run the given in one process; return the modules that they have imported."""
     code = (
         "import json, sys; before = set(sys.modules); from adk_secure_sessions.cli import main\n"
         "for command in json.loads(sys.argv[1]):\n"
@@ -83,7 +83,7 @@ def imported(*commands: list[str]) -> set[str]:
         "    except SystemExit as end: assert end.code == 0, command\n"
         "print(*(sys.modules.keys() - before), file=sys.stderr)"
     )
-    arguments = [sys.executable, "-c", code, json.dumps(commands)]
+    arguments = [sys.executable, "-c", code, json.dumps(given)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     return set(done.stderr.splitlines()[-1].split())
 
@@ -134,7 +134,7 @@ def test_shell_completes_commands_and_tables(shell: str) -> None:
 
     if shell != "bash":  # click runs bash to ask for its version
         assert "adk-secure-sessions" in completed(KIND="source")
-    line = {"COMP_WORDS": "adk-secure-sessions inspect secure_e", "COMP_CWORD": "2"}
+    line = {"COMP_WORDS": "adk-secure-sessions debug inspect secure_e", "COMP_CWORD": "3"}
     if shell == "fish":
         line["COMP_CWORD"] = "secure_e"
     assert "secure_events" in completed(KIND="complete", **line)
@@ -209,8 +209,8 @@ ONLY_READ = {
     "check": ["--key", "env:OLD_KEY"],
     "status": ["--key", "env:OLD_KEY"],
     "verify": ["--key", "env:OLD_KEY"],
-    "lookup": ["--key", "env:OLD_KEY", "--app", "clinic", "--user", "ada"],
-    "inspect": ["secure_events"],
+    "debug lookup": ["--key", "env:OLD_KEY", "--app", "clinic", "--user", "ada"],
+    "debug inspect": ["secure_events"],
 }
 
 
@@ -240,7 +240,7 @@ class OnlyReads:
 @pytest.mark.parametrize("name", ONLY_READ)
 def test_command_that_only_reads_writes_nothing(name: str, filled: str) -> None:
     with wrapping_executors(OnlyReads):
-        said = run(name, "--db", filled, *ONLY_READ[name])
+        said = run(*name.split(), "--db", filled, *ONLY_READ[name])
     assert (said.code, said.stderr) == (0, "")
 
 
@@ -253,7 +253,7 @@ def test_commands_that_only_read_leave_the_file_alone_and_need_no_lock(
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         for name, options in ONLY_READ.items():
-            assert run(name, "--db", file, *options).code == 0
+            assert run(*name.split(), "--db", file, *options).code == 0
     assert path.read_bytes() == before
 
 
@@ -267,7 +267,7 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Said:
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        for module in (program, rotate):
+        for module in (program, rotate, commands):
             patch.setattr(module, "progress", lambda *_: nullcontext(report))
         return run(*arguments)
 
@@ -293,7 +293,11 @@ def test_ctrl_c_says_that_it_is_safe_and_how_to_go_on(
 def test_ctrl_c_in_a_command_that_changes_nothing_says_so(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for arguments in (["verify"], ["status"], ["purge", "--older-than", "1d", "--dry-run"]):
+    for arguments in (
+        ["verify"],
+        ["status"],
+        ["purge", "sessions", "--older-than", "1d", "--dry-run"],
+    ):
         said = press_ctrl_c(monkeypatch, *arguments, *on(file))
         assert said == (130, "", "Error: interrupted; nothing was changed\n")
     as_json = press_ctrl_c(monkeypatch, "verify", *on(file), "--json")
@@ -514,7 +518,7 @@ def test_options_are_named_in_place_of_arguments() -> None:
         ["export", "--decrypt", "--jsonl"],
         ["export", "--decrypt", "--to"],
         ["audit", "export", "--output"],
-        ["audit", "verify", "--heads"],
+        ["verify", "--heads"],
         ["verify", "--audit-log"],
     ],
     ids=" ".join,
@@ -557,5 +561,5 @@ def test_command_whose_reader_has_ended_says_nothing(command: list[str], file: s
 
 def test_age_is_called_by_its_option(file: str) -> None:
     asyncio.run(begin_trail(file))
-    said = run("audit", "purge", *on(file), "--older-than", "1h")
+    said = run("purge", "audit", *on(file), "--older-than", "1h")
     assert (said.code, "--older-than must be at least 48 hours" in said.stderr) == (2, True)

@@ -268,7 +268,7 @@ async def test_artifact_is_deleted_while_the_store_fails(
     server.failures.append(Failure(503, "SlowDown"))
     with caplog.at_level(logging.DEBUG, "adk_secure_sessions"):
         await artifacts.delete_artifact(**HERE)
-    assert "left to `blobs purge`" in caplog.text
+    assert "left to `purge blobs`" in caplog.text
     assert "needle" not in caplog.text
     assert await artifacts.load_artifact(**HERE) is None
     assert len(server.keys()) == 1

@@ -1,4 +1,4 @@
-"""`rotate data --blobs`: contents of artifacts are re-encrypted, also while services use them."""
+"""`rotate data`: contents of artifacts are re-encrypted, also while services use them."""
 
 import asyncio
 import shutil

@@ -171,9 +171,9 @@ def test_commands_take_the_key_database(
     environment = {variable("db"): data, variable("key-db"): keys}
     assert run("verify", *key, **environment).code == 0
     assert "secure_events" in run("status", **environment).stdout
-    assert run("inspect", "secure_data_keys", *on).stdout.count("\n") == 8
+    assert run("debug", "inspect", "secure_data_keys", *on).stdout.count("\n") == 8
     assert run("rotate", "root", *on, *key).stdout.count("already") == 2
-    said = run("purge", *on, *key, "--older-than", "1d").stdout
+    said = run("purge", "sessions", *on, *key, "--older-than", "1d").stdout
     assert said.startswith("deleted: 7 sessions\n")
     alone = run("verify", "--db", data, *key)
     assert (alone.code, alone.stdout) == (2, "")

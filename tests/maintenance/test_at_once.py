@@ -123,7 +123,7 @@ COMMANDS: dict[str, Command] = {
     "purge": Command(lambda db, directory: purge(db, timedelta(0))),
     "retire": Command(_alone(retire), before=(_alone(rotate_master), _alone(rotate_data))),
     "rotate data": Command(_alone(rotate_data)),
-    "rotate data --blobs": Command(
+    "rotate data --store": Command(
         lambda db, directory: blob_rotation.rotate_data_and_blobs(db, directory / "blobs")
     ),
     "rotate master": Command(_alone(rotate_master)),
@@ -177,7 +177,7 @@ async def fill(directory: Path) -> None:
 def filled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories, each with databases, an artifact store and a source of `migrate`, to copy."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("pair", "one", "empty")}
-    with shifted(-10):  # `audit purge` deletes only chains that are two days old
+    with shifted(-10):  # `purge audit` deletes only chains that are two days old
         asyncio.run(fill(found["pair"]))
     shutil.copytree(found["pair"], found["one"], dirs_exist_ok=True)
 

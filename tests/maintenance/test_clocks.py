@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,7 @@ async def test_plaintext_master_is_left_whatever_the_clocks_said(
 
 
 async def erase(db: Database) -> object:
-    return (await erase_user(db, APP, "ada"))._replace(cleared=True)
+    return replace(await erase_user(db, APP, "ada"), cleared=True)
 
 
 COMMANDS: dict[str, Callable[[Database], Awaitable[Any]]] = {

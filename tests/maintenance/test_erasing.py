@@ -50,7 +50,7 @@ NOTHING = (0, 0, 0, 0, 0, 0)
 
 def counts(found: Erasure) -> tuple[int, ...]:
     """The counts alone, without `cleared` and `obstacle`."""
-    return found[:6]
+    return found.numbers[:6]
 
 
 def rows(place: sa.URL) -> dict[str, set[tuple[Any, ...]]]:

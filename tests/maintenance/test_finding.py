@@ -1,4 +1,4 @@
-"""`lookup`, `inspect` and `init`."""
+"""`debug lookup`, `debug inspect` and `init`."""
 
 import pytest
 import sqlalchemy as sa
@@ -74,7 +74,7 @@ async def test_init_makes_and_reports_what_is_missing(url: str, place: sa.URL) -
         assert set(made.tables) == {*metadata.tables}
         masters = query(place, "SELECT id FROM secure_keyring")
         assert sorted(made.masters) == sorted(row[0] for row in masters)
-        assert await init(db) == ((), ())
+        assert (await init(db)).numbers == (0, 0)
         assert len((await status(db)).masters) == 2
     async with EncryptedSessionService(url, BACKEND, create_tables=False) as service:
         await service.create_session(app_name=APP, user_id="ada")

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,7 +188,7 @@ async def test_keys_move_into_a_key_database_and_back(pair: Pair) -> None:
     assert done == KeyMove("key-db", 2, 3, False, *cleared(pair.data))
     await assert_moved(pair, INTO, keys, before)
     again = await move(pair, INTO)
-    assert again == done._replace(resumed=True)
+    assert again == replace(done, resumed=True)
     back = await move(pair, BACK)
     assert back == KeyMove("db", 2, 3, False, *cleared(pair.keys))
     await assert_moved(pair, BACK, keys, before)
@@ -331,7 +332,8 @@ def is_switched(pair: Pair, holds: str | None) -> bool:
 
 
 def move_in_child(say: Callable[[object], None], pair: Pair, to: Any) -> None:
-    say(asyncio.run(move(pair, to))[:3])
+    done = asyncio.run(move(pair, to))
+    say((done.to, *done.numbers))
 
 
 @pytest.mark.parametrize("to", [INTO, BACK])

@@ -6,12 +6,10 @@ Most of these functions are in `maintenance` and `migration`.
 from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     adk,
     adk_doctor,
-    audit,
-    blobs,
     commands,
-    erase,
     export,
     migrate,
+    purge,
     rotate,
     search_index,
 )

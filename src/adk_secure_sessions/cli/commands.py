@@ -1,35 +1,30 @@
-"""The commands that create, inspect and clean up a database."""
+"""The commands that create and check a database, and those that show its rows."""
 
 import asyncio
 import os
 import sys
-from datetime import timedelta
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from click.shell_completion import CompletionItem
 
-from adk_secure_sessions.cli.options import age, on_database, with_dry_run, with_keys, with_speed
-from adk_secure_sessions.cli.output import backend_name, counted, finish, show, table
+from adk_secure_sessions.cli.options import on_database, with_keys, with_speed, with_store
+from adk_secure_sessions.cli.output import backend_name, finish, progress, show, table
 from adk_secure_sessions.cli.program import (
-    AGAIN,
     Failure,
     main,
     one_line_errors,
+    opened,
     run,
     run_with_progress,
 )
-from adk_secure_sessions.cli.text import (
-    check_lines,
-    moment,
-    problem_lines,
-    status_lines,
-    vacuum_lines,
-)
+from adk_secure_sessions.cli.text import check_lines, status_lines
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
+from adk_secure_sessions.results import Result
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Check, Database
@@ -96,9 +91,7 @@ def init(db: "Database", as_json: bool) -> None:
     from adk_secure_sessions import maintenance
 
     made = run(db, maintenance.init)
-    lines = [f"created table {name}" for name in made.tables]
-    lines += [f"created master key {number}" for number in made.masters]
-    show(made, as_json, lines or ["tables and master keys exist already"])
+    finish(made, as_json)
 
 
 @main.command()
@@ -169,13 +162,36 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
 
 
 @main.command()
+@click.option(
+    "--only",
+    type=click.Choice(["rows", "trail", "blobs"]),
+    help="Check only the rows, the audit trail or the contents of artifacts.",
+)
+@click.option(
+    "--heads",
+    metavar="FILE",
+    type=click.Path(),
+    multiple=True,
+    help="Audit log, whose lines audit.head show whether records at the end of chains, or whole "
+    "chains, were removed.  Repeatable.",
+)
+@with_store(required=False)
 @with_speed
 @with_keys(required=True)
 @on_database
-def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
+def verify(
+    db: "Database",
+    as_json: bool,
+    only: str | None,
+    heads: Sequence[str],
+    store: str | None,
+    allow_http: bool,
+    rows_per_second: float | None,
+) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
-    Exits 1 if there are such rows, and leaves them unchanged.
+    Also check the audit trail, if there is one, and with --store, whether contents of artifacts are
+    missing.  Their bytes are not read.  Exits 1 if something is wrong, and leaves it unchanged.
 
     \b
     Example:
@@ -183,29 +199,52 @@ def verify(db: "Database", as_json: bool, rows_per_second: float | None) -> None
     """
     from adk_secure_sessions import maintenance
 
-    found = run_with_progress(
-        db, "verify", maintenance.verify, rows_per_second=rows_per_second, again=None
-    )
-    collections, kinds = [], "users and sessions"
-    if found.collections:
-        lists, items = counted(found.collections, "collection"), counted(found.items, "item")
-        collections, kinds = [f"decrypted {lists} with {items}"], "users, sessions and collections"
-    lines = [
-        *problem_lines(found.problems, found.bad),
-        f"decrypted {counted(found.apps, 'app')}, {counted(found.users, 'user')} and "
-        f"{counted(found.sessions, 'session')} with {counted(found.events, 'event')}",
-        *collections,
-        f"bad: {counted(found.bad, 'row')}; {kinds} that could not be checked because of bad rows: "
-        f"{found.unchecked}"
-        if found.bad
-        else "all rows are intact",
-    ]
-    show(found, as_json, lines)
-    if found.bad or found.unchecked:
-        sys.exit(1)
+    if (only == "blobs") > (store is not None) or (only in ("rows", "trail") and store):
+        raise click.UsageError("contents are checked with --store STORE: give both or none")
+    if only not in (None, "trail") and heads:
+        raise click.UsageError("--heads is for the audit trail")
+    found: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
+    notes = []
+    with one_line_errors(), _opened_logs(heads) as logs, opened(db, again=None) as call:
+        if only in (None, "rows"):
+            with progress("verify") as report:
+                work = maintenance.verify(db, progress=report, rows_per_second=rows_per_second)
+                found["rows"] = call(work)
+        if only == "trail" or heads or (only is None and call(db.keys()).keyring.has_audit_table):
+            with progress("verify", "records") as report:
+                found["trail"] = call(
+                    maintenance.verify_audit(
+                        db, logs, progress=report, rows_per_second=rows_per_second
+                    )
+                )
+            if not heads:
+                notes = ["without --heads, it is not detected that last records were removed"]
+        if store is not None:
+            from adk_secure_sessions.integrations.artifact_blobs import check_blobs
+            from adk_secure_sessions.integrations.object_store import ArtifactStore
+
+            place = ArtifactStore(store, allow_http=allow_http)
+            found["blobs"] = call(check_blobs(db, place))
+    finish(found, as_json, notes)
 
 
-@main.command()
+@contextmanager
+def _opened_logs(names: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
+    """Yield the opened files with these *names*, by name."""
+    with ExitStack() as files:
+        # Only a line feed ends a line: other text of a line may contain a carriage return.
+        yield {
+            name: files.enter_context(open(name, encoding="utf-8", errors="replace", newline="\n"))
+            for name in names
+        }
+
+
+@main.group()
+def debug() -> None:
+    """Find the rows of a session, and show what a row says without a key."""
+
+
+@debug.command()
 @click.option("--app", required=True, metavar="NAME", help="The app's name.")
 @click.option("--user", metavar="ID", help="The id of one of the app's users.")
 @click.option("--session", metavar="ID", help="The id of one of that user's sessions.")
@@ -226,7 +265,7 @@ def lookup(
 
     \b
     Example:
-      adk-secure-sessions lookup --db sqlite:///sessions.db --key file:root.key \\
+      adk-secure-sessions debug lookup --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
     from adk_secure_sessions import maintenance
@@ -250,7 +289,7 @@ def _tables(
     return [CompletionItem(name) for name in TABLES if name.startswith(incomplete)]
 
 
-@main.command()
+@debug.command()
 @click.argument("table_name", metavar="TABLE", shell_complete=_tables)
 @click.option(
     "--row",
@@ -271,7 +310,7 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
 
     \b
     Example:
-      adk-secure-sessions inspect secure_users --db sqlite:///sessions.db
+      adk-secure-sessions debug inspect secure_users --db sqlite:///sessions.db
     """
     from adk_secure_sessions import maintenance
 
@@ -293,49 +332,6 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
 
 
 @main.command()
-@click.option(
-    "--older-than",
-    callback=age,
-    metavar="AGE",
-    help="Also delete sessions whose last event is older.  A number and a unit: s, m, h, d or w.  "
-    "Example: 90d.",
-)
-@click.option("--app", metavar="NAME", help="Delete only sessions of this app.")
-@click.option("--user", metavar="ID", help="Delete only sessions of the users with this id.")
-@with_dry_run
-@with_speed
-@with_keys(required=True)
-@on_database
-def purge(
-    db: "Database",
-    as_json: bool,
-    older_than: timedelta | None,
-    app: str | None,
-    user: str | None,
-    dry_run: bool,
-    rows_per_second: float | None,
-) -> None:
-    """Delete expired sessions, and sessions older than AGE, with all their events.
-
-    Exits 1 if some of these sessions cannot be decrypted.  The command keeps such sessions.
-
-    \b
-    Example:
-      adk-secure-sessions purge --db sqlite:///sessions.db --key file:root.key \\
-          --older-than 90d --dry-run
-    """
-    from adk_secure_sessions import maintenance
-
-    purging = partial(
-        maintenance.purge, older_than=older_than, app_name=app, user_id=user, dry_run=dry_run
-    )
-    again = None if dry_run else AGAIN
-    done = run_with_progress(db, "purge", purging, rows_per_second=rows_per_second, again=again)
-    since = "" if done.before is None else f" or were last used before {moment(done.before)}"
-    finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
-
-
-@main.command()
 @on_database
 def vacuum(db: "Database", as_json: bool) -> None:
     """Rewrite all tables, to remove replaced and deleted values from their free space.
@@ -350,6 +346,8 @@ def vacuum(db: "Database", as_json: bool) -> None:
     from adk_secure_sessions import maintenance
 
     done = run(db, maintenance.vacuum)
-    show(done, as_json, vacuum_lines(done))
+    lines = [f"not rewritten: {obstacle}" for obstacle in done.obstacles]
+    cleared = "all tables were rewritten: their free space holds no replaced or deleted values"
+    show(done, as_json, lines or [cleared])
     if not done.cleared:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""The command that decrypts sessions into google-adk's own tables, or into lines of JSON."""
+"""The commands that decrypt sessions, and records of the audit trail, into files or tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from adk_secure_sessions.cli.options import on_database, with_keys
+from adk_secure_sessions.cli.options import moment, on_database, with_keys
 from adk_secure_sessions.cli.output import finish, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
@@ -127,25 +128,60 @@ def _to_adk(
 def _to_lines(
     db: Database, name: str, *, app: str | None, user: str | None, skip_bad: bool
 ) -> Export:
+    from adk_secure_sessions.migration.export import export_lines
+
     with progress("export", "sessions") as report, opened(db, again=None) as call:
         call(db.keys())  # report a wrong key before the file is created
         with output_to(name) as write:
-            return call(_export_lines(db, write, app, user, skip_bad, report))
+            return call(
+                export_lines(
+                    db, write, app_name=app, user_id=user, skip_bad=skip_bad, progress=report
+                )
+            )
 
 
-async def _export_lines(
-    db: Database,
-    write: Callable[[bytes], object],
-    app: str | None,
-    user: str | None,
-    skip_bad: bool,
-    report: Progress,
-) -> Export:
-    from adk_secure_sessions.migration.export import export_lines
+@main.group()
+def audit() -> None:
+    """Export the audit trail; `verify` checks it, and `purge audit` deletes old records."""
 
-    return await export_lines(
-        db, write, app_name=app, user_id=user, skip_bad=skip_bad, progress=report
-    )
+
+@audit.command("export")
+@click.option(
+    "--output",
+    metavar="FILE",
+    default=_STDOUT,
+    show_default=True,
+    help="Write to a new file, which only you may read; - stands for stdout.",
+)
+@click.option(
+    "--since", metavar="TIME", callback=moment, help="Only records of this time or later."
+)
+@click.option("--until", metavar="TIME", callback=moment, help="Only records before this time.")
+@with_keys(required=True)
+@on_database
+def export_audit(
+    db: Database, as_json: bool, output: str, since: datetime | None, until: datetime | None
+) -> None:
+    """Write the records as lines of JSON.
+
+    Exits 1 if a record is not authentic; such a record is not written.
+
+    \b
+    Example:
+      adk-secure-sessions audit export --db sqlite:///sessions.db --key file:root.key \\
+          --since 2026-01-01 --output january.jsonl
+    """
+    from adk_secure_sessions import maintenance
+
+    if output == _STDOUT and as_json:
+        raise click.UsageError("stdout has the records: give --json with --output FILE")
+    with progress("audit export", "records") as report, opened(db, again=None) as call:
+        call(db.keys())  # report a wrong key before the file is created
+        with output_to(output) as write:
+            done = call(
+                maintenance.export_audit(db, write, since=since, until=until, progress=report)
+            )
+    finish(done, as_json, err=output == _STDOUT)
 
 
 @contextmanager

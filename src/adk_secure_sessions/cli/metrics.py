@@ -57,7 +57,7 @@ class Run:
             _LAST_RUN: {"": now},
             _LAST_SUCCESS: {"": now if succeeded else self._last_success()},
             _DURATION: {"": time.monotonic() - self._began},
-            _PROBLEMS: {"": max(getattr(self.result, "bad", 0), 0 if succeeded else 1)},
+            _PROBLEMS: {"": max(self._bad(), 0 if succeeded else 1)},
         }
         if ages := dict(self._key_ages()):
             values[_KEY_AGE] = ages
@@ -67,6 +67,10 @@ class Run:
             lines += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} gauge"]
             lines += [f"{name}{{{labels}{more}}} {value:.3f}" for more, value in samples.items()]
         _replace(self.file, "\n".join([*lines, ""]))
+
+    def _bad(self) -> int:
+        found = self.result.values() if isinstance(self.result, dict) else [self.result]
+        return sum(getattr(one, "bad", 0) for one in found)
 
     def _last_success(self) -> float:
         """Return when the command last succeeded, as the file says; 0 if it does not say it."""

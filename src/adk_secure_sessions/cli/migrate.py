@@ -1,8 +1,7 @@
-"""The command that copies sessions from another database, compares both, or erases the source."""
+"""The commands that copy sessions from another database, compare both, and erase the source."""
 
-import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import datetime
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,40 +11,25 @@ import click
 
 from adk_secure_sessions.backends.named import NAMES
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
-from adk_secure_sessions.cli.options import on_target, with_dry_run, with_keys, with_packing
-from adk_secure_sessions.cli.output import progress, show
+from adk_secure_sessions.cli.options import (
+    moment,
+    on_target,
+    with_dry_run,
+    with_keys,
+    with_packing,
+)
+from adk_secure_sessions.cli.output import finish, progress
 from adk_secure_sessions.cli.program import AGAIN, main, opened
-from adk_secure_sessions.results import Result
+from adk_secure_sessions.formats.times import of_datetime
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
-    from adk_secure_sessions.migration import Comparison, Migration, SourceErasure
-
-Work = Callable[..., Awaitable[Any]]
+    from adk_secure_sessions.migration import Comparison, Migration, Scope, SourceErasure
 
 _UNREACHABLE = (
     "not erased, because no command can reach them: backups, replicas, WAL archives and binary "
     "logs, copies of files, snapshots of disks, and what the disk keeps of overwritten blocks"
 )
-
-
-def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Convert the value of --since to microseconds since 1970, UTC.  click calls this function.
-
-    Raises:
-        click.BadParameter: The value is not a date or time.
-    """
-    if value is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(value)
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=UTC)
-        return round(moment.timestamp() * 1_000_000)
-    except (ValueError, OverflowError):
-        raise click.BadParameter(
-            "write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00"
-        ) from None
 
 
 def _zone(context: click.Context, parameter: click.Parameter, value: str | None) -> ZoneInfo | None:
@@ -61,63 +45,79 @@ def _zone(context: click.Context, parameter: click.Parameter, value: str | None)
         raise click.BadParameter(hint) from None
 
 
-@main.command()
-@click.option(
-    "--from",
-    "source_url",
-    required=True,
-    metavar="URL",
-    help="URL of the database to copy from: google-adk's, or one of this package.",
+_OF_SOURCE = (
+    click.option(
+        "--from",
+        "source_url",
+        required=True,
+        metavar="URL",
+        help="URL of the database to copy from: google-adk's, or one of this package.",
+    ),
+    click.option(
+        "--from-key",
+        "source_keys",
+        multiple=True,
+        metavar="SPEC",
+        help="Key spec of a root key of the source, if the source is encrypted; repeatable.",
+    ),
+    click.option(
+        "--from-backend",
+        "source_backends",
+        multiple=True,
+        type=click.Choice(NAMES),
+        help="Backend that encrypted the source; repeatable.  The default is aesgcm.",
+    ),
+    click.option(
+        "--from-key-db",
+        "key_db_url",
+        metavar="URL",
+        help="URL of the key database of the source, if there is one.",
+    ),
+    click.option(
+        "--from-time-zone",
+        "time_zone",
+        callback=_zone,
+        metavar="ZONE",
+        help="Time zone of the processes that wrote the source, if they stored local times.  "
+        "Example: Europe/Berlin.",
+    ),
+    click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."),
+    with_keys(required=True),
+    on_target,
 )
-@click.option(
-    "--from-key",
-    "source_keys",
-    multiple=True,
-    metavar="SPEC",
-    help="Key spec of a root key of the source, if the source is encrypted; repeatable.",
+_OF_SCOPE = (
+    click.option("--app", metavar="NAME", help="Only sessions of this app."),
+    click.option(
+        "--since",
+        callback=moment,
+        metavar="TIME",
+        help="Only sessions that were updated at this time or later; UTC.  "
+        "Example: 2026-03-31T18:00.",
+    ),
 )
-@click.option(
-    "--from-backend",
-    "source_backends",
-    multiple=True,
-    type=click.Choice(NAMES),
-    help="Backend that encrypted the source; repeatable.  The default is aesgcm.",
-)
-@click.option(
-    "--from-key-db",
-    "source_key_db",
-    metavar="URL",
-    help="URL of the key database of the source, if there is one.",
-)
-@click.option(
-    "--from-time-zone",
-    "time_zone",
-    callback=_zone,
-    metavar="ZONE",
-    help="Time zone of the processes that wrote the source, if they stored local times.  "
-    "Example: Europe/Berlin.",
-)
-@click.option("--app", metavar="NAME", help="Only sessions of this app.")
-@click.option(
-    "--since",
-    callback=_time,
-    metavar="TIME",
-    help="Only sessions that were updated at this time or later; UTC.  Example: 2026-03-31T18:00.",
-)
-@click.option("--verify", is_flag=True, help="Copy nothing: compare every session on both sides.")
-@click.option(
-    "--erase-source",
-    is_flag=True,
-    help="Copy nothing: compare, and if everything is equal, delete the rows of the source.",
-)
-@with_confirm
+
+
+def _with(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for one in reversed(decorators):
+            command = one(command)
+        return command
+
+    return decorate
+
+
+@main.group()
+def migrate() -> None:
+    """Copy sessions from another database, compare both, and erase the source."""
+
+
+@migrate.command("copy")
 @click.option("--skip-bad", is_flag=True, help="Continue after a session that cannot be read.")
 @click.option(
     "--delete-gone",
     is_flag=True,
     help="Delete copied sessions in the target that the source no longer has.",
 )
-@click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes.")
 @click.option(
     "--events-per-second",
     type=click.FloatRange(min=0, min_open=True),
@@ -125,115 +125,145 @@ def _zone(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @with_dry_run
 @with_packing
-@with_keys(required=True)
-@on_target
-def migrate(
+@_with(*_OF_SCOPE, *_OF_SOURCE)
+def copy(
     db: "Database",
     as_json: bool,
-    source_url: str,
-    source_keys: Sequence[str],
-    source_backends: Sequence[str],
-    source_key_db: str | None,
-    time_zone: ZoneInfo | None,
-    app: str | None,
-    since: int | None,
-    verify: bool,
-    erase_source: bool,
-    confirm: str | None,
     skip_bad: bool,
     delete_gone: bool,
-    show_ids: bool,
     events_per_second: float | None,
     dry_run: bool,
+    app: str | None,
+    since: datetime | None,
+    show_ids: bool,
+    **of_source: Any,
 ) -> None:
     """Copy sessions and states from another database.  Run it again to copy what has changed.
 
-    The source is only read, except by --erase-source.  Sessions and states that a service has
-    changed in the target are not overwritten.  --verify exits 1 unless both sides are equal.
-    --erase-source exits 1 unless all sessions were deleted and their bytes were removed.  Without
-    these options, the command exits 1 if it could not copy a session or state, or if the source no
-    longer has a copied session.
+    The source is only read.  Sessions and states that a service has changed in the target are not
+    overwritten.  Exits 1 if a session or state could not be copied, or if the source no longer has
+    a copied session.
 
     \b
     Example:
-      adk-secure-sessions migrate --from sqlite:///adk.db \\
+      adk-secure-sessions migrate copy --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
     from adk_secure_sessions import migration
 
-    comparing = verify or erase_source
-    copying_only = {
-        "--dry-run": dry_run and not erase_source,
-        "--skip-bad": skip_bad,
-        "--delete-gone": delete_gone,
-        "--events-per-second": events_per_second,
-    }
-    if erase_source and (app is not None or since is not None):
-        raise click.UsageError("--erase-source deletes all of the source: omit --app and --since")
-    if comparing and (wrong := [name for name, value in copying_only.items() if value]):
-        raise click.UsageError(
-            f"{wrong[0]} is for copying, and --verify and --erase-source copy nothing: omit it"
-        )
-    options: dict[str, Any] = {"scope": migration.Scope(app, since), "show_ids": show_ids}
-    if erase_source:
-        work: Work = partial(migration.erase_source, dry_run=dry_run, show_ids=show_ids)
-    elif verify:
-        work = partial(migration.compare, **options)
-    else:
-        work = partial(
-            migration.migrate,
-            dry_run=dry_run,
-            skip_bad=skip_bad,
-            delete_gone=delete_gone,
-            events_per_second=events_per_second,
-            **options,
-        )
+    work = partial(
+        migration.migrate,
+        scope=_scope(app, since),
+        dry_run=dry_run,
+        skip_bad=skip_bad,
+        delete_gone=delete_gone,
+        events_per_second=events_per_second,
+        show_ids=show_ids,
+    )
+    done = _run(db, of_source, "migrate", work, again=None if dry_run else AGAIN)
+    finish(done, as_json, copy_notes(done, dry_run), dry_run=dry_run)
 
-    changes_nothing = dry_run or (verify and not erase_source)
-    with opened(db, again=None if changes_nothing else AGAIN) as call:
+
+@migrate.command("compare")
+@_with(*_OF_SCOPE, *_OF_SOURCE)
+def compare(
+    db: "Database",
+    as_json: bool,
+    app: str | None,
+    since: datetime | None,
+    show_ids: bool,
+    **of_source: Any,
+) -> None:
+    """Compare every session and state on both sides, field by field.  Copy nothing.
+
+    If everything is equal, services no longer read the source.  Exits 1 unless both sides are
+    equal.
+
+    \b
+    Example:
+      adk-secure-sessions migrate compare --from sqlite:///adk.db \\
+          --to sqlite:///sessions.db --key file:root.key
+    """
+    from adk_secure_sessions import migration
+
+    work = partial(migration.compare, scope=_scope(app, since), show_ids=show_ids)
+    done = _run(db, of_source, "compare", work, again=None)
+    finish(done, as_json, comparison_notes(done))
+
+
+@migrate.command("erase-source")
+@with_confirm
+@with_dry_run
+@_with(*_OF_SOURCE)
+def erase_source(
+    db: "Database",
+    as_json: bool,
+    confirm: str | None,
+    dry_run: bool,
+    show_ids: bool,
+    **of_source: Any,
+) -> None:
+    """Compare both sides and, if everything is equal, delete the rows of the source.
+
+    Exits 1 unless all sessions were deleted and their bytes were removed.
+
+    \b
+    Example:
+      adk-secure-sessions migrate erase-source --from sqlite:///adk.db \\
+          --to sqlite:///sessions.db --key file:root.key --confirm adk.db
+    """
+    from adk_secure_sessions import migration
+
+    work = partial(migration.erase_source, dry_run=dry_run, show_ids=show_ids)
+    again = None if dry_run else AGAIN
+    asked = None if dry_run else (confirm,)
+    done = _run(db, of_source, "compare", work, again=again, asked=asked)
+    notes = chain(comparison_notes(done.comparison, dry_run), erasure_notes(done, dry_run))
+    finish(done, as_json, notes, dry_run=dry_run)
+
+
+def _scope(app: str | None, since: datetime | None) -> "Scope":
+    from adk_secure_sessions.migration import Scope
+
+    return Scope(app, None if since is None else of_datetime(since))
+
+
+def _run(
+    db: "Database",
+    of_source: dict[str, Any],
+    label: str,
+    work: Callable[..., Awaitable[Any]],
+    *,
+    again: str | None = AGAIN,
+    asked: tuple[str | None] | None = None,
+) -> Any:
+    """Open the source, call *work* with it and *db*, and return the result.
+
+    If *asked* has the value of --confirm, first ask for the name of the source.
+    """
+    from adk_secure_sessions import migration
+
+    with opened(db, again=again) as call:
         source = call(
             migration.open_source(
-                source_url,
-                source_keys,
-                source_backends,
-                key_db_url=source_key_db,
-                time_zone=time_zone,
+                of_source["source_url"],
+                of_source["source_keys"],
+                of_source["source_backends"],
+                key_db_url=of_source["key_db_url"],
+                time_zone=of_source["time_zone"],
             )
         )
         try:
-            if erase_source and not dry_run and isinstance(source, migration.AdkTables):
+            if asked is not None and isinstance(source, migration.AdkTables):
                 found = call(source.describe())
-                require_confirmation(found, confirm, "delete the sessions of the source")
-            with progress("compare" if comparing else "migrate") as report:
-                done = call(work(source, db, progress=report))
+                require_confirmation(found, asked[0], "delete the sessions of the source")
+            with progress(label) as report:
+                return call(work(source, db, progress=report))
         finally:
             call(source.close())
-    result: dict[str, Any] = {"copy": None, "comparison": None, "erasure": None}
-    if erase_source:
-        comparison = done.comparison
-        result |= {"comparison": comparison, "erasure": done}
-        notes = chain(
-            _lines(comparison),
-            comparison_notes(comparison, dry_run),
-            done.counts(dry_run),
-            erasure_notes(done, dry_run),
-        )
-    elif verify:
-        result["comparison"] = done
-        notes = chain(_lines(done), comparison_notes(done))
-    else:
-        result["copy"] = done
-        notes = chain(_lines(done, dry_run), copy_notes(done, dry_run))
-    show(result, as_json, notes, dry_run=dry_run)
-    if not done.succeeded:
-        sys.exit(1)
 
 
-def _lines(done: Result, dry_run: bool = False) -> Iterator[str]:
-    return chain(done.listed(), done.counts(dry_run))
-
-
-# --- lines ---------------------------------------------------------------------------------------
+# --- notes ---------------------------------------------------------------------------------------
 
 
 def copy_notes(done: "Migration", dry_run: bool) -> Iterator[str]:
@@ -251,12 +281,12 @@ def copy_notes(done: "Migration", dry_run: bool) -> Iterator[str]:
     elif done.behind:
         yield "the source is in use: run this again to copy what has changed"
     elif not dry_run:
-        yield "the copy is up to date; next: --verify compares both sides"
+        yield "the copy is up to date; next: `migrate compare` compares both sides"
 
 
 def comparison_notes(done: "Comparison", dry_run: bool = False) -> Iterator[str]:
     if not done.clean:
-        yield "the two sides are not equal; next: run this without --verify, then compare again"
+        yield "the two sides are not equal; next: run `migrate copy`, then compare again"
         if done.withdrawn:
             yield (
                 "an earlier comparison had stored the mark that ends the migration: it was "

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import click
@@ -12,30 +12,27 @@ from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
-from adk_secure_sessions.cli.program import one_line_errors
+from adk_secure_sessions.cli.program import Common, one_line_errors
 from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
 
 Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
 
 _BACKENDS = click.Choice(NAMES)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
-with_speed: Callable[[Command], Command] = click.option(
+with_speed: Decorator = click.option(
     "--rows-per-second",
     type=click.FloatRange(min=0, min_open=True),
     help="Process at most this many rows per second.",
 )
-with_dry_run: Callable[[Command], Command] = click.option(
+with_dry_run: Decorator = click.option(
     "--dry-run", is_flag=True, help="Report what would be done, but change nothing."
 )
 
 
 def age(context: click.Context, parameter: click.Parameter, value: str | None) -> timedelta | None:
-    """Convert the value of an option such as --older-than to a `timedelta`.  click calls this.
-
-    Raises:
-        click.BadParameter: The value is not an age.
-    """
+    """Convert the value of an option such as --older-than to a `timedelta`.  click calls this."""
     if value is None:
         return None
     match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
@@ -44,79 +41,118 @@ def age(context: click.Context, parameter: click.Parameter, value: str | None) -
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
+def moment(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> datetime | None:
+    """Convert the value of --since or --until to a time; the default zone is UTC."""
+    if value is None:
+        return None
+    try:
+        found = datetime.fromisoformat(value)
+        found = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+        found.timestamp()
+    except (ValueError, OverflowError):
+        raise click.BadParameter(
+            "write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00"
+        ) from None
+    return found
+
+
+def _common(*names: str, **settings: Any) -> Decorator:
+    """Return a decorator that adds an option which only --help-all describes."""
+    return click.option(*names, cls=Common, **settings)
+
+
+def _all(decorators: Sequence[Decorator], command: Command) -> Command:
+    for one in reversed(decorators):
+        command = one(command)
+    return command
+
+
 def on_database(command: Command) -> Command:
     """Add --db, --key-db, --config, --audit-log, --metrics-file and --json to *command*.
 
     The decorated function calls *command* with the arguments `db` (a `Database`) and `as_json`.
     """
-    return _with_database("--db", _DB_HELP)(command)
+    return _all([_DB, *_WITH_DATABASE], _opening(command))
 
 
 def on_target(command: Command) -> Command:
-    """Add --to, --key-db, --config, --audit-log, --metrics-file and --json to *command*.
-
-    --to names the database that `on_database` calls --db.  The decorated function calls *command*
-    with the arguments `db` (a `Database`) and `as_json`.
-    """
-    return _with_database("--to", _TO_HELP)(command)
+    """Do the same as `on_database`, but --to names the database."""
+    return _all([_TO, *_WITH_DATABASE], _opening(command))
 
 
-def _with_database(option: str, text: str) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        @click.option(option, "db", envvar=variable("db"), required=True, metavar="URL", help=text)
-        @click.option("--key-db", envvar=variable("key-db"), metavar="URL", help=_KEY_DB_HELP)
-        @click.option(
-            "--config",
-            envvar=CONFIG_VARIABLE,
-            metavar="FILE",
-            type=click.Path(),
-            is_eager=True,
-            expose_value=False,
-            callback=read_config,
-            help=_CONFIG_HELP,
-        )
-        @click.option(
-            "--audit-log",
-            envvar=variable("audit-log"),
-            metavar="FILE",
-            type=click.Path(),
-            help=_AUDIT_LOG_HELP,
-        )
-        @click.option(
-            "--metrics-file",
-            metavar="FILE",
-            type=click.Path(),
-            is_eager=True,
-            expose_value=False,
-            callback=metrics.to_file,
-            help=_METRICS_HELP,
-        )
-        @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-        @functools.wraps(command)
-        def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
-            from adk_secure_sessions.maintenance import Database
+def _opening(command: Command) -> Command:
+    @functools.wraps(command)
+    def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
+        from adk_secure_sessions.maintenance import Database
 
-            options.setdefault("backends", ())
-            packing = Packing(options.pop("compression", None), options.pop("padding", None))
-            with one_line_errors():
-                database = Database(
-                    db, *options.pop("backends"), key_db_url=key_db, packing=packing
-                )
-                log = None if audit_log is None else audit.open_file(audit_log)
-            with audit.appending_to(log):
-                return command(db=database, **options)
+        packing = Packing(options.pop("compression", None), options.pop("padding", None))
+        with one_line_errors():
+            backends = options.pop("backends", ())
+            database = Database(db, *backends, key_db_url=key_db, packing=packing)
+            log = None if audit_log is None else audit.open_file(audit_log)
+        with audit.appending_to(log):
+            return command(db=database, **options)
 
-        return run
+    return run
 
-    return decorate
+
+_TO = click.option(
+    "--to",
+    "db",
+    envvar=variable("db"),
+    required=True,
+    metavar="URL",
+    help="URL of the encrypted database to copy to, which is created if it does not exist; or set "
+    f"{variable('db')}.",
+)
+_DB = _common(
+    "--db",
+    envvar=variable("db"),
+    required=True,
+    metavar="URL",
+    help=f"URL of the database, such as sqlite:///sessions.db; or set {variable('db')}.",
+)
+_WITH_DATABASE = (
+    _common(
+        "--key-db",
+        envvar=variable("key-db"),
+        metavar="URL",
+        help=f"URL of the key database, if there is one; or set {variable('key-db')}.",
+    ),
+    _common(
+        "--config",
+        envvar=CONFIG_VARIABLE,
+        metavar="FILE",
+        type=click.Path(),
+        is_eager=True,
+        expose_value=False,
+        callback=read_config,
+        help=f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}.",
+    ),
+    _common(
+        "--audit-log",
+        envvar=variable("audit-log"),
+        metavar="FILE",
+        type=click.Path(),
+        help=f"Append audit records to this file, as JSON; or set {variable('audit-log')}.",
+    ),
+    _common(
+        "--metrics-file",
+        metavar="FILE",
+        type=click.Path(),
+        is_eager=True,
+        expose_value=False,
+        callback=metrics.to_file,
+        help="Replace this file, NAME.prom, with metrics of this run for Prometheus.",
+    ),
+    _common("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),
+)
 
 
 def with_packing(command: Command) -> Command:
-    """Add the options --compression and --padding.
-
-    Write this decorator above `on_database` or `on_target`, which creates the `Database` object
-    with the values.
-    """
+    """Add the options --compression and --padding; write this above `on_target`."""
     compression = click.option(
         "--compression",
         type=click.Choice(list(COMPRESSIONS)),
@@ -130,40 +166,14 @@ def with_packing(command: Command) -> Command:
     return compression(padding(command))
 
 
-def with_keys(*, required: bool) -> Callable[[Command], Command]:
+def with_keys(*, required: bool) -> Decorator:
     """Return a decorator that adds the options for root keys and backends.
 
     Write this decorator above `on_database` or `on_target`, which creates the `Database` object
-    with these backends.
-
-    Args:
-        required: False if the command also works without a root key.
+    with these backends.  *required* is False if the command also works without a root key.
     """
 
     def decorate(command: Command) -> Command:
-        @click.option(
-            "--backend",
-            envvar=variable("backend"),
-            type=_BACKENDS,
-            default=DEFAULT,
-            show_default=True,
-            help=_BACKEND_HELP,
-        )
-        @click.option("--key", envvar=variable("key"), metavar="SPEC", help=_KEY_HELP)
-        @click.option(
-            "--also-key",
-            envvar=variable("also-key"),
-            multiple=True,
-            metavar="SPEC",
-            help=_ALSO_KEY_HELP,
-        )
-        @click.option(
-            "--also-backend",
-            envvar=variable("also-backend"),
-            multiple=True,
-            type=_BACKENDS,
-            help=_ALSO_BACKEND_HELP,
-        )
         @functools.wraps(command)
         def run(
             backend: str,
@@ -186,44 +196,49 @@ def with_keys(*, required: bool) -> Callable[[Command], Command]:
                     backends = backends_for(names, specs)
             return command(backends=backends, **options)
 
-        return run
+        return _all(_KEYS, run)
 
     return decorate
 
 
-_DB_HELP = f"URL of the database, such as sqlite:///sessions.db; or set {variable('db')}."
-_TO_HELP = (
-    "URL of the encrypted database to copy to, which is created if it does not exist; or set "
-    f"{variable('db')}."
-)
-_KEY_DB_HELP = f"URL of the key database, if there is one; or set {variable('key-db')}."
-_AUDIT_LOG_HELP = f"Append audit records to this file, as JSON; or set {variable('audit-log')}."
-_METRICS_HELP = "Replace this file, NAME.prom, with metrics of this run for Prometheus."
-_CONFIG_HELP = f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}."
-_BACKEND_HELP = (
-    "Backend with which the services write; no-op stores plaintext and needs no key; or set "
-    f"{variable('backend')}."
-)
-_KEY_HELP = (
-    "Key spec of the root key: env:NAME, file:PATH and others; never the key itself; or set "
-    f"{variable('key')}."
-)
-_ALSO_KEY_HELP = (
-    "Another root key that may wrap master keys; repeatable; or set "
-    f"{variable('also-key')}, separated by spaces."
-)
-_ALSO_BACKEND_HELP = (
-    "Another backend whose records may be decrypted; repeatable; or set "
-    f"{variable('also-backend')}, separated by spaces."
+_KEYS = (
+    _common(
+        "--backend",
+        envvar=variable("backend"),
+        type=_BACKENDS,
+        default=DEFAULT,
+        show_default=True,
+        help="Backend with which the services write; no-op stores plaintext and needs no key; or "
+        f"set {variable('backend')}.",
+    ),
+    _common(
+        "--key",
+        envvar=variable("key"),
+        metavar="SPEC",
+        help="Key spec of the root key: env:NAME, file:PATH and others; never the key itself; or "
+        f"set {variable('key')}.",
+    ),
+    _common(
+        "--also-key",
+        envvar=variable("also-key"),
+        multiple=True,
+        metavar="SPEC",
+        help="Another root key that may wrap master keys; repeatable; or set "
+        f"{variable('also-key')}, separated by spaces.",
+    ),
+    _common(
+        "--also-backend",
+        envvar=variable("also-backend"),
+        multiple=True,
+        type=_BACKENDS,
+        help="Another backend whose records may be decrypted; repeatable; or set "
+        f"{variable('also-backend')}, separated by spaces.",
+    ),
 )
 
 
-def with_store(*, required: bool) -> Callable[[Command], Command]:
-    """Return a decorator that adds the options --store and --allow-http.
-
-    Args:
-        required: Whether --store, which names the store of the contents of artifacts, is required.
-    """
+def with_store(*, required: bool) -> Decorator:
+    """Return a decorator that adds --store, where contents of artifacts are, and --allow-http."""
     store = click.option(
         "--store",
         required=required,

@@ -62,37 +62,44 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def show(
-    result: Any, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: bool
+    result: Any, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: object
 ) -> None:
     """Print the result of a command, and keep it for --metrics-file.
 
-    Args:
-        result: The result: a `Result`, a named tuple or a dict.
-        as_json: If True, print *result* and *more* as a JSON object.  If False, print lines: those
-            of a `Result`, and then *notes*.
-        notes: Further lines.
-        err: If True, print to stderr, because stdout has the output of the command.
-        more: Further fields of the JSON object, such as `dry_run=True`.
+    *result* is a `Result`, a named tuple, or a dict whose values are of these types or None.
+    *more* are further fields of the JSON object, such as `dry_run=True` or another `Result`.  The
+    lines are those of *result*, *notes*, and those of results in *more*.  If *err* is True, print
+    to stderr, because stdout has the output of the command.
     """
     metrics.keep(result)
     if as_json:
-        click.echo(json.dumps(more | plain(result), indent=2), err=err)
+        click.echo(json.dumps(plain(more) | plain(result), indent=2), err=err)
         return
-    lines = iter(notes)
-    if isinstance(result, Result):
-        counts = result.counts(more.get("dry_run", False))
-        lines = chain(map(for_command_line, result.listed()), counts, lines)
+    dry_run = bool(more.get("dry_run"))
+    lines = chain(_lines(results_in(result), dry_run), notes, _lines(results_in(more), dry_run))
     for line in lines:
         click.echo(without_controls(line), err=err)
 
 
 def finish(
-    result: Result, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: bool
+    result: Any, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: object
 ) -> None:
-    """Print the result of a command as `show` does; then exit 1 unless it has succeeded."""
+    """Print the result of a command as `show` does; then exit 1 unless all results succeeded."""
     show(result, as_json, notes, err=err, **more)
-    if not result.succeeded:
+    if not all(one.succeeded for one in (*results_in(result), *results_in(more))):
         sys.exit(1)
+
+
+def results_in(result: object) -> list[Result]:
+    """Return *result* itself, or those of the values of a dict, that are results."""
+    found = result.values() if isinstance(result, dict) else [result]
+    return [one for one in found if isinstance(one, Result)]
+
+
+def _lines(results: Iterable[Result], dry_run: bool) -> Iterator[str]:
+    for one in results:
+        yield from map(for_command_line, one.listed())
+        yield from one.counts(dry_run)
 
 
 def without_controls(text: str) -> str:

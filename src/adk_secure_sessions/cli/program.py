@@ -71,11 +71,37 @@ class Interrupted(Failure):
         super().__init__(said, "Interrupted", retryable=True)
 
 
+class Common(click.Option):
+    """An option that many commands have: only --help-all describes it."""
+
+
 class Command(click.Command):
     """A command that rejects an option which is given twice: click would use the last value only.
 
     Otherwise `erase-user --user ada --user eve` would exit 0, and ada would not be erased.
     """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        if not any(isinstance(one, Common) for one in params):
+            return params
+        return [*params, _HELP_ALL]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own: list[tuple[str, str]] = []
+        common: list[tuple[str, str]] = []
+        for one in self.get_params(ctx):
+            if (record := one.get_help_record(ctx)) is not None:
+                (common if isinstance(one, Common) else own).append(record)
+        with formatter.section("Options"):
+            formatter.write_dl(own)
+        if common and ctx.meta.get(_ALL):
+            with formatter.section("Options of all commands with a database"):
+                formatter.write_dl(common)
+        elif common:
+            names = ", ".join(record[0].split()[0].rstrip(",") for record in common)
+            formatter.write_paragraph()
+            formatter.write_text(f"Common options, which --help-all describes: {names}")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(list(args))
@@ -84,6 +110,26 @@ class Command(click.Command):
             if is_single and given.count(one) > 1:
                 raise click.UsageError(f"{one.opts[0]} is given more than once", ctx)
         return super().parse_args(ctx, args)
+
+
+_ALL = f"{__name__}.help_all"
+
+
+def _show_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show this message with the common options, and exit.",
+)
 
 
 class Program(click.Group):

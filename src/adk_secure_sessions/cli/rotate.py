@@ -1,7 +1,7 @@
 """The commands that replace keys, and that remove replaced keys."""
 
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import progress, show
+from adk_secure_sessions.cli.output import finish, progress, show
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Declined,
@@ -25,33 +25,38 @@ from adk_secure_sessions.cli.program import (
     run_with_progress,
 )
 from adk_secure_sessions.cli.text import (
-    data_rotation_lines,
-    key_move_lines,
-    master_rotation_lines,
+    key_move_notes,
     resumed_line,
-    retirement_lines,
-    root_rotation_lines,
-    separation_lines,
+    retirement_notes,
+    rotation_notes,
+    separation_notes,
 )
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import (
-        Database,
-        DataRotation,
-        MasterRotation,
-        UnfinishedRotation,
-    )
+    from adk_secure_sessions.maintenance import Database, UnfinishedRotation
 
 
 def _with_rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add all options of `rotate master` and `rotate data`."""
-    restart_help = "Begin a new rotation, even if the last one is unfinished."
-    restart = click.option("--restart", is_flag=True, help=restart_help)
-    yes_help = "Continue an unfinished rotation without asking.  Only a terminal is asked."
-    yes = click.option("--yes", is_flag=True, help=yes_help)
-    decorators = (on_database, with_keys(required=True), with_speed, with_dry_run, restart, yes)
-    for add_options in decorators:
-        command = add_options(command)
+    options = (
+        click.option(
+            "--retire",
+            is_flag=True,
+            help="Then remove the replaced keys, as the command `retire` does.",
+        ),
+        click.option(
+            "--restart",
+            is_flag=True,
+            help="Begin a new rotation, even if the last one is unfinished.",
+        ),
+        click.option(
+            "--yes",
+            is_flag=True,
+            help="Continue an unfinished rotation without asking.  Only a terminal is asked.",
+        ),
+    )
+    for one in (on_database, with_keys(required=True), with_speed, with_dry_run, *options):
+        command = one(command)
     return command
 
 
@@ -79,12 +84,12 @@ def root(db: "Database", as_json: bool, dry_run: bool) -> None:
 
     again = None if dry_run else AGAIN
     done = run(db, lambda opened: maintenance.rotate_root(opened, dry_run=dry_run), again=again)
-    show(done, as_json, root_rotation_lines(done, dry_run), dry_run=dry_run)
+    finish(done, as_json, [f"the new root key is {done.root_key_id}"], dry_run=dry_run)
 
 
 @rotate.command()
 @_with_rotation_options
-def master(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
+def master(db: "Database", as_json: bool, **options: Any) -> None:
     """Create a new data master, and wrap the data keys of all users and apps with it.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -96,19 +101,15 @@ def master(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None
     """
     from adk_secure_sessions import maintenance
 
-    done = _rotate(db, "master", maintenance.rotate_master, dry_run=dry_run, **options)
-    _show(done, as_json, master_rotation_lines(done, dry_run), dry_run=dry_run)
+    _rotate(db, as_json, "master", maintenance.rotate_master, **options)
 
 
 @rotate.command()
-@click.option("--blobs", is_flag=True, help="Re-encrypt the contents of artifacts, too.")
 @with_store(required=False)
 @_with_rotation_options
 def data(
     db: "Database",
     as_json: bool,
-    dry_run: bool,
-    blobs: bool,
     store: str | None,
     allow_http: bool,
     **options: Any,
@@ -118,7 +119,7 @@ def data(
     Running services are not interrupted.  If this command is killed, the next run continues its
     work.  Exits 1 if records are left under older keys or another backend.
 
-    With --blobs, the command then re-encrypts the contents of artifacts.  Without --blobs, contents
+    With --store, the command then re-encrypts the contents of artifacts.  Without --store, contents
     keep their keys, which are in the records.
 
     \b
@@ -128,8 +129,6 @@ def data(
     """
     from adk_secure_sessions import maintenance
 
-    if blobs != (store is not None):
-        raise click.UsageError("--blobs and --store are given together")
     work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
     if store is not None:
         from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
@@ -139,21 +138,22 @@ def data(
             place = ArtifactStore(store, allow_http=allow_http)
             return rotate_data_and_blobs(opened, place, **options)
 
-    done = _rotate(db, "data", work, dry_run=dry_run, **options)
-    _show(done, as_json, data_rotation_lines(done, dry_run), dry_run=dry_run)
+    _rotate(db, as_json, "data", work, **options)
 
 
 def _rotate(
     db: "Database",
+    as_json: bool,
     name: str,
     work: Callable[..., Awaitable[Any]],
     *,
     dry_run: bool,
+    retire: bool,
     restart: bool,
     yes: bool,
     rows_per_second: float | None,
-) -> Any:
-    """Run the rotation *name* and return its result.
+) -> None:
+    """Run the rotation *name*, print its result, and exit 1 if something is left.
 
     If the run would continue an unfinished rotation, first tell the user so and, on a terminal, ask
     whether to continue.
@@ -161,21 +161,21 @@ def _rotate(
     from adk_secure_sessions import maintenance
 
     without = ", without --restart" if restart else ""
+    retirement = None
     with opened(db, again=None if dry_run else f"{AGAIN}{without}") as call:
         if not restart:
             for one in call(maintenance.unfinished_rotations(db)):
                 if one.rotation == name:
                     _announce(one, dry_run=dry_run, yes=yes)
         with progress(f"rotate {name}") as report:
-            return call(
-                work(
-                    db,
-                    dry_run=dry_run,
-                    restart=restart,
-                    progress=report,
-                    rows_per_second=rows_per_second,
-                )
-            )
+            options = {"progress": report, "rows_per_second": rows_per_second}
+            done = call(work(db, dry_run=dry_run, restart=restart, **options))
+        if retire and done.succeeded and not dry_run:
+            with progress("retire", "owners") as report:
+                retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
+                retirement = call(retiring)
+    notes = rotation_notes(done, dry_run) if retirement is None else ()
+    finish(done, as_json, notes, dry_run=dry_run, retirement=retirement)
 
 
 def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
@@ -186,14 +186,6 @@ def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> 
         return
     if not click.confirm("Continue it?", default=True, err=True):
         raise Declined("nothing was changed; --restart begins a new rotation")
-
-
-def _show(
-    done: "MasterRotation | DataRotation", as_json: bool, lines: Iterable[str], *, dry_run: bool
-) -> None:
-    show(done, as_json, lines, dry_run=dry_run)
-    if done.bad or (done.left and not dry_run):
-        sys.exit(1)
 
 
 @main.command()
@@ -217,9 +209,7 @@ def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float 
     done = run_with_progress(
         db, "retire", work, unit="owners", rows_per_second=rows_per_second, again=again
     )
-    show(done, as_json, retirement_lines(done, dry_run), dry_run=dry_run)
-    if done.kept:
-        sys.exit(1)
+    finish(done, as_json, retirement_notes(done), dry_run=dry_run)
 
 
 @main.command()
@@ -249,7 +239,7 @@ def separate(
         with progress("separate") as report:
             work = maintenance.separate(db, progress=report, rows_per_second=rows_per_second)
             done = call(work)
-    show(done, as_json, separation_lines(done))
+    show(done, as_json, separation_notes(done))
     if not done.complete:
         sys.exit(1)
 
@@ -284,6 +274,6 @@ def move_keys(
         require_confirmation(call(db.describe()), confirm, "move the keys of this database")
         with progress("move-keys", "data keys") as report:
             done = call(maintenance.move_keys(db, to, progress=report))
-    show(done, as_json, key_move_lines(done))
+    show(done, as_json, key_move_notes(done))
     if not done.cleared:
         sys.exit(1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from adk_secure_sessions.cli.output import backend_name, counted, table
-from adk_secure_sessions.cli.wording import for_command_line
 from adk_secure_sessions.errors import Reason
 
 if TYPE_CHECKING:
@@ -16,19 +15,15 @@ if TYPE_CHECKING:
         DataRotation,
         Erasure,
         IndexStatus,
-        KeptKey,
         KeyMove,
         MasterRotation,
         MigrationStatus,
-        Problem,
         RecordCount,
         Retirement,
-        RootRotation,
         Separated,
         Status,
         TrailStatus,
         UnfinishedRotation,
-        Vacuum,
     )
 
 _INDENT = "  "
@@ -106,163 +101,18 @@ def status_lines(found: Status) -> Iterator[str]:
         yield f"audit trail: {_audit_trail(found.audit_trail)}"
 
 
-def root_rotation_lines(done: RootRotation, dry_run: bool) -> Iterator[str]:
-    verb = "would be wrapped" if dry_run else "is now wrapped"
-    for number in done.rotated:
-        yield f"master key {number} {verb} by {done.root_key_id}"
-    for number in done.unchanged:
-        yield f"master key {number} was already wrapped by {done.root_key_id}"
-    for number in done.plaintext:
-        yield f"master key {number} is stored as plaintext, and was left unchanged"
-
-
-def master_rotation_lines(done: MasterRotation, dry_run: bool) -> Iterator[str]:
-    yield from problem_lines(done.problems, done.bad)
-    if dry_run:
-        master = "a new master key" if done.master_id is None else f"master key {done.master_id}"
-        yield f"would be wrapped by {master}: {counted(done.rotated, 'data key')}"
-    else:
-        yield f"now wrapped by master key {done.master_id}: {counted(done.rotated, 'data key')}"
-    if done.bad:
-        yield f"cannot be unwrapped, and left unchanged: {counted(done.bad, 'data key')}"
+def rotation_notes(done: MasterRotation | DataRotation, dry_run: bool) -> Iterator[str]:
+    """Yield what is left in which table, and what to do next."""
     if dry_run:
         return
-    if done.left:
-        yield f"still wrapped by another master key: {counted(done.left, 'data key')}"
-    yield from _next(done)
-
-
-def data_rotation_lines(done: DataRotation, dry_run: bool) -> Iterator[str]:
-    yield from problem_lines(done.problems, done.bad)
-    verb = "would be re-encrypted" if dry_run else "re-encrypted"
-    with_keys = "" if dry_run else f", with {counted(done.keys, 'new data key')}"
-    yield f"{verb}: {counted(done.reencrypted, 'record')}{with_keys}"
-    if done.blobs:
-        yield f"{verb}: {counted(done.blobs, 'blob')} of {counted(done.blob_bytes, 'byte')}"
-    if done.bad > done.bad_blobs:
-        rows = counted(done.bad - done.bad_blobs, "row")
-        yield f"cannot be decrypted, and left unchanged: {rows}"
-    if done.bad_blobs:
-        yield f"missing or tampered with, and left unchanged: {counted(done.bad_blobs, 'blob')}"
-    if dry_run:
-        return
-    if done.left:
-        yield f"left under older keys: {counted(done.left, 'record')}"
-        yield from table(done.left_in, _INDENT)
-    if done.bad and done.bad == done.bad_blobs:
+    if left_in := getattr(done, "left_in", ()):
+        yield from table(left_in, _INDENT)
+    if done.bad and done.bad == getattr(done, "bad_blobs", 0):
         yield (
             "next: restore these blobs from a backup of the store, or delete their artifacts, then "
             "run this again"
         )
-    else:
-        yield from _next(done)
-
-
-def retirement_lines(done: Retirement, dry_run: bool) -> Iterator[str]:
-    for one in done.examples:
-        yield f"{one.table} row {one.id} is kept: {_references(one)}"
-    if done.kept > len(done.examples):
-        yield f"and {done.kept - len(done.examples)} more"
-    verb = "would be removed" if dry_run else "removed"
-    data, masters = counted(done.data_keys, "data key"), counted(len(done.masters), "master key")
-    yield f"{verb}: {data} and {masters}"
-    if done.spare_keys:
-        yield _spare(done.spare_keys)
-    if done.kept:
-        yield f"kept: {counted(done.kept, 'older key')}"
-        # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need
-        # the key, a rotation may not help.
-        tables = {one.table for one in done.examples if one.references}
-        if "secure_data_keys" in tables:
-            yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
-        if "secure_keyring" in tables:
-            yield "next: `rotate master` wraps the data keys under them; then run `retire` again"
-        if tables:
-            yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
-
-
-def erasure_lines(done: Erasure, dry_run: bool) -> Iterator[str]:
-    if done.rows:
-        verb = "would be deleted" if dry_run else "deleted"
-        counts = [counted(done.data_keys, "data key"), counted(done.users, "user")]
-        content, items = counted(done.sessions, "session"), counted(done.events, "event")
-        if done.collections:
-            counts.append(content)
-            content, items = counted(done.collections, "collection"), f"{done.events:,} events"
-            items += " or items"
-        yield f"{verb}: {', '.join([*counts, content])} and {items}"
-        if done.collections:
-            yield (
-                "the store keeps the contents of the user's artifacts, if there were any, which "
-                "nobody can decrypt: `blobs purge` deletes them"
-            )
-    else:
-        yield "there is no such user" if done.has_app else "there is no such app"
-    if missing := missing_from(done):
-        yield f"{missing} was missing: run `verify`, which lists any rows of the user that remain"
-    if done.cleared:
-        yield "freed space does not hold the wrapped data key"
-    elif not dry_run:
-        yield f"freed space may hold the wrapped data key: {done.obstacle}"
-    if done.was_migrated:
-        yield "the source of the migration may still contain the user: delete the user there, too"
-
-
-def separation_lines(done: Separated) -> Iterator[str]:
-    keys = f"{counted(done.data_keys, 'data key')}, {counted(len(done.masters), 'data master')}"
-    yield f"deleted: {keys}; kept: {counted(done.kept, 'replaced key')}"
-    if done.complete:
-        yield f"the copy has the id {done.database_id} and keys of its own: services can start"
-    else:
-        yield (
-            "the separation has not ended, and services reject the copy: run `verify`, delete or "
-            "restore the rows that it names, and run this command again"
-        )
-
-
-def key_move_lines(done: KeyMove) -> Iterator[str]:
-    keys = f"{counted(done.masters, 'master key')} and {counted(done.data_keys, 'data key')}"
-    if done.to == "key-db":
-        yield f"the key database has the keys: {keys}; start services with key_db_url"
-    else:
-        yield f"the database has its keys: {keys}; start services without key_db_url"
-    for obstacle in done.obstacles:
-        yield f"the file that had the keys before may contain copies of them: {obstacle}"
-
-
-def vacuum_lines(done: Vacuum) -> Iterator[str]:
-    for obstacle in done.obstacles:
-        yield f"not rewritten: {obstacle}"
-    if done.cleared:
-        yield "all tables were rewritten: their free space holds no replaced or deleted values"
-
-
-def missing_from(done: Erasure) -> str:
-    """Return what was missing: the user's row or, if only the data key was missing, the data key.
-
-    Return "" if nothing was missing, or if the database had no rows of the user at all.
-    """
-    if not done.rows or (done.users and done.data_keys):
-        return ""
-    return "the data key" if done.users else "the user's own row"
-
-
-def problem_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
-    for one in problems:
-        where = f"{one.table} row {one.row}" if one.row else one.table
-        yield f"{where}: {for_command_line(one.detail)}"
-    if count > len(problems):
-        yield f"and {count - len(problems)} more"
-
-
-def resumed_line(unfinished: UnfinishedRotation, dry_run: bool) -> str:
-    verb = "would continue" if dry_run else "continues"
-    assert unfinished.since is not None, "an authentic checkpoint has a time"
-    return f"{verb} the rotation begun {moment(unfinished.since)}; --restart begins a new one"
-
-
-def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
-    if done.problems and all(one.reason is Reason.UNKNOWN_BACKEND for one in done.problems):
+    elif done.problems and all(one.reason is Reason.UNKNOWN_BACKEND for one in done.problems):
         yield "next: run this again with --also-backend, for the backend that encrypted these rows"
     elif done.bad:
         yield (
@@ -275,9 +125,64 @@ def _next(done: MasterRotation | DataRotation) -> Iterator[str]:
         yield "next: `retire` removes the keys that were replaced"
 
 
-def _references(key: KeptKey) -> str:
-    rows = ", ".join(f"{counted(number, 'row')} of {name}" for name, number in key.references)
-    return rows or "an older key is needed, or the rows that need it are unknown: see `verify`"
+def retirement_notes(done: Retirement) -> Iterator[str]:
+    # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
+    # key, a rotation may not help.
+    tables = {one.table for one in done.examples if one.references}
+    if "secure_data_keys" in tables:
+        yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
+    if "secure_keyring" in tables:
+        yield "next: `rotate master` wraps the data keys under them; then run `retire` again"
+    if tables:
+        yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
+
+
+def erasure_notes(done: Erasure, dry_run: bool) -> Iterator[str]:
+    if not done.rows:
+        yield "there is no such user" if done.has_app else "there is no such app"
+    if missing := missing_from(done):
+        yield f"{missing} was missing: run `verify`, which lists any rows of the user that remain"
+    if done.cleared:
+        yield "freed space does not hold the wrapped data key"
+    elif not dry_run:
+        yield f"freed space may hold the wrapped data key: {done.obstacle}"
+    if done.was_migrated:
+        yield "the source of the migration may still contain the user: delete the user there, too"
+
+
+def separation_notes(done: Separated) -> Iterator[str]:
+    if done.complete:
+        yield f"the copy has the id {done.database_id} and keys of its own: services can start"
+    else:
+        yield (
+            "the separation has not ended, and services reject the copy: run `verify`, delete or "
+            "restore the rows that it names, and run this command again"
+        )
+
+
+def key_move_notes(done: KeyMove) -> Iterator[str]:
+    if done.to == "key-db":
+        yield "the key database has the keys: start services with key_db_url"
+    else:
+        yield "the database has its keys: start services without key_db_url"
+    for obstacle in done.obstacles:
+        yield f"the file that had the keys before may contain copies of them: {obstacle}"
+
+
+def missing_from(done: Erasure) -> str:
+    """Return what was missing: the user's row or, if only the data key was missing, the data key.
+
+    Return "" if nothing was missing, or if the database had no rows of the user at all.
+    """
+    if not done.rows or (done.users and done.data_keys):
+        return ""
+    return "the data key" if done.users else "the user's own row"
+
+
+def resumed_line(unfinished: UnfinishedRotation, dry_run: bool) -> str:
+    verb = "would continue" if dry_run else "continues"
+    assert unfinished.since is not None, "an authentic checkpoint has a time"
+    return f"{verb} the rotation begun {moment(unfinished.since)}; --restart begins a new one"
 
 
 def _spare(number: int) -> str:

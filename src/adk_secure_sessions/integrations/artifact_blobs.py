@@ -50,12 +50,14 @@ class BlobCheck(Result):
         problems: The first 1000 problems.
     """
 
+    fine = "no blob is missing"
+
     artifacts: int = count("artifact", "checked", always=True)
     blobs: int = count("blob", "checked", always=True)
     missing: int = count("blob", "missing, or of another length")
     marked: int = count("blob", "marked as deleted", hint=_COPY)
     unused: int = count(
-        "blob", "named by no artifact", hint="`blobs purge` marks and later deletes them"
+        "blob", "named by no artifact", hint="`purge blobs` marks and later deletes them"
     )
     bad: int = count("row", "bad", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")

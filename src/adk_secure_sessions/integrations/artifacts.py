@@ -215,7 +215,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     ) -> None:
         """Delete all versions of an artifact; if the artifact does not exist, do nothing.
 
-        The rows are deleted, and nobody can decrypt the contents without them.  `blobs purge`
+        The rows are deleted, and nobody can decrypt the contents without them.  `purge blobs`
         deletes the contents later.
         """
         name = _collection_name(app_name, user_id, filename, session_id)
@@ -343,7 +343,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     ) -> int:
         """Store the content as a blob, and then the row that names the blob.
 
-        If the process crashes between these two steps, or if the row is not stored, `blobs purge`
+        If the process crashes between these two steps, or if the row is not stored, `purge blobs`
         deletes the unused blob.
         """
         values: dict[str, Any] = {
@@ -429,17 +429,17 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             yield piece
 
     async def _mark(self, blob: Blob) -> None:
-        """Mark a blob as deleted: only `blobs purge` deletes it, because a copy may still name it.
+        """Mark a blob as deleted: only `purge blobs` deletes it, because a copy may still name it.
 
         Do nothing for a blob that another database wrote: this database may be a copy of that
-        database.  If the store fails, leave the blob to `blobs purge`.
+        database.  If the store fails, leave the blob to `purge blobs`.
         """
         if blob.prefix != (await self._collections.database_id()).hex():
             return
         try:
             await self._store(blob.prefix).mark(blob.name)
         except ArtifactStoreError as error:
-            logger.warning("a blob that is not used any more is left to `blobs purge`: %s", error)
+            logger.warning("a blob that is not used any more is left to `purge blobs`: %s", error)
 
     def _store(self, prefix: str) -> BlobStore:
         if prefix not in self._stores:

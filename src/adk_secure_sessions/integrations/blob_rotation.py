@@ -5,10 +5,10 @@ For each version of an artifact, the run does these steps:
 1. It copies the content to a new blob, with a new random name and a new random key.
 2. It reads the new blob, to check that the blob can be decrypted.
 3. It appends an item to the artifact, which describes the version again, with the new blob.
-4. It marks the old blob as deleted, for a later run of `blobs purge`.
+4. It marks the old blob as deleted, for a later run of `purge blobs`.
 
 At any time, the rows name a complete blob, even if the run is killed between two steps.  In that
-case, no row names the other blob, and `blobs purge` marks it.
+case, no row names the other blob, and `purge blobs` marks it.
 """
 
 import secrets
@@ -122,11 +122,9 @@ class _BlobRotationRun(DataRotationRun):
         self._bad = 0
 
     def result(self) -> DataRotation:
-        return (
-            super()
-            .result()
-            ._replace(blobs=self._blobs, blob_bytes=self._bytes, bad_blobs=self._bad)
-        )
+        done = super().result()
+        done.blobs, done.blob_bytes, done.bad_blobs = self._blobs, self._bytes, self._bad
+        return done
 
     def _store_of(self, prefix: str) -> BlobStore:
         return self._place.blobs(prefix, create=False)
@@ -190,7 +188,7 @@ class _BlobRotationRun(DataRotationRun):
         """Replace the blob of *version*, and return the artifact with all its items."""
         new = await self._copied(old)
         # If this fails, keep the new blob: an attempt whose answer was lost may have stored the
-        # item.  If no item names the blob, `blobs purge` marks it.
+        # item.  If no item names the blob, `purge blobs` marks it.
         found = await self._append(ids, found, version, new)
         if old.prefix == self._prefix:  # another database may use blobs under another prefix
             await self._store_of(old.prefix).mark(old.name)

@@ -144,7 +144,7 @@ class BlobStore:
             async with asyncio.timeout(_CLEANUP_SECONDS):
                 await self._objects.delete(name)
         except (ArtifactStoreError, TimeoutError):
-            pass  # `blobs purge` deletes blobs that no record names
+            pass  # `purge blobs` deletes blobs that no record names
 
     async def get_stream(
         self, name: str, size: int, start: int = 0, stop: int | None = None
@@ -191,7 +191,7 @@ class BlobStore:
         """Delete all objects of the blob *name*; if there are none, do nothing.
 
         If a row may ever have named the blob, call `mark` instead: a copy of the database, or a
-        backup, may still name it.
+        backup, may still name it.  Only `purge blobs` deletes a marked blob.
         """
         _check_name(name)
         await self._objects.delete(name)

@@ -68,10 +68,12 @@ class AuditVerification(Result):
         problems: The first 1000 of them.
     """
 
+    fine = "no record is missing or bad"
+
     records: int = count("record", "authentic", always=True)
     chains: int = count("chain", "authentic", always=True)
     purged: int = count("chain", "purged")
-    heads: int | None = None
+    heads: int | None = count("logged head", "compared with the trail", none=True)
     bad: int = count("row", "bad", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -13,6 +14,7 @@ from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.clearing import clear
 from adk_secure_sessions.maintenance.database import Database, Limits
 from adk_secure_sessions.maintenance.walk import header_of
+from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.search_index import row_of_user
 from adk_secure_sessions.storage.rows import identify
@@ -35,7 +37,8 @@ from adk_secure_sessions.storage.unit_of_work import empty_caches
 _MOST_PASSES = 20
 
 
-class Erasure(NamedTuple):
+@dataclass
+class Erasure(Result):
     """The result of `erase_user`; after a dry run, the expected result.
 
     The first seven attributes are the numbers of deleted rows.
@@ -48,7 +51,7 @@ class Erasure(NamedTuple):
         events: The events of these sessions, and the items of these collections.
         witnesses: The version witnesses of the user and of these sessions and collections.
         collections: The user's collections, which hold artifacts and memory.  The contents of
-            artifacts are not deleted: `blobs purge` deletes them.
+            artifacts are not deleted: `purge blobs` deletes them.
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.
@@ -57,22 +60,27 @@ class Erasure(NamedTuple):
             The source of a migration may then still contain the user.
     """
 
-    data_keys: int
-    users: int
-    sessions: int
-    bases: int
-    events: int
-    witnesses: int
-    collections: int
-    cleared: bool
-    obstacle: str
-    has_app: bool
-    was_migrated: bool
+    data_keys: int = count("data key", "deleted", changes=True)
+    users: int = count("user", "deleted", changes=True)
+    sessions: int = count("session", "deleted", changes=True)
+    bases: int = count("snapshot", "deleted", changes=True)
+    events: int = count("event", "deleted", changes=True)
+    witnesses: int = count("version witness", "deleted", changes=True)
+    collections: int = count(
+        "collection",
+        "deleted with their items",
+        hint="`purge blobs` deletes contents of artifacts, which nobody can decrypt any more",
+        changes=True,
+    )
+    cleared: bool = False
+    obstacle: str = ""
+    has_app: bool = False
+    was_migrated: bool = False
 
     @property
     def rows(self) -> int:
         """The number of deleted rows in all tables."""
-        return sum(self[:7])
+        return sum(self.numbers)
 
 
 @command

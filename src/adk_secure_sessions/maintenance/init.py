@@ -1,17 +1,19 @@
 """Create tables and master keys before the first service uses a database."""
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import metadata
 from adk_secure_sessions.storage.survey import KEY_FILE, Survey, look_at
 
 
-class Initialisation(NamedTuple):
+@dataclass
+class Initialisation(Result):
     """The result of `init`: the tables and keys that it created.
 
     Attributes:
@@ -19,8 +21,8 @@ class Initialisation(NamedTuple):
         masters: The ids of the created master keys.
     """
 
-    tables: tuple[str, ...]
-    masters: tuple[int, ...]
+    tables: tuple[str, ...] = count("table", "created", always=True, many=True)
+    masters: tuple[int, ...] = count("master key", "created", always=True, many=True)
 
 
 @command

@@ -43,7 +43,7 @@ class Location(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """The header of a stored record.  `inspect` does not authenticate the header.
+    """The header of a stored record.  `debug inspect` does not authenticate the header.
 
     Attributes:
         row: The row's primary key.  For an event or item, the row id of its session or collection

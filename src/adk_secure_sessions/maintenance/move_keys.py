@@ -18,6 +18,7 @@ which steps are done.  Each transaction checks that no other run has begun meanw
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -37,6 +38,7 @@ from adk_secure_sessions.keys.keyring import MasterKeyRow, check_row_count, open
 from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark
 from adk_secure_sessions.storage.pages import Reader, pages, spans
@@ -79,7 +81,8 @@ _IN_USE = (
 )
 
 
-class KeyMove(NamedTuple):
+@dataclass
+class KeyMove(Result):
     """The result of `move_keys`.
 
     Attributes:
@@ -94,11 +97,11 @@ class KeyMove(NamedTuple):
     """
 
     to: KeyPlace
-    masters: int
-    data_keys: int
-    resumed: bool
-    cleared: bool
-    obstacles: tuple[str, ...]
+    masters: int = count("master key", "moved", always=True)
+    data_keys: int = count("data key", "moved", always=True)
+    resumed: bool = False
+    cleared: bool = False
+    obstacles: tuple[str, ...] = ()
 
 
 @command

@@ -1,6 +1,6 @@
 """Find orphaned rows: the session, user or app row that they belong to does not exist.
 
-Services never read orphaned rows.  `retire` deletes keys, and `blobs purge` deletes contents of
+Services never read orphaned rows.  `retire` deletes keys, and `purge blobs` deletes contents of
 artifacts, because no row names them.  An attacker may have removed the row that an orphaned row
 belongs to, and somebody may restore this row later.  Until then, the orphaned row may need any key,
 and may name any content.  Commands that delete what the operator or an authentic row names, such as

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -25,6 +26,7 @@ from adk_secure_sessions.maintenance.owners import by_age, check_owner
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import header_of, located_sessions, sessions_of
+from adk_secure_sessions.results import Result, count, counted, listing
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import (
@@ -67,8 +69,15 @@ class KeptKey(NamedTuple):
     id: int
     references: tuple[tuple[str, int], ...]
 
+    @property
+    def line(self) -> str:
+        rows = ", ".join(f"{counted(number, 'row')} of {name}" for name, number in self.references)
+        why = rows or "an older key is needed, or the rows that need it are unknown: see `verify`"
+        return f"{self.table} row {self.id} is kept: {why}"
 
-class Retirement(NamedTuple):
+
+@dataclass
+class Retirement(Result):
     """The result of `retire`; after a dry run, the expected result.
 
     Attributes:
@@ -81,11 +90,11 @@ class Retirement(NamedTuple):
             about to name such a key.  The next rotation replaces them.
     """
 
-    data_keys: int
-    masters: tuple[int, ...]
-    kept: int
-    examples: tuple[KeptKey, ...]
-    spare_keys: int = 0
+    data_keys: int = count("data key", "removed", always=True, changes=True)
+    masters: tuple[int, ...] = count("master key", "removed", always=True, changes=True, many=True)
+    kept: int = count("older key", "kept", wrong=True)
+    examples: tuple[KeptKey, ...] = listing("kept")
+    spare_keys: int = count("data key", "spare", hint="no row names them, and they encrypt nothing")
 
 
 @command

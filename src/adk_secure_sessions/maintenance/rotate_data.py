@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,13 +29,15 @@ from adk_secure_sessions.maintenance.walk import (
     records_of_sessions,
     rows_with_keys,
 )
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.rows import WITNESSES, SealedColumn, naming
 from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
 from adk_secure_sessions.storage.writes import RenewKey
 
 
-class DataRotation(NamedTuple):
+@dataclass
+class DataRotation(Result):
     """The result of `rotate_data`; after a dry run, the expected result.
 
     Attributes:
@@ -57,17 +60,17 @@ class DataRotation(NamedTuple):
             They are included in `bad` and `problems`, with the rows that name them.
     """
 
-    since: int
-    resumed: bool
-    keys: int
-    reencrypted: int
-    left: int
-    left_in: tuple[tuple[str, int], ...]
-    bad: int
-    problems: tuple[Problem, ...]
-    blobs: int = 0
-    blob_bytes: int = 0
-    bad_blobs: int = 0
+    since: int = 0
+    resumed: bool = False
+    reencrypted: int = count("record", "re-encrypted", always=True, changes=True)
+    blobs: int = count("blob", "re-encrypted", changes=True)
+    blob_bytes: int = count("byte", "re-encrypted", changes=True)
+    keys: int = count("data key", "created")
+    bad: int = count("row", "cannot be decrypted, and left unchanged", wrong=True)
+    bad_blobs: int = count("blob", "of these, missing or tampered with")
+    left: int = count("record", "left under older keys", wrong=True)
+    left_in: tuple[tuple[str, int], ...] = ()
+    problems: tuple[Problem, ...] = listing("bad")
 
 
 @command
@@ -136,12 +139,12 @@ class DataRotationRun(Rotation):
         return DataRotation(
             self._since,
             self._checkpoints.resumed,
-            self._keys,
             self._reencrypted,
-            self._left,
-            tuple(self._left_in.items()),
-            self._problems.count,
-            tuple(self._problems.kept),
+            keys=self._keys,
+            left=0 if self._dry_run else self._left,
+            left_in=tuple(self._left_in.items()),
+            bad=self._problems.count,
+            problems=tuple(self._problems.kept),
         )
 
     async def _count_rows(self) -> int:

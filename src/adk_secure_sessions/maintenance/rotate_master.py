@@ -1,7 +1,7 @@
 """Replace the data master: wrap all data keys with a new data master."""
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -32,13 +32,15 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.pages import Span, pages
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys, keyring
 
 
-class MasterRotation(NamedTuple):
+@dataclass
+class MasterRotation(Result):
     """The result of `rotate_master`; after a dry run, the expected result.
 
     Attributes:
@@ -51,13 +53,13 @@ class MasterRotation(NamedTuple):
         problems: The first 1000 data keys that cannot be unwrapped.
     """
 
-    master_id: int | None
-    since: int
-    resumed: bool
-    rotated: int
-    left: int
-    bad: int
-    problems: tuple[Problem, ...]
+    master_id: int | None = None
+    since: int = 0
+    resumed: bool = False
+    rotated: int = count("data key", "wrapped by the new data master", always=True, changes=True)
+    left: int = count("data key", "still wrapped by another data master", wrong=True)
+    bad: int = count("data key", "cannot be unwrapped, and left unchanged", wrong=True)
+    problems: tuple[Problem, ...] = listing("bad")
 
 
 @command
@@ -112,7 +114,7 @@ class _MasterRotationRun(Rotation):
             self._since,
             self._checkpoints.resumed,
             self._rotated,
-            self._left,
+            self._problems.count if self._dry_run else self._left,
             self._problems.count,
             tuple(self._problems.kept),
         )

@@ -1,7 +1,7 @@
 """Replace the root key: wrap the master keys (a few rows) with a new root key."""
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -12,12 +12,14 @@ from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, un
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage.schema import keyring
 
 _CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 
 
-class RootRotation(NamedTuple):
+@dataclass
+class RootRotation(Result):
     """The result of `rotate_root`; after a dry run, the expected result.
 
     Attributes:
@@ -29,9 +31,15 @@ class RootRotation(NamedTuple):
     """
 
     root_key_id: str
-    rotated: tuple[int, ...]
-    unchanged: tuple[int, ...]
-    plaintext: tuple[int, ...]
+    rotated: tuple[int, ...] = count(
+        "master key", "wrapped by the new root key", always=True, changes=True, many=True
+    )
+    unchanged: tuple[int, ...] = count(
+        "master key", "wrapped by the new root key before", many=True
+    )
+    plaintext: tuple[int, ...] = count(
+        "master key", "stored as plaintext, and left unchanged", many=True
+    )
 
 
 @command

@@ -7,8 +7,8 @@ database decrypts a record of the other.
 """
 
 import secrets
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -31,6 +31,7 @@ from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
+from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark, separation_marks
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
@@ -47,7 +48,8 @@ from adk_secure_sessions.storage.survey import (
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
 
 
-class Separated(NamedTuple):
+@dataclass
+class Separated(Result):
     """The result of `separate`.
 
     Attributes:
@@ -65,9 +67,9 @@ class Separated(NamedTuple):
     database_id: str
     resumed: bool
     complete: bool
-    data_keys: int
-    masters: tuple[int, ...]
-    kept: int
+    data_keys: int = count("data key", "deleted", always=True)
+    masters: tuple[int, ...] = count("data master", "deleted", always=True, many=True)
+    kept: int = count("replaced key", "kept")
 
 
 @command

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -30,6 +31,7 @@ from adk_secure_sessions.maintenance.walk import (
     owner_tags,
     read_tagged_user,
 )
+from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.search_index import IndexState
@@ -66,7 +68,8 @@ _WRONG_MARK = (
 )
 
 
-class Verification(NamedTuple):
+@dataclass
+class Verification(Result):
     """The result of `verify`.
 
     Attributes:
@@ -86,15 +89,17 @@ class Verification(NamedTuple):
         problems: The first 1000 bad rows.
     """
 
-    apps: int
-    users: int
-    sessions: int
-    events: int
-    collections: int
-    items: int
-    unchecked: int
-    bad: int
-    problems: tuple[Problem, ...]
+    fine = "all rows are intact"
+
+    apps: int = count("app", "decrypted", always=True)
+    users: int = count("user", "decrypted", always=True)
+    sessions: int = count("session", "decrypted", always=True)
+    events: int = count("event", "decrypted", always=True)
+    collections: int = count("collection", "decrypted")
+    items: int = count("item", "decrypted")
+    unchecked: int = count("row", "not checked, because of bad rows", wrong=True)
+    bad: int = count("row", "bad", wrong=True)
+    problems: tuple[Problem, ...] = listing("bad")
 
 
 @command
@@ -434,9 +439,9 @@ async def _find_orphans_of_index(db: Database, problems: Problems) -> None:
     """Report rows of the search index whose session or user does not exist."""
     row_id = indexed.c.row_id
     async for span in spans(db.read, row_id, db.limits.headers):
-        for row, count in await span.read(db.read, ORPHANS_OF_INDEX, row_id):
+        for row, number in await span.read(db.read, ORPHANS_OF_INDEX, row_id):
             detail = (
-                f"{count} rows of the search index belong to no session and no user: run `index "
+                f"{number} rows of the search index belong to no session and no user: run `index "
                 "fill`, or delete rows that it leaves"
             )
             problems.add(indexed.name, row, Reason.MISSING, detail)

@@ -1,5 +1,6 @@
 """Delete all rows of google-adk's tables after everything was copied and compared."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +41,10 @@ class SourceErasure(Result):
     states: int = count("state", "deleted in the source", changes=True)
     changed: bool = False
     obstacles: tuple[str, ...] = ()
+
+    def listed(self) -> Iterator[str]:
+        yield from self.comparison.listed()
+        yield from self.comparison.counts()
 
     @property
     def succeeded(self) -> bool:

@@ -89,7 +89,7 @@ class PlaintextFallbackService(BaseSessionService):
     session stores the forgery encrypted (docs/threats.md).  Every process that writes to the source
     must have ended before the first process with this service starts.
 
-    If `migrate --verify` finds no difference, it stores an authenticated mark in the database.  A
+    If `migrate compare` finds no difference, it stores an authenticated mark in the database.  A
     `PlaintextFallbackService` that is opened afterwards does not read the source any more.  From
     then on, you can use *service* itself instead of this object.
 
@@ -287,7 +287,7 @@ class PlaintextFallbackService(BaseSessionService):
 
         If the session is in the source and was not copied yet, store a tombstone: a row that
         forbids reading and copying the session.  The source is not changed.  The command
-        `migrate --erase-source` deletes the session there.
+        `migrate erase-source` deletes the session there.
         """
         ids = (app_name, user_id, session_id)
         check_ids(*ids)

@@ -150,7 +150,7 @@ class _Draft:
         """Return the changes that insert the rows, and check that the first and last are inserted.
 
         With a check of each row, the text of the statements would depend on the number of rows.
-        `audit verify` reports a missing row between two others.
+        `verify` reports a missing row between two others.
         """
         first, *between = self._rows
         last = between.pop() if between else None

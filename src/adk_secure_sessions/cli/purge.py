@@ -1,0 +1,195 @@
+"""The commands that delete what is old: `purge`, and `erase-user`, which erases a user."""
+
+import sys
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
+from adk_secure_sessions.cli.options import (
+    age,
+    on_database,
+    with_dry_run,
+    with_keys,
+    with_speed,
+    with_store,
+)
+from adk_secure_sessions.cli.output import finish, show
+from adk_secure_sessions.cli.program import AGAIN, main, opened, run, run_with_progress
+from adk_secure_sessions.cli.text import erasure_notes, missing_from, moment
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance import Database
+
+
+@main.group()
+def purge() -> None:
+    """Delete old sessions, old chains of the audit trail, or unused contents of artifacts."""
+
+
+@purge.command("sessions")
+@click.option(
+    "--older-than",
+    callback=age,
+    metavar="AGE",
+    help="Also delete sessions whose last event is older.  A number and a unit: s, m, h, d or w.  "
+    "Example: 90d.",
+)
+@click.option("--app", metavar="NAME", help="Delete only sessions of this app.")
+@click.option("--user", metavar="ID", help="Delete only sessions of the users with this id.")
+@with_dry_run
+@with_speed
+@with_keys(required=True)
+@on_database
+def purge_sessions(
+    db: "Database",
+    as_json: bool,
+    older_than: timedelta | None,
+    app: str | None,
+    user: str | None,
+    dry_run: bool,
+    rows_per_second: float | None,
+) -> None:
+    """Delete expired sessions, and sessions older than AGE, with all their events.
+
+    Exits 1 if some of these sessions cannot be decrypted.  The command keeps such sessions.
+
+    \b
+    Example:
+      adk-secure-sessions purge sessions --db sqlite:///sessions.db --key file:root.key \\
+          --older-than 90d --dry-run
+    """
+    from adk_secure_sessions import maintenance
+
+    work = partial(
+        maintenance.purge, older_than=older_than, app_name=app, user_id=user, dry_run=dry_run
+    )
+    again = None if dry_run else AGAIN
+    done = run_with_progress(db, "purge", work, rows_per_second=rows_per_second, again=again)
+    since = "" if done.before is None else f" or were last used before {moment(done.before)}"
+    finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
+
+
+@purge.command("audit")
+@click.option(
+    "--older-than",
+    required=True,
+    callback=age,
+    metavar="AGE",
+    help="At least 48h: a number and a unit: s, m, h, d or w.",
+)
+@with_dry_run
+@with_keys(required=True)
+@on_database
+def purge_audit(db: "Database", as_json: bool, older_than: timedelta, dry_run: bool) -> None:
+    """Delete the chains of the audit trail whose last record is older than AGE.
+
+    A record names the deleted chains.  Exits 1 if a chain was kept because it has bad records.
+
+    \b
+    Example:
+      adk-secure-sessions purge audit --db sqlite:///sessions.db --key file:root.key \\
+          --older-than 2200d --dry-run
+    """
+    from adk_secure_sessions import maintenance
+
+    work = partial(maintenance.purge_audit, older_than=older_than, dry_run=dry_run)
+    again = None if dry_run else AGAIN
+    done = run_with_progress(db, "purge audit", work, unit="records", again=again)
+    old = f"such chains were last used before {moment(done.before)}"
+    finish(done, as_json, [old], dry_run=dry_run)
+
+
+@purge.command("blobs")
+@click.option(
+    "--older-than",
+    default="30d",
+    show_default=True,
+    callback=age,
+    metavar="AGE",
+    help="Delete contents that were marked longer ago than this, at least 48h: a number and a "
+    "unit: s, m, h, d or w.",
+)
+@with_dry_run
+@with_store(required=True)
+@with_keys(required=True)
+@on_database
+def purge_blobs(
+    db: "Database",
+    as_json: bool,
+    store: str,
+    allow_http: bool,
+    older_than: timedelta,
+    dry_run: bool,
+) -> None:
+    """Mark contents that no artifact names, and delete contents that were marked long ago.
+
+    Such contents are those of erased users, deleted artifacts and failed uploads.  Run the command
+    daily, on each database that uses the store.
+
+    Exits 1 if rows cannot be decrypted, or if another copy of the database has marked contents that
+    an artifact names.  The command withdraws these marks.  In both cases, it deletes nothing.
+
+    \b
+    Example:
+      adk-secure-sessions purge blobs --db sqlite:///sessions.db --key file:root.key \\
+          --store ./artifacts --dry-run
+    """
+    from adk_secure_sessions.integrations import artifact_blobs
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
+
+    done = run(
+        db,
+        lambda opened: artifact_blobs.purge_blobs(
+            opened,
+            ArtifactStore(store, allow_http=allow_http),
+            older_than=older_than,
+            dry_run=dry_run,
+        ),
+        again=None if dry_run else AGAIN,
+    )
+    finish(done, as_json, dry_run=dry_run)
+
+
+@main.command("erase-user")
+@click.option("--app", required=True, metavar="NAME", help="The app's name.")
+@click.option("--user", required=True, metavar="ID", help="The id of one of the app's users.")
+@with_dry_run
+@click.option(
+    "--rewrite",
+    is_flag=True,
+    help="Rewrite the table of data keys, to remove deleted keys from its free space.",
+)
+@with_confirm
+@with_keys(required=True)
+@on_database
+def erase_user(
+    db: "Database",
+    as_json: bool,
+    app: str,
+    user: str,
+    dry_run: bool,
+    rewrite: bool,
+    confirm: str | None,
+) -> None:
+    """Delete all data keys and rows of a user.
+
+    Exits 1 if there is no such app or user, if the data keys or the user's own row were missing, or
+    if --rewrite was not possible.
+
+    \b
+    Example:
+      adk-secure-sessions erase-user --db sqlite:///sessions.db --key file:root.key \\
+          --app clinic --user ada --confirm sessions.db
+    """
+    from adk_secure_sessions import maintenance
+
+    with opened(db, again=None if dry_run else AGAIN) as call:
+        if not dry_run:
+            require_confirmation(call(db.describe()), confirm, "erase a user of this database")
+        done = call(maintenance.erase_user(db, app, user, dry_run=dry_run, rewrite=rewrite))
+    show(done, as_json, erasure_notes(done, dry_run), dry_run=dry_run)
+    if not done.rows or missing_from(done) or (rewrite and not dry_run and not done.cleared):
+        sys.exit(1)
