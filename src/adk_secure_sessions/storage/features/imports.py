@@ -250,8 +250,6 @@ class ImportSession(Write[_Outcome]):
     the cases in which nothing is stored.
 
     Args:
-        who: The ids of the session.
-        seals: Computes and checks the MACs in `secure_migrated`.
         state: The session's own state, as JSON.
         events: All events, oldest first.
         times: The columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
@@ -528,8 +526,6 @@ class ImportState(Write[ImportStatus]):
     """Store the state of an app, or of a user, exactly as it is in another database.
 
     Args:
-        who: The ids of the app and the user.
-        seals: Computes and checks the MACs in `secure_migrated`.
         state: The state, as JSON.
         of_user: Whether the state is the user's.  Otherwise, the user id of *who* is not used.
         replace: Replace the state if another state was imported before, and no service has changed
@@ -627,10 +623,6 @@ class AddTombstone(Write[None]):
 
     If the session was imported before, its row of `secure_migrated` is kept.  This row is enough: a
     session that was imported and is not stored any more is not imported again.
-
-    Args:
-        who: The ids of the session.
-        seals: Computes and checks the MACs in `secure_migrated`.
     """
 
     change = "tombstone"
