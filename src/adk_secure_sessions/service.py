@@ -613,12 +613,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 
         Call this method if *session* has no `_storage_update_marker`: the marker would contain the
         row id and the revision.
-
-        Raises:
-            SessionNotFoundError: The session is not stored.
-            StaleSessionError: The object and the stored session have different last events.  For
-                an object without events, this error is raised only if the stored session has
-                events and another time of its last update.
         """
         who = await self._unit.identify(session.app_name, session.user_id, session.id)
         found = await self._unit.run(reads.GetSession(who, events.decode, limit=1))

@@ -160,10 +160,6 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
     Unless the option --in_memory is given, set the URI of each service that has none in *arguments*
     to *service_uri*.  If *service_uri* is None, only the memory gets a URI: `memory://`, unless
     "memory" is in *allowed*.
-
-    Raises:
-        Failure: Something would be stored as plaintext.
-        SecureSessionError: A URI, a key or a database cannot be used.
     """
     from google.adk.cli.service_registry import get_service_registry
 

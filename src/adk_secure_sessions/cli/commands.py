@@ -56,11 +56,7 @@ def keygen(output: str | None) -> None:
 
 
 def _write_key(path: Path, key: str) -> None:
-    """Write a new key file, and synchronize it to disk: without the key, the data is lost.
-
-    Raises:
-        OSError: The file exists already or cannot be written.
-    """
+    """Write a new key file, and synchronize it to disk: without the key, the data is lost."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(file, "w") as stream:

@@ -31,12 +31,7 @@ def variable(option: str) -> str:
 
 
 def read_config(context: click.Context, _parameter: click.Parameter, file: str | None) -> None:
-    """Read defaults of the command's options from the TOML file *file*.  click calls this function.
-
-    Raises:
-        click.UsageError: The file cannot be read; or a setting is unknown, has a wrong type, or is
-            also set by an environment variable.
-    """
+    """Read defaults of the command's options from the TOML file *file*.  click calls this function."""
     if file is None:
         return
     settings: dict[str, Any] = {}

@@ -34,10 +34,6 @@ def require_confirmation(found: "Description", name: str | None, change: str) ->
         found: The database.
         name: The value of --confirm.  If it is None, ask on the terminal.
         change: What the command does to the database, such as `erase the user`.
-
-    Raises:
-        Declined: On the terminal, the user entered another name.
-        Failure: *name* is another name; or *name* is None, and stdin is no terminal.
     """
     if name is None and sys.stdin.isatty():
         click.echo(without_controls(_described(found)), err=True)

@@ -46,11 +46,7 @@ class Run:
         self._began = time.monotonic()
 
     def write(self, *, succeeded: bool) -> None:
-        """Write the metrics.  A reader sees the old file or the new one, never a part of one.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write the metrics.  A reader sees the old file or the new one, never a part of one."""
         assert self.file is not None
         now = time.time()
         values: dict[str, dict[str, float]] = {  # by name, and by the labels of that metric alone
@@ -93,11 +89,7 @@ class Run:
 
 
 def to_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Check the value of --metrics-file, and keep it in the `Run`.  click calls this function.
-
-    Raises:
-        click.BadParameter: The file has the wrong ending, or no file can be made in its directory.
-    """
+    """Check the value of --metrics-file, and keep it in the `Run`.  click calls this function."""
     if value is None:
         return
     file = Path(value)

@@ -33,11 +33,7 @@ _UNREACHABLE = (
 
 
 def _zone(context: click.Context, parameter: click.Parameter, value: str | None) -> ZoneInfo | None:
-    """Convert the value of --from-time-zone to a `ZoneInfo`.  click calls this function.
-
-    Raises:
-        click.BadParameter: There is no such time zone.
-    """
+    """Convert the value of --from-time-zone to a `ZoneInfo`.  click calls this function."""
     try:
         return None if value is None else ZoneInfo(value)
     except (ValueError, OSError, KeyError):

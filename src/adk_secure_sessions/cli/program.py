@@ -196,10 +196,6 @@ def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
     Args:
         db: The database.
         again: The text that says how to continue after Ctrl-C; None if the command changes nothing.
-
-    Raises:
-        Failure: An error of this package or of the operating system occurred.
-        Interrupted: The user pressed Ctrl-C.
     """
 
     async def awaited(work: Awaitable[T]) -> T:
@@ -226,10 +222,6 @@ def run(
     """Run *work* with *db*, close *db*, and return the result.
 
     *again* is the text that says how to continue after Ctrl-C, or None if *work* changes nothing.
-
-    Raises:
-        Failure: An error of this package or of the operating system occurred.
-        Interrupted: The user pressed Ctrl-C.
     """
     with opened(db, again=again) as call:
         return call(work(db))
@@ -253,10 +245,6 @@ def run_with_progress(
         unit: What *work* counts, in the plural.
         again: The text that says how to continue after Ctrl-C; None if *work* changes nothing.
         options: Further arguments of *work*.
-
-    Raises:
-        Failure: An error of this package or of the operating system occurred.
-        Interrupted: The user pressed Ctrl-C.
     """
     with progress(label, unit) as report:
         return run(db, lambda opened: work(opened, progress=report, **options), again=again)

@@ -260,12 +260,7 @@ class Retries:
         return self._conflicts >= _CONFLICTS_WITHOUT_LOCK
 
     async def wait(self, error: UniqueViolation | Conflict | Disconnected) -> None:
-        """Pause before the next attempt.
-
-        Raises:
-            SecureSessionError: There were too many conflicts.
-            DatabaseError: The connection was lost again after the last pause.
-        """
+        """Pause before the next attempt."""
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
             if pause is None:

@@ -298,11 +298,7 @@ def _is_idle(hook: Any) -> bool:
 
 
 def _samples(schema: Any, refs: dict[str, Any] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield JSON values that together hold every field of every model in *schema*.
-
-    Raises:
-        KeyError: *schema* has a type that this function does not know.
-    """
+    """Yield JSON values that together hold every field of every model in *schema*."""
     refs = refs or {}
     match schema["type"]:
         case kind if kind in _LEAVES:

@@ -334,12 +334,7 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
 
 
 async def _fingerprint(read: Reader) -> _Fingerprint:
-    """Return the fingerprint of the keys that *read* reads; parked keys have that of the others.
-
-    Raises:
-        TamperedError: A column has a value that no service stores.  SQLite stores any type in any
-            column, and the other database would reject such a row.
-    """
+    """Return the fingerprint of the keys that *read* reads; parked keys have that of the others."""
     digest, masters, number = hashlib.sha256(), [], 0
     async for rows in pages(read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
         masters += [_unparked(row) for row in rows]

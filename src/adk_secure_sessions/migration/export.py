@@ -236,11 +236,7 @@ class _ExportRun:
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        """Count and list a session or state that cannot be exported.
-
-        Raises:
-            _ExportStop: `skip_bad` is False.
-        """
+        """Count and list a session or state that cannot be exported."""
         self.done.bad += 1
         self.report(ids, reason, has_ids=has_ids)
         if not self._skip_bad:

@@ -442,9 +442,6 @@ class PlaintextFallbackService(BaseSessionService):
         Cancel *query* if it takes longer than `read_timeout`, or if the caller is cancelled.  A
         server that does not answer does not react to a cancellation, either.  So wait at most 5
         seconds for the end of the cancelled query.
-
-        Raises:
-            DatabaseError: *query* did not end within `read_timeout`.
         """
         task = asyncio.ensure_future(query)
         try:
@@ -498,12 +495,7 @@ class PlaintextFallbackService(BaseSessionService):
         return None if found is None or await self._is_superseded(ids) else found
 
     async def _headers(self, app_name: str, user_id: str | None) -> dict[SessionIds, SessionHeader]:
-        """Return the sessions of the source that no row of `secure_migrated` supersedes, by ids.
-
-        Raises:
-            ConfigurationError: A session cannot be read, and `skip_unreadable_sessions` of the
-                service is False.
-        """
+        """Return the sessions of the source that no row of `secure_migrated` supersedes, by ids."""
         found: dict[SessionIds, SessionHeader] = {}
         async for batch in self._batches(self._source.headers(app_name, user_id)):
             by_ids = {session[:3]: header for session, header in batch.items()}
@@ -711,13 +703,6 @@ class PlaintextFallbackService(BaseSessionService):
 
         If *session* was read from the source, set its `_storage_update_marker` to the row id and
         revision of the copied session.
-
-        Raises:
-            StaleSessionError: *session* was read from the source, and another version was copied,
-                or the database has another session with these ids.
-            SessionNotFoundError: *session* was read from the source, and the source no longer has
-                the session, or a tombstone forbids copying the session.
-            ConfigurationError: The session or a state in the source cannot be read.
         """
         marker = session._storage_update_marker
         version = (marker or "").partition(_OF_SOURCE)[2]

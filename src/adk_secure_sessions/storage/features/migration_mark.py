@@ -37,11 +37,7 @@ def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
 
 
 def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
-    """Return the stored mark of a migration; None if no mark is stored.
-
-    Raises:
-        WrongKeyError: The mark was tampered with.
-    """
+    """Return the stored mark of a migration; None if no mark is stored."""
     value = meta.read(connection, meta.MIGRATION_MARK)
     if value is None:
         return None
