@@ -128,7 +128,12 @@ class _Package:
                         yield Text(f"root key ...: {what}", place)
 
     def printed(self) -> set[str]:
-        return {
+        words = {  # of the counters of results
+            str(call.args[1].value)
+            for call in self._calls["count"]
+            if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)
+        }
+        return words | {
             " ".join(text.split())
             for path, module in self._modules.items()
             if path.parent.name == "cli"
