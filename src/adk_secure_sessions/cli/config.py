@@ -31,7 +31,7 @@ def variable(option: str) -> str:
 
 
 def read_config(context: click.Context, _parameter: click.Parameter, file: str | None) -> None:
-    """Read defaults of the command's options from the TOML file *file*.  click calls this function."""
+    """Read defaults of the command's options from a TOML file.  click calls this function."""
     if file is None:
         return
     settings: dict[str, Any] = {}

@@ -425,13 +425,13 @@ def _reject_rollback(row: _ImportedRow) -> None:
 
 async def _find_orphans(db: Database, problems: Problems) -> None:
     """Report events, snapshots and version witnesses whose session, user or app does not exist."""
-    details = {
-        bases.name: "it belongs to no session",
-        events.name: "{} events belong to no session, or items to no collection",
-        witnesses.name: "the app, user or session row that it confirms was removed",
-    }
     async for found in orphans(db, bases, events, witnesses):
-        detail = details[found.table].format(found.number)
+        if found.table == bases.name:
+            detail = "it belongs to no session"
+        elif found.table == events.name:
+            detail = f"{found.number} events belong to no session, or items to no collection"
+        else:
+            detail = "the app, user or session row that it confirms was removed"
         problems.add(found.table, found.row, Reason.MISSING, detail)
 
 
