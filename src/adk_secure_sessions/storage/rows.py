@@ -8,6 +8,7 @@ descriptions, and maintenance commands walk over all records by them.  In the pa
 import functools
 import time
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -143,7 +144,14 @@ class SealedColumn(Generic[R]):
         self._version = names.index(version) if version else None
         self._ids = ids
         self._tag = names.index("tag") if "tag" in names else None
-        self._numbers = [at for at, one in enumerate(columns) if isinstance(one.type, sa.Integer)]
+        numbers = [at for at, one in enumerate(columns) if isinstance(one.type, sa.Integer)]
+        # The integers of a row, which are the numbers in its context.  A list comprehension takes
+        # 1.0 us for a session instead of 0.4.  For one index, `itemgetter` returns no tuple.
+        self.numbers: Callable[[R], Sequence[int]] = (
+            itemgetter(*numbers)
+            if len(numbers) > 1
+            else itemgetter(slice(numbers[0], numbers[0] + 1))
+        )
 
     def key_of(self, row: R) -> tuple[Any, ...]:
         """Return the primary key of *row*."""
@@ -152,10 +160,6 @@ class SealedColumn(Generic[R]):
     def version_of(self, row: R) -> int:
         """Return the version of *row*; 0 for an event."""
         return 0 if self._version is None else row[self._version]
-
-    def numbers(self, row: R) -> list[int]:
-        """Return the integers of *row*, which are the numbers in its context."""
-        return [row[at] for at in self._numbers]
 
     def context(self, ids: Sequence[str], row: R) -> bytes:
         """Return the context of the record in *row*.
