@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-import sqlalchemy as sa
-
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
@@ -273,15 +271,10 @@ async def artifacts_of(
                     continue
                 # If the tag of the located row was modified, `get` may have found another row.  But
                 # it is no error if the located row was deleted and another row was created.
-                if found.at.session_row != located.row and await db.read(
-                    _ROW, {"row": located.row}
-                ):
+                if found.at.session_row != located.row and await collections.is_stored(located.row):
                     raise TamperedError("its tag was modified", reason=Reason.WRONG_OWNER)
                 versions_of(found)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, located.row)
             else:
                 yield ids, found
-
-
-_ROW = sa.select(sessions.c.id).where(sessions.c.id == sa.bindparam("row"))

@@ -14,8 +14,6 @@ case, no row names the other blob, and `purge blobs` marks it.
 import secrets
 from collections.abc import AsyncIterator, Mapping
 
-import sqlalchemy as sa
-
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
@@ -44,7 +42,7 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.maintenance.walk import SessionIds
 from adk_secure_sessions.storage.features.collections import Collection, Collections
-from adk_secure_sessions.storage.schema import COLLECTION, events, sessions
+from adk_secure_sessions.storage.schema import events
 from adk_secure_sessions.storage.writes import MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -130,9 +128,7 @@ class _BlobRotationRun(DataRotationRun):
         return self._place.blobs(prefix, create=False)
 
     async def _count_rows(self) -> int:
-        ((items,),) = await self._db.read(_ITEMS, {})
-        # If revisions were tampered with, they may be negative, or their sum may be infinite.
-        return await super()._count_rows() + int(min(max(items or 0, 0), 2**62))
+        return await super()._count_rows() + await self._collections.count_items()
 
     async def _after_passes(self) -> None:
         async for ids, found in artifacts_of(self._db, self._problems):
@@ -243,9 +239,3 @@ class _BlobRotationRun(DataRotationRun):
         if version not in versions_of(again):
             raise _Superseded
         return again
-
-
-# The number of items in all collections: the revision of a collection is the number of its items.
-_ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(
-    sessions.c.base_revision == sa.literal_column(str(COLLECTION))
-)

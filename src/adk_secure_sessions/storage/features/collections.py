@@ -17,7 +17,7 @@ from adk_secure_sessions.storage.owner_changes import OwnerChanges, witness_chan
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ
 from adk_secure_sessions.storage.reads import GetSession, ListCollections
 from adk_secure_sessions.storage.rows import Identity, StoredSession, WitnessRow, parameters
-from adk_secure_sessions.storage.schema import events, new_row_key
+from adk_secure_sessions.storage.schema import COLLECTION, events, new_row_key, sessions
 from adk_secure_sessions.storage.survey import COLLECTIONS
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
@@ -42,6 +42,11 @@ MAX_NAME_BYTES = 16 * 1024
 # The maximum number of items that one request (`Apply`) inserts.  With asyncpg, a request is one
 # statement, which contains one INSERT for each item.
 _ROWS_AT_ONCE = 16
+_BY_ROW = sa.select(sessions.c.id).where(sessions.c.id == sa.bindparam("row"))
+# The revision of a collection is the number of its items.
+_ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(
+    sessions.c.base_revision == sa.literal_column(str(COLLECTION))
+)
 
 
 class Collection(NamedTuple):
@@ -88,6 +93,16 @@ class Collections:
     async def database_id(self) -> bytes:
         """Return the random id of the database."""
         return (await self._unit.keys()).keyring.database_id
+
+    async def is_stored(self, row: int) -> bool:
+        """Return whether there is a collection or a session with this row id."""
+        return bool(await self._unit.read(_BY_ROW, {"row": row}))
+
+    async def count_items(self) -> int:
+        """Return the number of items of all collections, without authenticating it."""
+        ((items,),) = await self._unit.read(_ITEMS, {})
+        # If revisions were tampered with, they may be negative, or their sum may be infinite.
+        return int(min(max(items or 0, 0), 2**62))
 
     async def cache(self, key: object, make: Callable[[], T]) -> T:
         """Return the object that is kept for *key*, such as a cache of decrypted values.
