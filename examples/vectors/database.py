@@ -163,7 +163,7 @@ def fixed() -> Iterator[None]:
         f"{package}.storage.schema.secrets": secrets_,
         f"{package}.storage.schema.time": clock,
         f"{package}.storage.schema._last_row_key": 0,
-        f"{package}.storage.store.time": clock,
+        f"{package}.storage.features.collections.time": clock,
         f"{package}.service.platform_time": clock,
         f"{package}.formats.events.encode": _encode,
         f"{package}.formats.events._PREFIX": _PREFIX,

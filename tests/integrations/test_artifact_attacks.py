@@ -264,7 +264,7 @@ async def test_no_traceback_shows_a_key_of_a_blob(
         failures.append(rejected.value)
     for failure in failures:
         text = locals_of(failure)
-        assert "hides_locals.<locals>.hidden" in text  # the frames of the library
+        assert ".<locals>.hidden" in text  # the frames of the library
         for key in keys:
             assert key not in text
             assert repr(bytes.fromhex(key)) not in text

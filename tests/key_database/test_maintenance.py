@@ -166,13 +166,13 @@ def test_commands_take_the_key_database(
     on = ["--db", data, "--key-db", keys]
     made = run("init", *on, *key, "--json")
     assert (made.code, len(made.json["tables"])) == (0, 10)
-    assert run("init", *on, *key).stdout == "tables and master keys exist already\n"
+    assert run("init", *on, *key).stdout == "created: 0 tables, 0 master keys\n"
     asyncio.run(fill(files))
     environment = {variable("db"): data, variable("key-db"): keys}
     assert run("verify", *key, **environment).code == 0
     assert "secure_events" in run("status", **environment).stdout
     assert run("debug", "inspect", "secure_data_keys", *on).stdout.count("\n") == 8
-    assert run("rotate", "root", *on, *key).stdout.count("already") == 2
+    assert run("rotate", "root", *on, *key).stdout.count("before: 2 master keys") == 1
     said = run("purge", "sessions", *on, *key, "--older-than", "1d").stdout
     assert said.startswith("deleted: 7 sessions\n")
     alone = run("verify", "--db", data, *key)

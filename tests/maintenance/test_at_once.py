@@ -46,6 +46,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.migration import (
     AdkTarget,
+    compare,
     erase_source,
     export_lines,
     export_to_adk,
@@ -82,6 +83,11 @@ async def _migrate(db: Database, directory: Path) -> object:
         return await migrate(source, db)
 
 
+async def _compare(db: Database, directory: Path) -> object:
+    async with await open_source(f"sqlite:///{directory}/adk.db") as source:
+        return await compare(source, db)
+
+
 async def _erase_source(db: Database, directory: Path) -> object:
     async with await open_source(f"sqlite:///{directory}/adk.db") as source:
         return await erase_source(source, db)
@@ -98,13 +104,13 @@ def _alone(function: Callable[[Database], Awaitable[object]]) -> Run:
 
 COMMANDS: dict[str, Command] = {
     "audit export": Command(lambda db, directory: export_audit(db, lambda line: None)),
-    "audit purge": Command(lambda db, directory: purge_audit(db, timedelta(days=2))),
-    "audit verify": Command(_alone(verify_audit)),
-    "blobs purge": Command(
+    "purge audit": Command(lambda db, directory: purge_audit(db, timedelta(days=2))),
+    "verify --only trail": Command(_alone(verify_audit)),
+    "purge blobs": Command(
         lambda db, directory: artifact_blobs.purge_blobs(db, directory / "blobs"),
         before=(lambda db, directory: erase_user(db, APP, "ada"),),
     ),
-    "blobs verify": Command(
+    "verify --store": Command(
         lambda db, directory: artifact_blobs.check_blobs(db, directory / "blobs")
     ),
     "check": Command(_alone(check)),
@@ -114,13 +120,14 @@ COMMANDS: dict[str, Command] = {
     "index drop": Command(lambda db, directory: drop_index(db, APP, ["n"])),
     "index fill": Command(lambda db, directory: fill_index(db, APP, ["n"])),
     "init": Command(_alone(init), world="empty"),
-    "inspect": Command(lambda db, directory: inspect(db, "secure_users")),
-    "lookup": Command(lambda db, directory: lookup(db, APP, "ada")),
-    "migrate": Command(_migrate),
-    "migrate --erase-source": Command(_erase_source, before=(_migrate,)),
+    "debug inspect": Command(lambda db, directory: inspect(db, "secure_users")),
+    "debug lookup": Command(lambda db, directory: lookup(db, APP, "ada")),
+    "migrate compare": Command(_compare, before=(_migrate,)),
+    "migrate copy": Command(_migrate),
+    "migrate erase-source": Command(_erase_source, before=(_migrate,)),
     "move-keys": Command(lambda db, directory: move_keys(db, "key-db"), world="one"),
     "move-keys --to db": Command(lambda db, directory: move_keys(db, "db"), world="pair"),
-    "purge": Command(lambda db, directory: purge(db, timedelta(0))),
+    "purge sessions": Command(lambda db, directory: purge(db, timedelta(0))),
     "retire": Command(_alone(retire), before=(_alone(rotate_master), _alone(rotate_data))),
     "rotate data": Command(_alone(rotate_data)),
     "rotate data --store": Command(

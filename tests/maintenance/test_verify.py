@@ -110,7 +110,7 @@ async def test_verify_keeps_to_its_limit_of_rows_per_second(file_url: str) -> No
     await fill(file_url)
     began = time.monotonic()
     async with Database(file_url, AesGcmBackend(OLD)) as db:
-        await verify(db, rows_per_second=100)
+        await verify(db, rows_per_second=50)
     assert time.monotonic() - began > 0.25  # of some thirty rows
 
 
