@@ -1,1 +1,1 @@
-"""Read and write the encrypted tables.  docs/architecture.md says what each module is about."""
+"""Read and write the encrypted tables.  The first lines of each module say what it is about."""

@@ -159,7 +159,7 @@ events: Table = Table(
     sqlite_with_rowid=False,
 )
 
-# The tables of features (see `opening`).  They are created when the feature is added, so a database
+# The tables of features (see `feature_list`).  They are created when the feature is added, so a database
 # without the feature need not have them.
 feature_metadata: MetaData = MetaData()
 

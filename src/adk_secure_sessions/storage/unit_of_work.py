@@ -1,7 +1,8 @@
 """The unit of work: repeats an operation until it has all its keys and meets no conflict.
 
 A unit of work owns the executors, the unwrapped keys and the cache of decrypted rows.  Services
-and maintenance commands both use it.  All rules for retries are in this module:
+and maintenance commands both use it.  It repeats attempts by these rules, whose
+limits and pauses are in `db.protocol.Retries`:
 
 - If an attempt lacks a data key, the key is read or created before the next attempt.
 - If the keyring has changed, it is read again, once for all tasks that noticed the change.
