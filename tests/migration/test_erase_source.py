@@ -290,3 +290,41 @@ async def test_database_of_adk_secure_sessions_1_is_deleted(
         done = await erase_source(source, db)
     assert done.succeeded
     assert rows(f"sqlite:///{tmp_path}/old.db") == [0, 0, 0, 0]
+
+
+async def test_session_that_was_gone_while_it_was_read_is_not_erased(
+    tmp_path: Path, target_url: str
+) -> None:
+    """A restored session, or one that a lagging replica did not have, was never copied."""
+    path = tmp_path / "adk.db"
+    url = f"sqlite+aiosqlite:///{path}"
+    await fill(url, sessions=1)
+    with closing(sqlite3.connect(path)) as file:
+        (row,) = file.execute("SELECT * FROM sessions WHERE user_id = 'bob'").fetchall()
+        events = file.execute("SELECT * FROM events WHERE user_id = 'bob'").fetchall()
+
+        def write(present: bool) -> None:
+            for table, kept in (("sessions", [row]), ("events", events)):
+                file.execute(f"DELETE FROM {table} WHERE user_id = 'bob'")
+                if present:
+                    places = ", ".join("?" * len(kept[0]))
+                    file.executemany(f"INSERT INTO {table} VALUES ({places})", kept)
+            file.commit()
+
+        write(False)
+        await copied(url, target_url)
+        write(True)
+        async with AdkTables(url) as source, database(target_url) as db:
+            read = source.read
+
+            async def reading(found: Any) -> Any:
+                write(False)
+                try:
+                    return await read(found)
+                finally:
+                    write(True)
+
+            source.read = reading  # type: ignore[assignment,method-assign]
+            done = await erase_source(source, db)
+        assert (done.comparison.clean, done.comparison.changed, done.sessions) == (False, 1, 0)
+        assert file.execute("SELECT count(*) FROM sessions").fetchone() == (2,)

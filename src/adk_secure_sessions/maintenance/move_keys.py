@@ -175,14 +175,15 @@ class _Move:
         into = to == "key-db"
         self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]
         self._part_after = Part.DATA if into else Part.ALL  # of the data database
-        self._part: Part | None = None  # of the data database, as this run has read or changed it
+        # Of the data database: as this run has read it, and as this run may have changed it.
+        self._parts: tuple[Part, ...] = ()
         self.has_audit_table: bool = False
 
     async def was_overtaken(self) -> bool:
         """Return whether another run has changed the row `holds`."""
-        if self._part is None:
+        if not self._parts:
             return False
-        return (await repeated(lambda: look_at(self._data.executor))).part is not self._part
+        return (await repeated(lambda: look_at(self._data.executor))).part not in self._parts
 
     async def transfer(self) -> KeyMove:
         """Move the keys from the source to the target, or continue an interrupted move."""
@@ -193,8 +194,8 @@ class _Move:
                 await place.change(partial(_claim, self._run, survey.meta))
         if not self._has_arrived:
             await self._copy(*self._found)
-            self._part = self._part_after
-            await self._data.change(partial(_switch, self._run, self._part.value))
+            self._parts += (self._part_after,)
+            await self._data.change(partial(_switch, self._run, self._part_after.value))
             await self._look()
         source, target = self._found
         lock_wait = self._db.limits.lock_wait
@@ -216,7 +217,8 @@ class _Move:
         data = await repeated(lambda: look_at(self._data.executor))
         keys = await repeated(lambda: look_at(self._keys.executor, KEY_FILE))
         await repeated(lambda: self._keys.executor.define(_reject_memory, commit=False))
-        self._part = self._part or data.part
+        if not self._parts and data.part is not None:
+            self._parts = (data.part,)
         self.has_audit_table = audit_records.name in data.feature_tables
         is_in_keys = data.part is Part.DATA
         check(data, Part.DATA if is_in_keys else Part.ALL, create_tables=True)

@@ -130,7 +130,7 @@ class Comparing:
     """One run of `compare`.
 
     Attributes:
-        walk: The walk; after a clean comparison, everything in `walk.versions` is equal.
+        walk: The walk; after a clean comparison, everything that it has visited is equal.
         equal_states: After the run, the ids of each owner whose state is equal, with the state in
             the source as JSON.
     """

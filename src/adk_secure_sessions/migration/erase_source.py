@@ -120,10 +120,11 @@ def _delete_unchanged(
     """Delete all rows, and return the numbers of sessions, events and states.
 
     Return None, and delete nothing, if a session or state was not compared in this version.
+    Events without a session are deleted, too: google-adk cannot return them.
     """
     with taking_bytes(connection):
         tables.lock(connection)
-        if any(packed(*one) not in compared.walk.versions for one in tables.versions(connection)):
+        if not all(map(compared.walk.has_visited, tables.versions(connection))):
             return None
         for rows in tables.all_states(connection):
             encoded, _ = encode_states(source.convert_states(rows))

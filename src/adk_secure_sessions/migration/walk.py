@@ -95,6 +95,9 @@ class Walk:
         self._wanted = wanted
         self._user_id = user_id
         self._tags = Fingerprints()  # of the sessions that were listed first
+        # Versions that were listed, and were gone when their contents were read.  If one is there
+        # again later, for example from a replica that lagged behind, nobody has visited it.
+        self._unread: set[bytes] = set()
         self._missing: dict[bytes, Copy] = {}
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
@@ -138,6 +141,11 @@ class Walk:
         found = (await self._target.states({pair.ids: pair.content}))[pair.ids]
         return replace(pair, status=found.status)
 
+    def has_visited(self, session: SourceSession) -> bool:
+        """Return whether the walk has yielded this version of a session."""
+        version = packed(*session)
+        return version in self.versions and version not in self._unread
+
     async def changed(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed.
 
@@ -148,7 +156,7 @@ class Walk:
             for one in listed:
                 if self._missing and self._target is not None:
                     self._missing.pop(self._target.tag(*one.ids), None)
-                if packed(*one) not in self.versions:
+                if not self.has_visited(one):
                     yield one
 
     async def gone(self) -> AsyncIterator[Located]:
@@ -187,8 +195,14 @@ class Walk:
 
     async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:
         contents = await self._source.read([one.session for one in pairs if one.session])
-        read = ((one, one.session and contents.get(one.session)) for one in pairs)
-        return [replace(one, content=content) for one, content in read if content is not None]
+        found = []
+        for one in pairs:
+            content = one.session and contents.get(one.session)
+            if content is not None:
+                found.append(replace(one, content=content))
+            elif one.session is not None:
+                self._unread.add(packed(*one.session))
+        return found
 
 
 def _state(ids: Ids, found: InTarget, content: bytes | Unreadable) -> StatePair:
@@ -271,12 +285,12 @@ class Workers:
 
     async def _wait(self, until: str) -> None:
         done, _ = await asyncio.wait(self._running, return_when=until)
-        failed = None
         for task in done:
             self._bytes -= self._running.pop(task)
-            failed = failed or task.exception()
-        if failed is not None:
-            raise failed
+        # Ask each task: asyncio logs an error that nobody has asked for, with its frames.
+        failures = [error for task in done if (error := task.exception()) is not None]
+        if failures:
+            raise failures[0]
 
 
 class Fingerprints:

@@ -209,7 +209,7 @@ class naming:  # noqa: N801 - used like a function: `with naming(...)`
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    If *is_collection* is True, *session_id* is the name of a collection: see `features.collections`.
+    If *is_collection* is True, *session_id* is the name of a collection (`features.collections`).
     *session_parts* is the encoded beginning of the context of the session's row.  *event_parts* is
     the encoded beginning of the contexts of the session's events.  Every append needs both, so they
     are encoded only once.

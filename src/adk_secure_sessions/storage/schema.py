@@ -159,8 +159,8 @@ events: Table = Table(
     sqlite_with_rowid=False,
 )
 
-# The tables of features (see `feature_list`).  They are created when the feature is added, so a database
-# without the feature need not have them.
+# The tables of features (see `feature_list`).  They are created when the feature is added, so a
+# database without the feature need not have them.
 feature_metadata: MetaData = MetaData()
 
 migrated: Table = Table(
