@@ -69,16 +69,16 @@ class Entry:
     __slots__ = ("author", "content", "id", "item", "metadata", "place", "timestamp", "writer")
 
     def __init__(self, item: int, place: int, values: JsonObject, writer: str) -> None:
-        self.item = item  # the number of the item that added the entry
-        self.place = place  # in the field `add` of that item
+        self.item: int = item  # the number of the item that added the entry
+        self.place: int = place  # in the field `add` of that item
         self.id: str = values["id"]
         self.author: str | None = values.get("author")
         # Seconds since 1970 for an event; for a memory, the text that `add_memory` was given.
         self.timestamp: float | str | None = values.get("timestamp")
-        self.content = json_text.dumps(values["content"])  # of google-adk's `Content`
+        self.content: bytes = json_text.dumps(values["content"])  # of google-adk's `Content`
         metadata = values.get("metadata")
-        self.metadata = json_text.dumps(metadata) if metadata else None
-        self.writer = writer  # the version of google-adk that wrote the item
+        self.metadata: bytes | None = json_text.dumps(metadata) if metadata else None
+        self.writer: str = writer  # the version of google-adk that wrote the item
 
     def text(self) -> str:
         """Return the texts of the content, separated by spaces."""
@@ -151,8 +151,8 @@ class UserMemory:
     """
 
     def __init__(self, at: Expected) -> None:
-        self.lock = threading.Lock()
-        self.at = at  # the row id of the collection, and the number of applied items
+        self.lock: threading.Lock = threading.Lock()
+        self.at: Expected = at  # the row id of the collection, and the number of applied items
         # By key.  Of two entries with the same count of words, the one with the lower key comes
         # first, as in google-adk.
         self.entries: dict[int, Entry] = {}

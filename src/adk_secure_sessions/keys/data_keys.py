@@ -110,6 +110,10 @@ class OwnerKeys(KeyMaterial):
         self.newest_generation: int = newest_generation
 
 
+def _kinds(backends: Mapping[int, CipherFactory], direction: str) -> dict[int, telemetry.WorkKind]:
+    return {key: telemetry.cipher_kind(one.name, direction) for key, one in backends.items()}
+
+
 class DataKeys(KeyMaterial):
     """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
@@ -119,10 +123,8 @@ class DataKeys(KeyMaterial):
         self.keyring = keyring  # another object when the keyring is read again
         self.backends = backends
         # What telemetry calls an encryption and a decryption, by backend id.
-        self.encrypting, self.decrypting = (
-            {key: telemetry.cipher_kind(one.name, direction) for key, one in backends.items()}
-            for direction in ("encrypt", "decrypt")
-        )
+        self.encrypting: dict[int, telemetry.WorkKind] = _kinds(backends, "encrypt")
+        self.decrypting: dict[int, telemetry.WorkKind] = _kinds(backends, "decrypt")
         self.writer: CipherFactory = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owners: Lru[int, bytes] = Lru(limit)  # the owner's tag, by data key id

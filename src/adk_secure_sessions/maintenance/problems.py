@@ -58,6 +58,10 @@ class Listed(Generic[T]):
         for item in items:
             self.append(item)
 
+    def include(self, other: "Listed[T]") -> None:
+        self.count += other.count
+        self.kept += other.kept[: _MAX_LISTED - len(self.kept)]
+
 
 class Problems(Listed[Problem]):
     """Counts problems, and keeps the first 1000 of them."""
@@ -68,8 +72,7 @@ class Problems(Listed[Problem]):
 
     def add_all(self, other: "Problems") -> None:
         """Add the problems of *other*."""
-        self.count += other.count
-        self.kept += other.kept[: _MAX_LISTED - len(self.kept)]
+        self.include(other)
         self._named |= other._named
 
     def suppress(self, table: str, row: object) -> None:

@@ -13,7 +13,12 @@ from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.walk import located
 from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.features.imports import Imported, ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import (
+    Imported,
+    Imports,
+    ImportStatus,
+    SourceEvent,
+)
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import (
     chunks,
@@ -58,7 +63,7 @@ class Target:
 
     def __init__(self, db: Database, keyring: Keyring) -> None:
         self.db = db
-        self.imports = db.imports
+        self.imports: Imports = db.imports
         self._keyring = keyring
 
     @classmethod

@@ -250,7 +250,7 @@ class ListSessions(ReadOperation):
     def __init__(self, who: Identity, *, of_app: bool, skip: bool) -> None:
         super().__init__(who)
         self._of_app, self._skip = of_app, skip
-        self.reads_keys = of_app or skip
+        self.reads_keys: bool = of_app or skip
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
         forms = sql.SESSIONS_OF_APP if self._of_app else sql.SESSIONS_OF_USER
