@@ -14,8 +14,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from types import FrameType
@@ -26,6 +26,7 @@ from adk_secure_sessions.audit import Audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
+from adk_secure_sessions.loops import bound
 from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.service import EncryptedSessionService
 from adk_secure_sessions.tracebacks import hides_locals
@@ -199,17 +200,12 @@ def _unknown_option(number: int, name: str, url: str) -> str:
 _describes: ContextVar[bool] = ContextVar("describes", default=False)
 
 
-@contextmanager
-def describing() -> Iterator[None]:
+def describing() -> AbstractContextManager[object]:
     """Let the following functions return a `ServiceUri` during the block, instead of a service.
 
     `adk doctor` thus learns whether google-adk would call them, without the root key or a database.
     """
-    token = _describes.set(True)
-    try:
-        yield
-    finally:
-        _describes.reset(token)
+    return bound(_describes, True)
 
 
 @hides_locals
