@@ -55,7 +55,7 @@ help: ## list the targets
 demo: .venv/.installed ## run an ADK agent whose conversation is stored encrypted, and look at its file
 	$(BIN)/python examples/demo.py
 
-test: .venv/.installed ## run all tests except those marked soak or benchmark
+test: .venv/.installed ## run all tests except those marked soak, benchmark or bench
 	$(PYTEST_ENV) $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 soak: .venv/.installed ## run the slow tests: all attacks on both database servers, more cases on each database
@@ -103,7 +103,7 @@ test-matrix-%:
 # make bench ARGS='-k conversation --update benchmarks/results.json', then
 # python -m tests.benchmarks.report.
 bench: .venv/.installed ## measure speed, memory and storage; write benchmarks/results.json and its page
-	$(BIN)/python -m pytest tests/benchmarks -m benchmark -v --log-cli-level=INFO \
+	$(BIN)/python -m pytest tests/benchmarks -m "benchmark or bench" -v --log-cli-level=INFO \
 	  --log-cli-format='%(message)s' $(or $(ARGS),--results benchmarks/results.json)
 	$(if $(ARGS),,$(BIN)/python -m tests.benchmarks.report)
 

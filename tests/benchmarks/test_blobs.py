@@ -35,7 +35,7 @@ from tests.integrations import real_stores
 from tests.integrations.object_server import BUCKET, s3_options
 from tests.programs import find
 
-pytestmark = pytest.mark.benchmark
+pytestmark = pytest.mark.bench
 each_size = pytest.mark.parametrize("size", BLOBS)
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.seeding import seed_sessions
 from tests.benchmarks.workload import APP, payload, state
 
-pytestmark = pytest.mark.benchmark
+pytestmark = pytest.mark.bench
 
 COUNT, ROUNDS = 1000, 15
 Reading = Callable[[BaseSessionService], Awaitable[object]]

@@ -19,7 +19,7 @@ from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.seeding import seed_sessions
 from tests.benchmarks.workload import APP
 
-pytestmark = pytest.mark.benchmark
+pytestmark = pytest.mark.bench
 
 SIDES = (OURS, ADK)
 _IMPORTS = """

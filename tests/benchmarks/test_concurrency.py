@@ -15,7 +15,7 @@ from tests.benchmarks.plan import BATCH_APPENDS, FIELD_SIZES, THREADS
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event
 
-pytestmark = pytest.mark.benchmark
+pytestmark = pytest.mark.bench
 
 SAMPLES = 25
 SECONDS = 0.02  # duration of a sample

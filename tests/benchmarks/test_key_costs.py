@@ -21,7 +21,7 @@ from tests.benchmarks.plan import FEW_USERS, KEY_OPERATIONS, KEY_SERVICE_DELAY, 
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event, state
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="session")]
 
 
 class SlowKeyService:

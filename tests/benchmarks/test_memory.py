@@ -14,7 +14,7 @@ from tests.benchmarks.plan import MEMORY_OPERATIONS
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event, payload, state
 
-pytestmark = pytest.mark.benchmark
+pytestmark = pytest.mark.bench
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -25,7 +25,7 @@ from tests.benchmarks.plan import MEMORY_ENTRIES, MEMORY_QUERIES, MEMORY_SEARCH_
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="session")]
 
 SESSIONS, WORDS_OF_ENTRY = 100, 20
 START = 1_700_000_000.0

@@ -21,7 +21,7 @@ from tests.benchmarks.results import Figure, Results
 from tests.migration.memory_source import MemorySource, event
 
 pytestmark = [
-    pytest.mark.benchmark,
+    pytest.mark.bench,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.parametrize("deployment", LOCAL, indirect=True),
 ]

@@ -12,7 +12,7 @@ from tests.benchmarks.harness import MAX_ROUNDS, WARM_UPS, Operation, interleave
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event, start_session, state
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="session")]
 
 DELETES = 60
 

@@ -15,7 +15,7 @@ from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.plan import AES_CBC, FIELD_SIZES, OPENPGP
 from tests.benchmarks.results import Figure, Results
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="module")]
 
 CONTEXT = b"context"
 SECONDS = 2.0

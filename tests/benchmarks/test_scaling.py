@@ -25,7 +25,7 @@ from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event, state
 from tests.processes import children
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="session")]
 
 ROUNDS = 3
 OPERATION_SECONDS = 15.0

@@ -17,7 +17,7 @@ from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event, state
 
 pytestmark = [
-    pytest.mark.benchmark,
+    pytest.mark.bench,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.parametrize("deployment", LOCAL, indirect=True),
 ]

@@ -19,7 +19,7 @@ from tests.benchmarks.results import Results
 from tests.benchmarks.seeding import seed_sessions
 from tests.benchmarks.workload import APP, event, json_size, payload
 
-pytestmark = pytest.mark.benchmark
+pytestmark = pytest.mark.bench
 
 SIDES = (OURS, FERNET, NO_OP, ADK, FLOOR)
 

@@ -11,7 +11,7 @@ from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.telemetry_sides import measure
 
 
-@pytest.mark.benchmark
+@pytest.mark.bench
 @pytest.mark.parametrize("providers", plan.TELEMETRY)
 @pytest.mark.parametrize("operation", plan.TELEMETRY_OPERATIONS)
 def test_telemetry(results: Results, tmp_path: Path, operation: str, providers: str) -> None:

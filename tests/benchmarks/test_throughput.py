@@ -16,7 +16,7 @@ from tests.benchmarks.plan import APPENDS, TASKS
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="session")]
 
 ROUNDS = 4
 

@@ -15,7 +15,7 @@ from tests.benchmarks.plan import WRAPPER_OPERATIONS
 from tests.benchmarks.results import Results
 from tests.benchmarks.workload import APP, event, state
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def _create(service: BaseSessionService) -> Operation:
