@@ -29,7 +29,7 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
-from adk_secure_sessions.integrations import object_store
+from adk_secure_sessions.integrations import blob_store
 from tests import format_reader
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "blobs.json").read_text(encoding="utf-8"))
@@ -375,7 +375,7 @@ def test_page_gives_the_lengths() -> None:
     assert f"| 4 | version | {blobs.VERSION:02x} |" in text
     assert f"chunks of {CHUNK_LENGTH} bytes" in text
     assert f"{len(HEADER)} + {SEALED_LENGTH} \N{MULTIPLICATION SIGN} *i*" in text
-    assert f"at most {object_store.OBJECT_LENGTH:,} bytes (8 MiB)" in text
+    assert f"at most {blob_store.OBJECT_LENGTH:,} bytes (8 MiB)" in text
     assert blobs.MAX_SIZE == 2**48
     assert "at most 2^48" in text
 

@@ -25,7 +25,8 @@ from adk_secure_sessions.formats.blobs import (
     encrypted_size,
 )
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
-from adk_secure_sessions.integrations.object_store import ArtifactStore, BlobStore
+from adk_secure_sessions.integrations.blob_store import BlobStore
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.benchmarks.ciphers import Run, time_runs
 from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.harness import Operation, interleave

@@ -17,9 +17,10 @@ from adk_secure_sessions import (
     TamperedError,
 )
 from adk_secure_sessions.formats.events import decode_item
-from adk_secure_sessions.integrations.artifact_versions import Blob, reencrypted_item
+from adk_secure_sessions.integrations.artifact_versions import reencrypted_item
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
+from adk_secure_sessions.integrations.blob_store import Blob
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
 from adk_secure_sessions.storage.features.collections import Collections
 from tests.attacks.needles import locals_of

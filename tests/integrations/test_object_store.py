@@ -26,14 +26,10 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
-from adk_secure_sessions.integrations import object_store
+from adk_secure_sessions.integrations import blob_store
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory
-from adk_secure_sessions.integrations.object_store import (
-    OBJECT_LENGTH,
-    ArtifactStore,
-    BlobStore,
-    StoredBlob,
-)
+from adk_secure_sessions.integrations.blob_store import OBJECT_LENGTH, BlobStore, StoredBlob
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.integrations import s3
 from tests.integrations.object_server import (
     ACCESS_KEY,
@@ -81,7 +77,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
 
 @pytest.fixture
 def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "OBJECT_LENGTH", SMALL_OBJECT)
+    monkeypatch.setattr(blob_store, "OBJECT_LENGTH", SMALL_OBJECT)
 
 
 def new_name() -> str:
@@ -285,7 +281,7 @@ async def test_object_of_any_size_is_not_read_into_memory(
         ArtifactStore("memory://" if kind == "memory" else tmp_path).blobs(PREFIX),
         new_name(),
     )
-    with mock.patch.object(object_store, "OBJECT_LENGTH", 20_000_000):
+    with mock.patch.object(blob_store, "OBJECT_LENGTH", 20_000_000):
         await store.put_stream(name, pieces_of(bytes(10_000_000), 1_000_000))
     tracemalloc.start()
     try:
@@ -347,7 +343,7 @@ async def test_memory_does_not_grow_with_the_blob(tmp_path: Path) -> None:
         for _ in range(60):
             yield piece
 
-    with mock.patch.object(object_store, "OBJECT_LENGTH", 1_000_000):
+    with mock.patch.object(blob_store, "OBJECT_LENGTH", 1_000_000):
         tracemalloc.start()
         try:
             await store.put_stream(name, source())
@@ -617,7 +613,7 @@ def test_file_urls_and_paths_are_directories(tmp_path: Path) -> None:
     names: list[Path | str] = [str(tmp_path / "a b"), tmp_path / "a b", (tmp_path / "a b").as_uri()]
     for number, store in enumerate(names):
         opened = ArtifactStore(store).blobs(f"p{number}")
-        assert isinstance(opened._objects, BlobDirectory)
+        assert isinstance(opened, BlobDirectory)
         assert (tmp_path / "a b" / f"p{number}").is_dir()
     ArtifactStore(LocalStore(tmp_path)).blobs("p")
     assert (tmp_path / "p").is_dir()
@@ -702,7 +698,7 @@ async def test_environment_names_the_store_and_its_credentials(
     store, name = ArtifactStore(f"s3://{BUCKET}/some/where/").blobs(PREFIX), new_name()
     await store.put_stream(name, pieces_of(b"x"))
     assert server.keys() == [f"some/where/{PREFIX}/{name}/0"]
-    assert SECRET not in repr(store) + repr(vars(store)) + repr(store._objects)
+    assert SECRET not in repr(store)
 
 
 async def test_store_of_obstore_can_be_given(server: s3.Server) -> None:

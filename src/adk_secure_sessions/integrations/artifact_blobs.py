@@ -18,7 +18,8 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_versions import is_artifact, versions_of
-from adk_secure_sessions.integrations.object_store import AnyStore, BlobStore, opened
+from adk_secure_sessions.integrations.blob_store import BlobStore
+from adk_secure_sessions.integrations.object_store import AnyStore, opened
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems

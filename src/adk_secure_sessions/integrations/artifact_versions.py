@@ -11,7 +11,6 @@ importing google-adk takes seconds.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,23 +20,12 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import MAX_SIZE
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.integrations.blob_store import BLOB_ID, Blob
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import events
 from adk_secure_sessions.tracebacks import hides_locals
 
 _KIND = "artifact"  # the first part of the names of our collections
-# The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.
-_ID = re.compile("[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Blob(KeyMaterial):
-    """The blob that stores the content of a version, and the key of the blob."""
-
-    prefix: str  # the id of the database that wrote the blob, in hex
-    name: str  # 32 hex digits
-    key: bytes
-    size: int  # bytes of plaintext
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -153,8 +141,8 @@ def _blob(values: JsonObject) -> Blob:
     """Return the blob in the JSON *values*; raise ValueError or TypeError if they are malformed."""
     blob = Blob(values["prefix"], values["name"], bytes.fromhex(values["key"]), values["size"])
     if (
-        _ID.fullmatch(blob.prefix)
-        and _ID.fullmatch(blob.name)
+        BLOB_ID.fullmatch(blob.prefix)
+        and BLOB_ID.fullmatch(blob.name)
         and blob.key.hex() == values["key"]
         and len(blob.key) == KEY_LENGTH
         and type(blob.size) is int

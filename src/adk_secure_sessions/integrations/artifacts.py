@@ -5,7 +5,6 @@ bucket contains the content of a version: see docs/format.md, "Blobs".
 """
 
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from contextlib import aclosing, suppress
@@ -25,18 +24,10 @@ from adk_secure_sessions.errors import (
     DecryptionError,
 )
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.blobs import (
-    BlobDecryptor,
-    BlobEncryptor,
-    decrypt_stream,
-    encrypt_stream,
-    encrypted_size,
-)
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.integrations.artifact_versions import (
-    Blob,
     Version,
     collection_name,
     new_item,
@@ -44,7 +35,8 @@ from adk_secure_sessions.integrations.artifact_versions import (
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import AnyStore, BlobStore, opened
+from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
+from adk_secure_sessions.integrations.object_store import AnyStore, opened
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.tracebacks import hides_locals
@@ -326,7 +318,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         size = found.blob.size
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        content = self._pieces(found.blob, start, stop)
+        content = self._store(found.blob.prefix).read(found.blob, start, stop)
         pieces = _recording_rejections(content, self._audit_trail)
         return ArtifactStream(found, pieces, size)
 
@@ -352,7 +344,10 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             "time": time.time(),
         }
         encode_item(values)  # raises ValueError before anything is stored
-        blob = None if pieces is None else await self._upload(pieces)
+        blob = None
+        if pieces is not None:
+            prefix = (await self._collections.database_id()).hex()
+            blob = await self._store(prefix).write(pieces)
         numbers: list[int] = []
 
         def item(found: Collection) -> bytes:
@@ -362,13 +357,6 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
         await self._collections.append(app_name, user_id, collection, item)
         return numbers[-1]
-
-    async def _upload(self, pieces: AsyncIterable[bytes]) -> Blob:
-        prefix = (await self._collections.database_id()).hex()
-        name = secrets.token_hex(16)
-        encryptor = BlobEncryptor()
-        await self._store(prefix).put_stream(name, encrypt_stream(encryptor, pieces))
-        return Blob(prefix, name, encryptor.key, encryptor.size)
 
     async def _version(
         self,
@@ -409,24 +397,13 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 "which another google-adk saved: install a later one"
             )
         if version.blob is not None:
-            pieces = self._pieces(version.blob, 0, None)
+            pieces = self._store(version.blob.prefix).read(version.blob)
             content = b"".join([piece async for piece in pieces])
             if is_text:
                 part.text = decode_text(content)
             elif part.inline_data is not None:
                 part.inline_data.data = content
         return part
-
-    async def _pieces(
-        self, blob: Blob, start: int, stop: int | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield bytes *start* to *stop* - 1 of the content of *blob*."""
-        decryptor = BlobDecryptor(blob.key, blob.size, start, stop)
-        sealed = self._store(blob.prefix).get_stream(
-            blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end
-        )
-        async for piece in decrypt_stream(decryptor, sealed):
-            yield piece
 
     async def _mark(self, blob: Blob) -> None:
         """Mark a blob as deleted: only `purge blobs` deletes it, because a copy may still name it.

@@ -1,8 +1,8 @@
 """Store blobs as files in a directory, so that a stored blob survives a power failure.
 
 obstore's store for directories does not flush files to the disk: after a power failure, an artifact
-that was saved successfully could be empty.  Before `BlobDirectory.put` returns, it flushes the file
-and the file's directories to the disk (fsync), as SQLite does at a commit.  On an SSD, this takes
+that was saved successfully could be empty.  `BlobDirectory` flushes each file and its directories
+to the disk (fsync), as SQLite does at a commit.  On an SSD, this takes
 about as long as a commit.  In addition, `BlobDirectory` needs no library, and works in forked
 processes.
 
@@ -19,11 +19,12 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
+from adk_secure_sessions.integrations.blob_store import BLOB_ID, DELETED, BlobStore, StoredBlob
 from adk_secure_sessions.loops import await_to_end
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_NAME = re.compile(r"[0-9a-f]{32}")
-DELETED = "deleted"  # the directory with the marks of deleted blobs
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -49,58 +48,43 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_fd  # not on Windows
 
 
-class StoredObject(NamedTuple):
-    """One object of a blob, or a mark, as a method of `object_store.Objects` yields it."""
+class BlobDirectory(BlobStore):
+    """Stores the objects of blobs as files `NAME/K` in one directory, and marks as `deleted/NAME`.
 
-    name: str  # of the blob
-    number: int | None  # None for a mark, and for anything else that is stored under this name
-    size: int  # bytes
-    modified: float  # seconds since 1970, by the store's clock
-
-
-class BlobDirectory:
-    """Stores the objects of blobs as files `NAME/K` in one directory: see `object_store.Objects`.
-
-    NAME is the name of the blob, and K is the number of the object.  Marks are files
-    `deleted/NAME`.  Directories get the mode 0700, and files 0600.  The directory itself must not
-    be a symbolic link; its parents may be links.
+    Directories get the mode 0700, and files 0600.  The directory *prefix* in *root* must not be a
+    symbolic link; its parents may be links.
     """
 
-    def __init__(self, directory: Path, *, create: bool = True) -> None:
-        """Use *directory*; if *create* is True, create it and its missing parents."""
-        self._directory = directory.absolute()  # the process may change its working directory
+    def __init__(self, root: Path, prefix: str, *, create: bool = True) -> None:
+        """Use the directory *prefix* in *root*; if *create* is True, create both."""
+        super().__init__(prefix)
+        # The process may change its working directory.
+        self._directory = (root / prefix).absolute()
         if create:
             _translating(lambda: _make_prefix(self._directory))
 
-    async def put(self, name: str, number: int, data: bytes) -> None:
+    async def _put(self, name: str, number: int, data: bytes) -> None:
         await _in_thread(lambda: _write(self._directory, name, str(number), data))
 
-    async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
+    async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         return await _in_thread(lambda: _read(self._directory, name, number, size, start, stop))
 
-    async def delete(self, name: str) -> None:
+    async def _delete(self, name: str) -> None:
         await _in_thread(lambda: _delete(self._directory, name))
 
-    async def list(self, name: str | None = None) -> AsyncIterator[StoredObject]:
-        if name is not None:
-            names = [name]
-        else:
-            names = await _in_thread(lambda: _blob_names(self._directory))
-        for each in names:
-            for found in await _in_thread(
-                lambda each=each: _objects(self._directory, each)  # type: ignore[misc]
-            ):
-                yield found
+    async def _list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
+        for blob in await _in_thread(lambda: _blobs(self._directory, name)):
+            yield blob
 
-    async def mark(self, name: str) -> None:
+    async def _mark(self, name: str) -> None:
         await _in_thread(lambda: _write(self._directory, DELETED, name, b"", replace=True))
 
-    async def unmark(self, name: str) -> None:
+    async def _unmark(self, name: str) -> None:
         await _in_thread(lambda: _unmark(self._directory, name))
 
-    async def marks(self) -> AsyncIterator[StoredObject]:
-        for found in await _in_thread(lambda: _marks(self._directory)):
-            yield found
+    async def _marks(self) -> AsyncIterator[StoredBlob]:
+        for mark in await _in_thread(lambda: _marks(self._directory)):
+            yield mark
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
@@ -163,8 +147,8 @@ class _Folder:
         with os.scandir(self._path if self.descriptor is None else self.descriptor) as entries:
             return list(entries)
 
-    def status(self) -> os.stat_result:
-        return os.stat(self._path if self.descriptor is None else self.descriptor)
+    def status(self, name: str = ".") -> os.stat_result:
+        return os.stat(self.at(name), dir_fd=self.descriptor, follow_symlinks=False)
 
     def sync(self) -> None:
         if self.descriptor is not None:
@@ -201,24 +185,14 @@ def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
 
 
 def _make_prefix(directory: Path) -> None:
-    """Create *directory* and its missing parents, and flush them to the disk.
-
-    Raises an OSError if *directory* is a symbolic link or a file.
-    """
+    """Create *directory* and its missing parents; raise an OSError if it is a link or a file."""
     _make_directory(directory.parent)
-    try:
-        with _prefix(directory, _PASS):
-            return
-    except FileNotFoundError:
-        pass
     with _root(directory) as root:
-        try:
+        with suppress(FileExistsError):  # it may be a file or a link, which `child` rejects
             os.mkdir(root.at(directory.name), 0o700, dir_fd=root.descriptor)
-        except FileExistsError:  # created by another process; or a file or link, rejected below
-            pass
+            _sync_directory(directory.parent)
         with root.child(directory.name, _PASS):
             pass
-    _sync_directory(directory.parent)
 
 
 def _make_directory(directory: Path) -> None:
@@ -297,18 +271,24 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
             flags = os.O_RDONLY | _NO_LINK | _BINARY | _NO_WAIT
             descriptor = os.open(blob.at(str(number)), flags, dir_fd=blob.descriptor)
             try:
-                data = _read_file(descriptor, size, start, stop)
+                status = os.fstat(descriptor)
+                if stat.S_ISREG(status.st_mode) and status.st_size != size:
+                    data = b""
+                elif stat.S_ISREG(status.st_mode):
+                    with open(descriptor, "rb", closefd=False) as file:
+                        file.seek(start)
+                        data = file.read(stop - start)
             finally:
                 os.close(descriptor)
     except OSError as error:
-        if error.errno != errno.ENOENT and error.errno not in _REPLACED:
-            raise
         if error.errno == errno.ENOENT:
             raise TamperedError(
                 "a blob is missing: it was deleted outside the service, or this is not the "
                 "directory that it was written to",
                 reason=Reason.MISSING,
             ) from None
+        if error.errno not in _REPLACED:
+            raise
     if data is None:
         raise TamperedError(
             "a blob was replaced by a link, or by something else that is not a file: find out who "
@@ -322,88 +302,33 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
     return data
 
 
-def _read_file(descriptor: int, size: int, start: int, stop: int) -> bytes | None:
-    """Return the bytes *start* to *stop* - 1, or fewer if the length of the file is not *size*.
-
-    Return None if *descriptor* is not that of a regular file.
-    """
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    if status.st_size != size:
-        return b""
-    os.lseek(descriptor, start, os.SEEK_SET)
-    with open(descriptor, "rb", buffering=0, closefd=False) as file:
-        pieces = []
-        while start < stop and (piece := file.read(stop - start)):
-            pieces.append(piece)
-            start += len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
 def _delete(directory: Path, name: str) -> None:
     """Delete the objects of the blob *name*, and the blob's directory unless other files are left.
 
     If a link is in the place of the blob's directory, delete only the link.
     """
-    try:
-        with _prefix(directory) as prefix:
-            if _is_link(prefix, name):
-                os.unlink(prefix.at(name), dir_fd=prefix.descriptor)  # the link, not its target
-                logger.warning("a symbolic link in the place of a deleted blob was removed")
-                return
-            with prefix.child(name) as blob:
-                for number in _deletable(blob):
-                    _unlink(blob, number)
-                try:
-                    os.rmdir(prefix.at(name), dir_fd=prefix.descriptor)
-                except OSError as error:
-                    if error.errno not in _NOT_EMPTY or _deletable(blob):
-                        raise
-                    logger.warning(
-                        "the directory of a deleted blob was not removed: it contains files that "
-                        "are not objects of the blob"
-                    )
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError), _prefix(directory) as prefix:
+        if stat.S_ISLNK(prefix.status(name).st_mode):
+            os.unlink(prefix.at(name), dir_fd=prefix.descriptor)  # the link, not its target
+            logger.warning("a symbolic link in the place of a deleted blob was removed")
+            return
+        with prefix.child(name) as blob:
+            for number in _deletable(blob):
+                _unlink(blob, number)
+            try:
+                os.rmdir(prefix.at(name), dir_fd=prefix.descriptor)
+            except OSError as error:
+                if error.errno not in _NOT_EMPTY or _deletable(blob):
+                    raise
+                logger.warning(
+                    "the directory of a deleted blob was not removed: it contains files that are "
+                    "not objects of the blob"
+                )
 
 
 def _unlink(folder: _Folder, name: str) -> None:
-    try:
+    with suppress(FileNotFoundError):  # another process has deleted the file
         os.unlink(folder.at(name), dir_fd=folder.descriptor)
-    except FileNotFoundError:  # another process has deleted the file
-        pass
-
-
-def _unmark(directory: Path, name: str) -> None:
-    try:
-        with _prefix(directory) as prefix, prefix.child(DELETED) as marks:
-            _unlink(marks, name)
-            marks.sync()
-    except FileNotFoundError:  # no blob was marked
-        pass
-
-
-def _marks(directory: Path) -> list[StoredObject]:
-    """Return the marks in *directory*.  Omit links, and other entries that are not files."""
-    found = []
-    try:
-        with _prefix(directory) as prefix, prefix.child(DELETED) as marks:
-            for entry in marks.entries():
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # another process has withdrawn the mark
-                    continue
-                if _NAME.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
-                    found.append(StoredObject(entry.name, None, 0, status.st_mtime))
-    except FileNotFoundError:  # no blob was marked
-        pass
-    return found
-
-
-def _is_link(folder: _Folder, name: str) -> bool:
-    status = os.stat(folder.at(name), dir_fd=folder.descriptor, follow_symlinks=False)
-    return stat.S_ISLNK(status.st_mode)
 
 
 def _deletable(blob: _Folder) -> list[str]:
@@ -415,53 +340,62 @@ def _deletable(blob: _Folder) -> list[str]:
     ]
 
 
-def _blob_names(directory: Path) -> list[str]:
-    """Return the sorted names of the blobs in *directory*; none if *directory* does not exist."""
-    try:
-        with _prefix(directory) as prefix:
-            return sorted(
+# In the next three functions, a missing directory means that nothing was stored or marked.
+
+
+def _unmark(directory: Path, name: str) -> None:
+    with suppress(FileNotFoundError), _prefix(directory) as prefix, prefix.child(DELETED) as marks:
+        _unlink(marks, name)
+        marks.sync()
+
+
+def _marks(directory: Path) -> list[StoredBlob]:
+    """Return the marks in *directory*.  Omit links, and other entries that are not files."""
+    found = []
+    with suppress(FileNotFoundError), _prefix(directory) as prefix, prefix.child(DELETED) as marks:
+        for entry in marks.entries():
+            with suppress(FileNotFoundError):  # another process has withdrawn the mark
+                status = entry.stat(follow_symlinks=False)
+                if BLOB_ID.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
+                    found.append(StoredBlob(entry.name, 0, status.st_mtime))
+    return found
+
+
+def _blobs(directory: Path, name: str | None) -> list[StoredBlob]:
+    """Return the blob *name* or, if *name* is None, all blobs, in the order of their names."""
+    with suppress(FileNotFoundError), _prefix(directory) as prefix:
+        names = (
+            [name]
+            if name is not None
+            else sorted(
                 entry.name
                 for entry in prefix.entries()
-                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                if BLOB_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
             )
-    except FileNotFoundError:  # nothing was stored
-        return []
+        )
+        return [blob for one in names if (blob := _blob(prefix, one)) is not None]
+    return []
 
 
-def _objects(directory: Path, name: str) -> list[StoredObject]:
-    """Return the objects of the blob *name*; none if the blob does not exist."""
-    try:
-        with _prefix(directory) as prefix:
-            return _objects_in(prefix, name)
-    except FileNotFoundError:  # nothing was stored
-        return []
+def _blob(prefix: _Folder, name: str) -> StoredBlob | None:
+    """Return the blob *name*; None if it does not exist, or if a link or a file is in its place.
 
-
-def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
-    """Return the objects of the blob *name* in *prefix*.
-
-    If the directory of the blob is empty, return one entry of 0 bytes, so that a listing includes
-    the blob.  Omit subdirectories, and files that are not objects: `delete` does not delete them.
-    Return a link or a pipe in the place of an object as an entry of 0 bytes.
+    An empty directory counts as a blob of 0 bytes.  A link or a pipe in the place of an object
+    counts as 0 bytes.  Entries that `_delete` does not delete do not count.
     """
-    found: list[StoredObject] = []
     try:
         with prefix.child(name) as blob:
-            modified = blob.status().st_mtime
             entries = blob.entries()
+            found = [] if entries else [blob.status()]
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
-                if not _NUMBER.fullmatch(entry.name) or stat.S_ISDIR(status.st_mode):
-                    continue
-                is_file = stat.S_ISREG(status.st_mode)
-                number, size = (int(entry.name), status.st_size) if is_file else (None, 0)
-                found.append(StoredObject(name, number, size, status.st_mtime))
+                if _NUMBER.fullmatch(entry.name) and not stat.S_ISDIR(status.st_mode):
+                    found.append(status)
     except OSError as error:
-        # If the blob was deleted or replaced by a link in the meantime, ignore the error, so that
-        # other blobs can still be listed.
         if error.errno != errno.ENOENT and error.errno not in _REPLACED:
             raise
-        return found
-    if not entries:
-        return [StoredObject(name, None, 0, modified)]
-    return found
+        return None
+    if not found:
+        return None
+    size = sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
+    return StoredBlob(name, size, max(status.st_mtime for status in found))

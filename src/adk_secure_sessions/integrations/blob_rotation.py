@@ -11,8 +11,7 @@ At any time, the rows name a complete blob, even if the run is killed between tw
 case, no row names the other blob, and `purge blobs` marks it.
 """
 
-import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import (
@@ -21,22 +20,16 @@ from adk_secure_sessions.errors import (
     Reason,
     TamperedError,
 )
-from adk_secure_sessions.formats.blobs import (
-    BlobDecryptor,
-    BlobEncryptor,
-    decrypt_stream,
-    encrypt_stream,
-    encrypted_size,
-)
+from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_blobs import artifacts_of, blobs_of_database
 from adk_secure_sessions.integrations.artifact_versions import (
-    Blob,
     Version,
     reencrypted_item,
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, BlobStore, opened
+from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
+from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, opened
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
@@ -192,28 +185,18 @@ class _BlobRotationRun(DataRotationRun):
 
     async def _copied(self, old: Blob) -> Blob:
         """Copy the content of *old* to a new blob, check that the new blob decrypts; return it."""
-        encryptor, store = BlobEncryptor(), self._store_of(self._prefix)
-        name = secrets.token_hex(16)
-        await store.put_stream(name, encrypt_stream(encryptor, self._plaintext(old)))
-        new = Blob(self._prefix, name, encryptor.key, encryptor.size)
+        store = self._store_of(self._prefix)
+        new = await store.write(self._store_of(old.prefix).read(old))
         try:
-            async for _ in self._plaintext(new):
+            async for _ in store.read(new):
                 pass
         except TamperedError as error:
-            await store.delete(name)
+            await store.delete(new.name)
             raise ArtifactStoreError(
                 f"the artifact store: a new blob was not stored as it was sent: {error.detail}; "
                 "check the store, and who can write to it"
             ) from None
         return new
-
-    async def _plaintext(self, blob: Blob) -> AsyncIterator[bytes]:
-        decryptor = BlobDecryptor(blob.key, blob.size)
-        sealed = self._store_of(blob.prefix).get_stream(
-            blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end
-        )
-        async for piece in decrypt_stream(decryptor, sealed):
-            yield piece
 
     @hides_locals
     async def _append(

@@ -1,21 +1,16 @@
-"""Blobs in an object store: a directory, or a bucket through the library `obstore`.
+"""The stores of the contents of artifacts: a directory, or a bucket through the library `obstore`.
 
-A blob is stored as objects `PREFIX/NAME/K` of 8 MiB each (docs/format.md, "The objects of a blob"),
-and not as one multipart upload.  After an interrupted upload, every store can list and delete these
-objects.  An empty object `PREFIX/deleted/NAME` marks the blob *NAME* as deleted.  An upload holds
-only a few objects in memory.  This module does not encrypt: callers pass and receive the encrypted
-bytes of blobs.
+`ArtifactStore` opens both.
 """
 
 import asyncio
 import logging
 import os
 import re
-import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -26,235 +21,20 @@ from adk_secure_sessions.errors import (
     Reason,
     TamperedError,
 )
-from adk_secure_sessions.integrations.blob_directory import DELETED, BlobDirectory, StoredObject
+from adk_secure_sessions.integrations.blob_directory import BlobDirectory
+from adk_secure_sessions.integrations.blob_store import BLOB_ID, DELETED, BlobStore, StoredBlob
 from adk_secure_sessions.keys.remote import check_transport, require
-from adk_secure_sessions.loops import wait_ignoring_cancel
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 logger: logging.Logger = logging.getLogger(__name__)
-OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
 TIMEOUT = 60.0  # the default limit for one request and its retries, in seconds
-_PARALLEL = 3  # objects that are uploaded at the same time
-_CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
 _SCHEMES = ("s3", "gs", "az", "memory")
-_NAME = re.compile(r"[0-9a-f]{32}")
 # Object stores, and servers that imitate S3, report a full store with different words.
 _FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|InsufficientCapacity|code: 507")
 _STATUS = re.compile(r"status code: ([0-9]{3})")
-
-
-class StoredBlob(NamedTuple):
-    """A blob in the store, which may be incomplete; *modified* is the time of its last object."""
-
-    name: str
-    size: int
-    modified: float
-
-
-class Objects(Protocol):
-    """A store of the objects of blobs; an object is identified by the blob's name and a number.
-
-    `put` stores *data* as a new object.  `get` returns the bytes *start* to *stop* - 1 of an object
-    with *size* bytes.  `get` raises `TamperedError` if the object is missing, or does not have the
-    length *size*.  `delete` deletes all objects of a blob.  `list` yields the objects of the blob
-    *name* or, if *name* is None, of all blobs.  `mark` stores the mark of a blob; if there is one,
-    `mark` replaces it.  `unmark` deletes the mark, and `marks` yields all marks.  All methods raise
-    `ArtifactStoreError` if the store fails.
-    """
-
-    async def put(self, name: str, number: int, data: bytes) -> None: ...
-    async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes: ...
-    async def delete(self, name: str) -> None: ...
-    def list(self, name: str | None = None) -> AsyncIterator[StoredObject]: ...
-    async def mark(self, name: str) -> None: ...
-    async def unmark(self, name: str) -> None: ...
-    def marks(self) -> AsyncIterator[StoredObject]: ...
-
-
-class BlobStore:
-    """Stores, reads, lists and deletes the blobs under one prefix of an object store.
-
-    Every method raises `ArtifactStoreError` if the store fails.  A `BlobStore` can be used in
-    several event loops.  Unless the blobs are in a directory, do not
-    use it in a process that was forked after the library `obstore` was first used.
-    """
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-
-    async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> int:
-        """Store *pieces* as the blob *name*, durably, and return the number of bytes.
-
-        If *pieces* or the store fails, or if the caller is cancelled, the objects that were already
-        stored are deleted.
-        """
-        _check_name(name)
-        uploads: set[asyncio.Task[None]] = set()
-        try:
-            return await self._put_objects(name, pieces, uploads)
-        except BaseException:
-            cleanup = asyncio.ensure_future(self._discard(name, uploads))
-            await wait_ignoring_cancel(lambda: asyncio.wait([cleanup]), cleanup.done)
-            raise
-
-    async def _put_objects(
-        self, name: str, pieces: AsyncIterable[bytes], uploads: "set[asyncio.Task[None]]"
-    ) -> int:
-        size = number = 0
-        parts: list[memoryview] = []  # of the next object
-        missing = OBJECT_LENGTH  # bytes until the next object is complete
-        async for piece in pieces:
-            size += len(piece)
-            view = memoryview(piece)
-            while len(view) >= missing:
-                parts.append(view[:missing])
-                view = view[missing:]
-                await self._start_upload(name, number, b"".join(parts), uploads)
-                parts.clear()
-                missing = OBJECT_LENGTH
-                number += 1
-            if view:
-                parts.append(view)
-                missing -= len(view)
-        if parts:
-            await self._start_upload(name, number, b"".join(parts), uploads)
-        while uploads:
-            await _first_upload(uploads)
-        return size
-
-    async def _start_upload(
-        self, name: str, number: int, data: bytes, uploads: "set[asyncio.Task[None]]"
-    ) -> None:
-        if len(uploads) >= _PARALLEL:
-            await _first_upload(uploads)
-        uploads.add(asyncio.create_task(self._objects.put(name, number, data)))
-
-    async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
-        """Wait until *uploads* have ended, then delete the objects that they stored."""
-        if uploads:
-            # Do not cancel uploads at once: a request that was sent may still store its object.
-            await asyncio.wait(uploads, timeout=_CLEANUP_SECONDS)
-        for upload in uploads:
-            upload.cancel()
-        await asyncio.gather(*uploads, return_exceptions=True)
-        try:
-            async with asyncio.timeout(_CLEANUP_SECONDS):
-                await self._objects.delete(name)
-        except (ArtifactStoreError, TimeoutError):
-            pass  # `purge blobs` deletes blobs that no record names
-
-    async def get_stream(
-        self, name: str, size: int, start: int = 0, stop: int | None = None
-    ) -> AsyncIterator[bytes]:
-        """Yield bytes *start* to *stop* - 1 of the blob *name*, or all, in pieces of up to 8 MiB.
-
-        *size* is the number of bytes of the whole blob, from the record that names the blob, not
-        from the store: an attacker may have modified the store.  Raises TamperedError if an object
-        is missing or has another length.
-        """
-        _check_name(name)
-        stop = size if stop is None else stop
-        if not 0 <= start <= stop <= size:
-            raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        parts = (self._get(name, size, number, start, stop) for number in _numbers(start, stop))
-        ahead: asyncio.Future[bytes] | None = None
-        try:
-            for part in parts:
-                # Read the next object while the caller processes the previous one.
-                now, ahead = ahead, asyncio.ensure_future(part)
-                if now is not None:
-                    yield now.result() if now.done() else await now
-            if ahead is not None:
-                now, ahead = ahead, None
-                yield await now
-        finally:
-            if ahead is not None:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
-
-    async def _get(self, name: str, size: int, number: int, start: int, stop: int) -> bytes:
-        first = number * OBJECT_LENGTH
-        length = min(OBJECT_LENGTH, size - first)
-        begin, end = max(0, start - first), min(length, stop - first)
-        return await self._objects.get(name, number, length, begin, end)
-
-    async def size(self, name: str) -> int | None:
-        """Return the total size of the objects of the blob *name*; None if there is no object."""
-        _check_name(name)
-        sizes = [found.size async for found in self._objects.list(name)]
-        return sum(sizes) if sizes else None
-
-    async def delete(self, name: str) -> None:
-        """Delete all objects of the blob *name*; if there are none, do nothing.
-
-        If a row may ever have named the blob, call `mark` instead: a copy of the database, or a
-        backup, may still name it.  Only `purge blobs` deletes a marked blob.
-        """
-        _check_name(name)
-        await self._objects.delete(name)
-
-    async def mark(self, name: str) -> None:
-        """Mark the blob *name* as deleted, now."""
-        _check_name(name)
-        await self._objects.mark(name)
-
-    async def unmark(self, name: str) -> None:
-        """Withdraw the mark of the blob *name*; if there is none, do nothing."""
-        _check_name(name)
-        await self._objects.unmark(name)
-
-    async def marks(self) -> dict[str, float]:
-        """Return when each marked blob was marked, in seconds since 1970, by the store's clock."""
-        return {found.name: found.modified async for found in self._objects.marks()}
-
-    async def marks_and_time(self) -> tuple[dict[str, float], float]:
-        """Return `marks`, and what the store's clock shows now.
-
-        To read the clock, this method stores and deletes a mark of a blob that does not exist.
-        """
-        probe = secrets.token_hex(16)
-        await self._objects.mark(probe)
-        marks = await self.marks()
-        await self._objects.unmark(probe)
-        if probe not in marks:
-            raise _failed("it does not list an object that was just stored", retryable=True)
-        return marks, marks.pop(probe)
-
-    async def list(self) -> AsyncIterator[StoredBlob]:
-        """Yield all blobs, including incomplete blobs of interrupted uploads."""
-        blob: StoredBlob | None = None
-        async for found in self._objects.list():  # the objects of one blob are adjacent
-            if blob is not None and blob.name == found.name:
-                modified = max(blob.modified, found.modified)
-                blob = StoredBlob(blob.name, blob.size + found.size, modified)
-                continue
-            if blob is not None:
-                yield blob
-            blob = StoredBlob(found.name, found.size, found.modified)
-        if blob is not None:
-            yield blob
-
-
-async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
-    """Wait until an upload has ended, and remove it from *uploads*; raise its error, if any."""
-    done, _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
-    uploads -= done
-    errors = [error for upload in done if (error := upload.exception()) is not None]
-    if errors:
-        raise errors[0]
-
-
-def _numbers(start: int, stop: int) -> Iterable[int]:
-    """Return the numbers of the objects that contain the bytes *start* to *stop* - 1 of a blob."""
-    return range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH)) if start < stop else ()
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise ValueError("the name of a blob is 32 lower-case hex digits")
 
 
 # --- opening -------------------------------------------------------------------------------------
@@ -321,11 +101,11 @@ class ArtifactStore(KeyMaterial):
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", prefix):
             raise ValueError("a prefix is 1 to 64 letters, digits, _ and -")
         if self._remote is not None:
-            return BlobStore(_Remote(self._remote, prefix, self._timeout))
+            return _Bucket(self._remote, prefix, self._timeout)
         assert self._directory is not None
         if not create and not self._directory.is_dir():
             raise ConfigurationError("the directory of artifacts does not exist: check its path")
-        return BlobStore(BlobDirectory(self._directory / prefix, create=create))
+        return BlobDirectory(self._directory, prefix, create=create)
 
 
 # What the functions that take a store accept; a path or a store of obstore needs no options.
@@ -454,12 +234,12 @@ def _check_store_object(store: object) -> None:
 _first_process: int | None = None
 
 
-class _Remote:
-    """The objects of blobs in a store of `obstore`: see `Objects`."""
+class _Bucket(BlobStore):
+    """The blobs in a store of `obstore`."""
 
     def __init__(self, store: "ObjectStore", prefix: str, timeout: float) -> None:
+        super().__init__(prefix)
         self._store = store
-        self._prefix = prefix
         # obstore ends a request after *timeout*.  This longer limit ends the request if the threads
         # of obstore do not run.
         self._timeout = timeout + 5
@@ -470,13 +250,16 @@ class _Remote:
     def _path(self, name: str, number: int) -> str:
         return f"{self._prefix}/{name}/{number}"
 
-    def _mark(self, name: str) -> str:
+    def _path_of_mark(self, name: str) -> str:
         return f"{self._prefix}/{DELETED}/{name}"
 
-    async def put(self, name: str, number: int, data: bytes) -> None:
-        await self._put(self._path(name, number), data)
+    async def _put(self, name: str, number: int, data: bytes) -> None:
+        await self._store_object(self._path(name, number), data)
 
-    async def _put(self, path: str, data: bytes) -> None:
+    async def _mark(self, name: str) -> None:
+        await self._store_object(self._path_of_mark(name), b"")
+
+    async def _store_object(self, path: str, data: bytes) -> None:
         import obstore
 
         try:
@@ -486,7 +269,7 @@ class _Remote:
         except _Missing:
             raise _no_bucket() from None
 
-    async def get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
+    async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         import obstore
 
         path = self._path(name, number)
@@ -520,7 +303,7 @@ class _Remote:
     async def _is_missing(self, path: str, size: int) -> bool:
         """Return whether the object is missing; raise TamperedError if it has another length.
 
-        `get` calls this after an error: if a range is not within an object, some stores report an
+        `_get` calls this after an error: if a range is not within an object, some stores report an
         error that does not name the cause.
         """
         import obstore
@@ -532,13 +315,15 @@ class _Remote:
         _check_size(answer["size"], size)
         return False
 
-    async def delete(self, name: str) -> None:
-        numbers = [found.number async for found in self.list(name)]
-        paths = [self._path(name, number) for number in numbers if number is not None]
+    async def _delete(self, name: str) -> None:
+        paths = [self._path(name, number) async for _, number, _ in self._objects(name)]
         if paths:
-            await self._delete(paths)
+            await self._delete_objects(paths)
 
-    async def _delete(self, paths: Sequence[str]) -> None:
+    async def _unmark(self, name: str) -> None:
+        await self._delete_objects([self._path_of_mark(name)])
+
+    async def _delete_objects(self, paths: Sequence[str]) -> None:
         import obstore
 
         try:
@@ -546,27 +331,34 @@ class _Remote:
         except _Missing:
             pass
 
-    async def list(self, name: str | None = None) -> AsyncIterator[StoredObject]:
+    async def _list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
+        blob: StoredBlob | None = None
+        async for found, _, meta in self._objects(name):  # the objects of one blob are adjacent
+            size, modified = int(meta["size"]), meta["last_modified"].timestamp()
+            if blob is not None and blob.name == found:
+                blob = StoredBlob(found, blob.size + size, max(blob.modified, modified))
+                continue
+            if blob is not None:
+                yield blob
+            blob = StoredBlob(found, size, modified)
+        if blob is not None:
+            yield blob
+
+    async def _objects(self, name: str | None) -> AsyncIterator[tuple[str, int, Any]]:
+        """Yield the blob's name, the number and the facts of each object, by default of all."""
         below = self._prefix if name is None else f"{self._prefix}/{name}"
-        async for path, meta in self._list(below):
+        async for path, meta in self._below(below):
             blob, _, number = path.partition("/")
-            if _NAME.fullmatch(blob) and re.fullmatch(r"[0-9]{1,9}", number):
-                modified = meta["last_modified"].timestamp()
-                yield StoredObject(blob, int(number), int(meta["size"]), modified)
+            if BLOB_ID.fullmatch(blob) and re.fullmatch(r"[0-9]{1,9}", number):
+                yield blob, int(number), meta
 
-    async def mark(self, name: str) -> None:
-        await self._put(self._mark(name), b"")
-
-    async def unmark(self, name: str) -> None:
-        await self._delete([self._mark(name)])
-
-    async def marks(self) -> AsyncIterator[StoredObject]:
-        async for path, meta in self._list(f"{self._prefix}/{DELETED}"):
+    async def _marks(self) -> AsyncIterator[StoredBlob]:
+        async for path, meta in self._below(f"{self._prefix}/{DELETED}"):
             _, _, name = path.partition("/")
-            if _NAME.fullmatch(name):
-                yield StoredObject(name, None, 0, meta["last_modified"].timestamp())
+            if BLOB_ID.fullmatch(name):
+                yield StoredBlob(name, 0, meta["last_modified"].timestamp())
 
-    async def _list(self, below: str) -> AsyncIterator[tuple[str, Any]]:
+    async def _below(self, below: str) -> AsyncIterator[tuple[str, Any]]:
         """Yield the objects below the path *below*: the path after the prefix, and its facts."""
         import obstore
 

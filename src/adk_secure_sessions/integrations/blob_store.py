@@ -1,0 +1,271 @@
+"""Blobs in a store: a directory, or a bucket.
+
+A blob is stored as objects `PREFIX/NAME/K` of 8 MiB each (docs/format.md, "The objects of a blob"),
+and not as one multipart upload.  After an interrupted upload, every store can list and delete these
+objects.  An empty object `PREFIX/deleted/NAME` marks the blob *NAME* as deleted.  An upload holds
+only a few objects in memory.
+"""
+
+import asyncio
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from adk_secure_sessions.crypto.key_material import KeyMaterial
+from adk_secure_sessions.errors import ArtifactStoreError
+from adk_secure_sessions.formats.blobs import (
+    BlobDecryptor,
+    BlobEncryptor,
+    decrypt_stream,
+    encrypt_stream,
+    encrypted_size,
+)
+from adk_secure_sessions.loops import wait_ignoring_cancel
+
+OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
+# The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.
+BLOB_ID = re.compile(r"[0-9a-f]{32}")
+DELETED = "deleted"  # the directory with the marks of deleted blobs
+_PARALLEL = 3  # objects that are uploaded at the same time
+_CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Blob(KeyMaterial):
+    """The blob that stores the content of a version, and the key of the blob."""
+
+    prefix: str  # the id of the database that wrote the blob, in hex
+    name: str  # 32 hex digits
+    key: bytes
+    size: int  # bytes of plaintext
+
+
+class StoredBlob(NamedTuple):
+    """A blob in the store, which may be incomplete, or one of its objects, or a mark of a blob."""
+
+    name: str  # of the blob
+    size: int  # bytes
+    modified: float  # of its last object: seconds since 1970, by the store's clock
+
+
+class BlobStore(ABC):
+    """Stores, reads, lists and deletes the blobs under one prefix of a store.
+
+    Every method raises `ArtifactStoreError` if the store fails.  A `BlobStore` can be used in
+    several event loops.  Unless the blobs are in a directory, do not
+    use it in a process that was forked after the library `obstore` was first used.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    async def write(self, plaintext: AsyncIterable[bytes]) -> Blob:
+        """Encrypt *plaintext* with a new random key, and store it as a new blob."""
+        name, encryptor = secrets.token_hex(16), BlobEncryptor()
+        await self.put_stream(name, encrypt_stream(encryptor, plaintext))
+        return Blob(self._prefix, name, encryptor.key, encryptor.size)
+
+    async def read(
+        self, blob: Blob, start: int = 0, stop: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield bytes *start* to *stop* - 1 of the plaintext of *blob*, by default all."""
+        decryptor = BlobDecryptor(blob.key, blob.size, start, stop)
+        sealed = self.get_stream(
+            blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end
+        )
+        async for piece in decrypt_stream(decryptor, sealed):
+            yield piece
+
+    async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> int:
+        """Store *pieces* as the blob *name*, durably, and return the number of bytes.
+
+        If *pieces* or the store fails, or if the caller is cancelled, the objects that were already
+        stored are deleted.
+        """
+        _check_name(name)
+        uploads: set[asyncio.Task[None]] = set()
+        size = number = 0
+        try:
+            async for data in _objects_of(pieces):
+                if len(uploads) >= _PARALLEL:
+                    await _first_upload(uploads)
+                uploads.add(asyncio.create_task(self._put(name, number, data)))
+                size += len(data)
+                number += 1
+            while uploads:
+                await _first_upload(uploads)
+            return size
+        except BaseException:
+            cleanup = asyncio.ensure_future(self._discard(name, uploads))
+            await wait_ignoring_cancel(lambda: asyncio.wait([cleanup]), cleanup.done)
+            raise
+
+    async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
+        """Wait until *uploads* have ended, then delete the objects that they stored."""
+        if uploads:
+            # Do not cancel uploads at once: a request that was sent may still store its object.
+            await asyncio.wait(uploads, timeout=_CLEANUP_SECONDS)
+        for upload in uploads:
+            upload.cancel()
+        await asyncio.gather(*uploads, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_CLEANUP_SECONDS):
+                await self._delete(name)
+        except (ArtifactStoreError, TimeoutError):
+            pass  # `purge blobs` deletes blobs that no record names
+
+    async def get_stream(
+        self, name: str, size: int, start: int = 0, stop: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """Yield bytes *start* to *stop* - 1 of the blob *name*, or all, in pieces of up to 8 MiB.
+
+        *size* is the number of bytes of the whole blob, from the record that names the blob, not
+        from the store: an attacker may have modified the store.  Raises TamperedError if an object
+        is missing or has another length.
+        """
+        _check_name(name)
+        stop = size if stop is None else stop
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
+        parts = (self._part(name, size, number, start, stop) for number in _numbers(start, stop))
+        ahead: asyncio.Future[bytes] | None = None
+        try:
+            for part in parts:
+                # Read the next object while the caller processes the previous one.
+                now, ahead = ahead, asyncio.ensure_future(part)
+                if now is not None:
+                    yield now.result() if now.done() else await now
+            if ahead is not None:
+                now, ahead = ahead, None
+                yield await now
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
+
+    async def _part(self, name: str, size: int, number: int, start: int, stop: int) -> bytes:
+        first = number * OBJECT_LENGTH
+        length = min(OBJECT_LENGTH, size - first)
+        return await self._get(
+            name, number, length, max(0, start - first), min(length, stop - first)
+        )
+
+    async def size(self, name: str) -> int | None:
+        """Return the total size of the objects of the blob *name*; None if there is no object."""
+        _check_name(name)
+        async for blob in self._list(name):
+            return blob.size
+        return None
+
+    async def delete(self, name: str) -> None:
+        """Delete all objects of the blob *name*; if there are none, do nothing.
+
+        If a row may ever have named the blob, call `mark` instead: a copy of the database, or a
+        backup, may still name it.  Only `purge blobs` deletes a marked blob.
+        """
+        _check_name(name)
+        await self._delete(name)
+
+    async def mark(self, name: str) -> None:
+        """Mark the blob *name* as deleted, now."""
+        _check_name(name)
+        await self._mark(name)
+
+    async def unmark(self, name: str) -> None:
+        """Withdraw the mark of the blob *name*; if there is none, do nothing."""
+        _check_name(name)
+        await self._unmark(name)
+
+    async def marks(self) -> dict[str, float]:
+        """Return when each marked blob was marked, in seconds since 1970, by the store's clock."""
+        return {mark.name: mark.modified async for mark in self._marks()}
+
+    async def marks_and_time(self) -> tuple[dict[str, float], float]:
+        """Return `marks`, and what the store's clock shows now.
+
+        To read the clock, this method stores and deletes a mark of a blob that does not exist.
+        """
+        probe = secrets.token_hex(16)
+        await self._mark(probe)
+        marks = await self.marks()
+        await self._unmark(probe)
+        if probe not in marks:
+            raise ArtifactStoreError(
+                "the artifact store: it does not list an object that was just stored",
+                retryable=True,
+            )
+        return marks, marks.pop(probe)
+
+    def list(self) -> AsyncIterator[StoredBlob]:
+        """Yield all blobs, including incomplete blobs of interrupted uploads."""
+        return self._list()
+
+    # --- what a kind of store implements ---------------------------------------------------------
+
+    @abstractmethod
+    async def _put(self, name: str, number: int, data: bytes) -> None:
+        """Store *data* as a new object."""
+
+    @abstractmethod
+    async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
+        """Return the bytes *start* to *stop* - 1 of an object.
+
+        Raises TamperedError if the object is missing, or does not have *size* bytes.
+        """
+
+    @abstractmethod
+    async def _delete(self, name: str) -> None: ...
+
+    @abstractmethod
+    def _list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
+        """Yield the blob *name*, if it exists; by default all blobs."""
+
+    @abstractmethod
+    async def _mark(self, name: str) -> None:
+        """Store the mark of a blob; if there is one, replace it, so that it gets a new time."""
+
+    @abstractmethod
+    async def _unmark(self, name: str) -> None: ...
+
+    @abstractmethod
+    def _marks(self) -> AsyncIterator[StoredBlob]: ...
+
+
+async def _objects_of(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield the bytes of *pieces* as objects of `OBJECT_LENGTH`; the last one may be shorter."""
+    parts: list[memoryview] = []
+    missing = OBJECT_LENGTH  # bytes until the next object is complete
+    async for piece in pieces:
+        view = memoryview(piece)
+        while len(view) >= missing:
+            yield b"".join([*parts, view[:missing]])
+            view = view[missing:]
+            parts.clear()
+            missing = OBJECT_LENGTH
+        if view:
+            parts.append(view)
+            missing -= len(view)
+    if parts:
+        yield b"".join(parts)
+
+
+async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
+    """Wait until an upload has ended, and remove it from *uploads*; raise its error, if any."""
+    done, _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
+    uploads -= done
+    errors = [error for upload in done if (error := upload.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def _numbers(start: int, stop: int) -> Iterable[int]:
+    """Return the numbers of the objects that contain the bytes *start* to *stop* - 1 of a blob."""
+    return range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH)) if start < stop else ()
+
+
+def _check_name(name: str) -> None:
+    if not BLOB_ID.fullmatch(name):
+        raise ValueError("the name of a blob is 32 lower-case hex digits")
