@@ -71,11 +71,13 @@ class Command(NamedTuple):
         run: Runs the command with a database, in a directory.
         before: Commands that have ended before.
         world: The databases before the command, if only these are possible.
+        only_reads: Whether it changes nothing, so that two runs cannot meet.
     """
 
     run: Run
     before: tuple[Run, ...] = ()
     world: str | None = None
+    only_reads: bool = False
 
 
 async def _migrate(db: Database, directory: Path) -> object:
@@ -103,25 +105,29 @@ def _alone(function: Callable[[Database], Awaitable[object]]) -> Run:
 
 
 COMMANDS: dict[str, Command] = {
-    "audit export": Command(lambda db, directory: export_audit(db, lambda line: None)),
+    "audit export": Command(
+        lambda db, directory: export_audit(db, lambda line: None), only_reads=True
+    ),
     "purge audit": Command(lambda db, directory: purge_audit(db, timedelta(days=2))),
-    "verify --only trail": Command(_alone(verify_audit)),
+    "verify --only trail": Command(_alone(verify_audit), only_reads=True),
     "purge blobs": Command(
         lambda db, directory: artifact_blobs.purge_blobs(db, directory / "blobs"),
         before=(lambda db, directory: erase_user(db, APP, "ada"),),
     ),
     "verify --store": Command(
-        lambda db, directory: artifact_blobs.check_blobs(db, directory / "blobs")
+        lambda db, directory: artifact_blobs.check_blobs(db, directory / "blobs"), only_reads=True
     ),
-    "check": Command(_alone(check)),
+    "check": Command(_alone(check), only_reads=True),
     "erase-user": Command(lambda db, directory: erase_user(db, APP, "ada")),
     "export": Command(_export),
-    "export --jsonl": Command(lambda db, directory: export_lines(db, lambda line: None)),
+    "export --jsonl": Command(
+        lambda db, directory: export_lines(db, lambda line: None), only_reads=True
+    ),
     "index drop": Command(lambda db, directory: drop_index(db, APP, ["n"])),
     "index fill": Command(lambda db, directory: fill_index(db, APP, ["n"])),
     "init": Command(_alone(init), world="empty"),
-    "debug inspect": Command(lambda db, directory: inspect(db, "secure_users")),
-    "debug lookup": Command(lambda db, directory: lookup(db, APP, "ada")),
+    "debug inspect": Command(lambda db, directory: inspect(db, "secure_users"), only_reads=True),
+    "debug lookup": Command(lambda db, directory: lookup(db, APP, "ada"), only_reads=True),
     "migrate compare": Command(_compare, before=(_migrate,)),
     "migrate copy": Command(_migrate),
     "migrate erase-source": Command(_erase_source, before=(_migrate,)),
@@ -136,16 +142,17 @@ COMMANDS: dict[str, Command] = {
     "rotate master": Command(_alone(rotate_master)),
     "rotate root": Command(_alone(rotate_root)),
     "separate": Command(_alone(separate)),
-    "status": Command(_alone(status)),
+    "status": Command(_alone(status), only_reads=True),
     "vacuum": Command(_alone(vacuum)),
-    "verify": Command(_alone(verify)),
+    "verify": Command(_alone(verify), only_reads=True),
 }
 
 
 # Each command runs on one database.  Those that change keys also run with a key database.
+# By default, those that only read are left out.
 CHANGE_KEYS = {"retire", "rotate data", "rotate master", "rotate root", "separate"}
 CASES = [
-    (name, world)
+    pytest.param((name, world), marks=pytest.mark.soak if command.only_reads else ())
     for name, command in COMMANDS.items()
     for world in ([command.world] if command.world else ["one", "pair"])
     if world != "pair" or name in CHANGE_KEYS or command.world
@@ -292,7 +299,7 @@ async def test_command_that_is_started_twice_succeeds_or_says_so(
 ) -> None:
     steps = await start_twice(case, filled, tmp_path / "db", 0)
     for at in range(1, steps + 1):
-        if every or at.bit_count() == 1:  # otherwise, at the steps 1, 2, 4, 8 and so on
+        if every or at in (1, 3, 9, 27, 81, 243):
             await start_twice(case, filled, tmp_path / "db", at)
 
 
@@ -302,7 +309,7 @@ async def test_database_that_is_separated_during_a_rotation_can_be_opened(
 ) -> None:
     """The rotation must not add a master key that is bound to the id before the separation."""
     case = ("rotate master", world)
-    for at in (1, 2, 4, 8, 16):
+    for at in (1, 4, 16):
         pair = await prepared(case, filled, tmp_path / "db")
         _, ended = await run_with_another(case, pair, tmp_path / "db", at, "separate")
         assert [succeeds(one) for one in ended] == [True, True], (at, ended)

@@ -214,7 +214,9 @@ COMMANDS: dict[str, Callable[[Database], Awaitable[Any]]] = {
 }
 
 
-@each_shift
+@pytest.mark.parametrize(
+    "days", [400, *(pytest.param(days, marks=pytest.mark.soak) for days in (-400, -2, 2))]
+)
 @pytest.mark.parametrize("name", COMMANDS)
 async def test_command_does_the_same_whatever_its_clock_says(
     name: str, days: int, tmp_path: Path

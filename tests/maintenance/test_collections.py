@@ -269,7 +269,13 @@ async def append_meanwhile(service: EncryptedSessionService, done: asyncio.Event
     return number
 
 
-@pytest.mark.parametrize("separate_keys", [False, True], ids=["one database", "key database"])
+@pytest.mark.parametrize(
+    "separate_keys",
+    [
+        pytest.param(False, id="one database"),
+        pytest.param(True, id="key database", marks=pytest.mark.soak),
+    ],
+)
 async def test_keys_are_rotated_and_retired_while_items_are_appended_and_replaced(
     url: str, tmp_path: Path, separate_keys: bool
 ) -> None:
@@ -298,11 +304,11 @@ async def test_keys_are_rotated_and_retired_while_items_are_appended_and_replace
         assert (await verify(db)).bad == 0
 
 
-def append_five(say: Callable[[object], None], urls: dict[str, Any], name: str, go: Path) -> None:
+def append_five(say: Callable[[object], None], url: str, name: str, go: Path) -> None:
     """Open a service, wait for the file *go*, and append five items to a collection."""
 
     async def main() -> None:
-        async with EncryptedSessionService(**urls, backend=BACKEND) as service:
+        async with EncryptedSessionService(url, BACKEND) as service:
             await service.get_session(app_name=APP, user_id="ada", session_id="s")
             say("ready")
             while not go.exists():
@@ -313,31 +319,22 @@ def append_five(say: Callable[[object], None], urls: dict[str, Any], name: str, 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("separate_keys", [False, True], ids=["one database", "key database"])
-def test_feature_is_added_once_by_two_processes(
-    url: str, place: sa.URL, tmp_path: Path, separate_keys: bool
-) -> None:
-    urls: dict[str, Any] = {"db_url": url}
-    keys = place
-    if separate_keys:
-        keys = sa.URL.create("sqlite", database=f"{tmp_path}/keys.db")
-        urls["key_db_url"] = f"sqlite+aiosqlite:///{tmp_path}/keys.db"
-
+def test_feature_is_added_once_by_two_processes(url: str, place: sa.URL, tmp_path: Path) -> None:
     async def create() -> None:
-        async with EncryptedSessionService(**urls, backend=BACKEND) as service:
+        async with EncryptedSessionService(url, BACKEND) as service:
             await service.create_session(app_name=APP, user_id="ada", session_id="s")
 
     asyncio.run(create())
     go = tmp_path / "go"
-    with children(*((append_five, urls, name, go) for name in ("a", "b"))) as both:
+    with children(*((append_five, url, name, go) for name in ("a", "b"))) as both:
         said = [child.said() for child in both]
         assert [next(one) for one in said] == ["ready", "ready"]
         go.touch()
         assert [list(one) for one in said] == [[], []]
-    assert query(keys, FEATURES)[0][0].startswith("collections ")
+    assert query(place, FEATURES)[0][0].startswith("collections ")
 
     async def read() -> list[dict[str, Any]]:
-        async with EncryptedSessionService(**urls, backend=BACKEND) as service:
+        async with EncryptedSessionService(url, BACKEND) as service:
             found = await service.collections.get(APP, "ada", "c")
         assert found is not None
         return [decode_item(item) for item in found.items]

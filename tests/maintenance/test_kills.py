@@ -85,7 +85,7 @@ async def prepare(url: str, job: str) -> None:
 
 @pytest.mark.parametrize(
     ("job", "step"),
-    [("data", 11), *(pytest.param(job, 1, marks=pytest.mark.soak) for job in JOBS)],
+    [("data", 17), *(pytest.param(job, 1, marks=pytest.mark.soak) for job in JOBS)],
 )
 async def test_run_that_is_killed_at_any_statement_is_completed_by_the_next(
     job: str, step: int, tmp_path: Path
@@ -108,10 +108,10 @@ async def test_run_that_is_killed_at_any_statement_is_completed_by_the_next(
 @pytest.mark.parametrize(
     ("job", "step"),
     [
-        ("master", 9),
-        ("data", 9),
-        ("retire", 9),
-        pytest.param("root", 9, marks=pytest.mark.soak),
+        ("master", 15),
+        ("data", 15),
+        pytest.param("retire", 15, marks=pytest.mark.soak),
+        pytest.param("root", 15, marks=pytest.mark.soak),
         *(pytest.param(job, 1, marks=pytest.mark.soak) for job in JOBS),
     ],
 )

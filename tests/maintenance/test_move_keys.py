@@ -236,7 +236,7 @@ async def assert_no_key_is_lost(pair: Pair, to: str, keys: set[tuple[Any, ...]])
 
 @pytest.mark.parametrize(
     ("fault", "step"),
-    [(Killed, 3), *(pytest.param(fault, 1, marks=pytest.mark.soak) for fault in (Killed, lost))],
+    [(Killed, 5), *(pytest.param(fault, 1, marks=pytest.mark.soak) for fault in (Killed, lost))],
 )
 @pytest.mark.parametrize("to", [INTO, BACK])
 async def test_move_that_is_interrupted_anywhere_loses_no_key_and_is_continued(
@@ -406,7 +406,7 @@ async def test_keys_that_differ_after_the_copy_are_not_deleted(pair: Pair) -> No
     assert keys_in(pair.data) == keys
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("to", [INTO, BACK])
 async def test_run_that_was_overtaken_by_another_one_changes_nothing_any_more(
     files: Pair, tmp_path: Path, to: Any, step: int

@@ -115,7 +115,9 @@ async def test_master_that_another_rotation_retired_wraps_no_data_key(url: str) 
 
 
 @pytest.mark.parametrize("rotate", [rotate_data, rotate_master])
-@pytest.mark.parametrize("nth", range(1, 6))
+@pytest.mark.parametrize(
+    "nth", [1, 3, *(pytest.param(nth, marks=pytest.mark.soak) for nth in (2, 4, 5))]
+)
 async def test_rotations_that_are_started_at_once_are_one_rotation(
     rotate: Any, nth: int, file_url: str
 ) -> None:

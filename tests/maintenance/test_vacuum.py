@@ -28,7 +28,7 @@ from tests.maintenance.test_clearing import file_per_table, files_with, write_ou
 from tests.servers import MariaDB, PostgreSQL, unavailable
 
 AES, NO_OP = AesGcmBackend(OLD), plaintext_backend()
-USERS, SESSIONS = 10, 6
+USERS, SESSIONS = 8, 4
 # Events of a session: some pages of each table, or many.
 each_size = pytest.mark.parametrize(
     "events", [pytest.param(6, id="some"), pytest.param(40, id="many", marks=pytest.mark.soak)]
