@@ -9,16 +9,12 @@ database would be:
   example to return the row that was just stored.  `requests` keeps what was asked, as text:
   `"read SESSION_WITHOUT_EVENTS"` or `"apply UPDATE_SESSION, INSERT_EVENT"`, with the names that
   `storage.queries` has.
-- A test of a single transaction needs no executor: it calls `next(steps)` and `steps.send(answer)`
-  itself, and compares `request(step)`.
 - `Stored` makes rows as a driver returns them: an app, one of its users, and a session of that
-  user with events, all authentic.  A test takes `rows()`, or changes one with `replaced`, and
-  opens them.  `another_copy` makes the rows of another copy of the same database: the same ids and
-  data keys, but other links.
+  user with events, all authentic.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -32,13 +28,10 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage import queries, sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
-from adk_secure_sessions.storage.owner_changes import OwnerChanges
-from adk_secure_sessions.storage.queries import Found
-from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession, identify
+from adk_secure_sessions.storage.rows import Owner, StoredSession, identify
 from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 RawRow = tuple[Any, ...]
 
 # --- what was asked ------------------------------------------------------------------------------
@@ -78,26 +71,6 @@ def change_in(step: Read | Apply, name: str) -> Change:
     return change
 
 
-def result_of(steps: Steps[T], answer: object) -> T:
-    """Send the last answer to a transaction; what it returns."""
-    try:
-        step = steps.send(answer)
-    except StopIteration as end:
-        return cast(T, end.value)
-    raise AssertionError(f"the transaction goes on: {request(step)}")
-
-
-class HasSteps(Protocol[T_co]):
-    """A write of `storage.writes`."""
-
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T_co]: ...
-
-
-def steps_of(operation: HasSteps[T], attempt: Attempt) -> Steps[T]:
-    """The transaction of one attempt at a write."""
-    return operation.steps(attempt, OwnerChanges(attempt))
-
-
 class FakeExecutor:
     """An executor (`db.protocol`) that answers from a script; see the module's docstring."""
 
@@ -105,7 +78,6 @@ class FakeExecutor:
         self.answers = list(answers)
         self.steps: list[Read | Apply] = []
         self.defined: list[object] = []
-        self.closed = 0
 
     @property
     def requests(self) -> list[str]:
@@ -134,7 +106,7 @@ class FakeExecutor:
         return cast(T, self._next(work))
 
     async def close(self) -> None:
-        self.closed += 1
+        pass
 
     def _answer(self, step: Read | Apply) -> object:
         self.steps.append(step)
@@ -207,8 +179,7 @@ def marks(ring: Keyring | None = None) -> list[MasterMark]:
 
 # A row's kind, as the statements number them; test_queries.py compares that with a database.
 APP, USER, WITNESS, SESSION, SNAPSHOT, EVENT, KEY, MASTER_MARK = range(8)
-# The positions of values in a row: the numbers begin at 1, the blobs here.
-BLOB, SECOND_BLOB, THIRD_BLOB = 9, 10, 11
+BLOB = 9  # the position of a row's first blob; its numbers begin at 1
 WHO = identify(INDEX, "clinic", "alice", "visit")
 
 
@@ -217,170 +188,74 @@ def raw(kind: int, numbers: Sequence[object], *blobs: object) -> RawRow:
     return (kind, *numbers, *[0] * (8 - len(numbers)), *blobs, *[None] * (3 - len(blobs)))
 
 
-def key_row(row: DataKeyRow) -> RawRow:
-    return raw(
-        KEY, (row.id, row.generation, row.backend_id, row.created_at), row.owner, row.wrapped
-    )
-
-
 def key_rows(rows: Iterable[DataKeyRow], ring: Keyring | None = None) -> list[RawRow]:
     """What a query for data keys returns: their *rows*, and the marks of the keyring."""
     masters = [raw(MASTER_MARK, mark[:2], mark.wrapped) for mark in marks(ring)]
-    return [*map(key_row, rows), *masters]
+    return [
+        *(
+            raw(
+                KEY,
+                (row.id, row.generation, row.backend_id, row.created_at),
+                row.owner,
+                row.wrapped,
+            )
+            for row in rows
+        ),
+        *masters,
+    ]
 
 
 class Stored:
     """The rows of an app (1), a user (2) and a session (3) with *events*, at times 100, 101, ...
 
-    With a *snapshot*, that is the session's state under its overlay.  The owners' rows name their
-    data keys, and *more_key_ids*.
+    With a *snapshot*, that is the session's state under its overlay.
 
     Attributes:
         keys: The data keys of a process that has read none of the rows yet.
-        key_rows: The data keys of the app and of the user.
-        links: The links of the events.
+        key_rows: The data keys of the app and of the user, which their rows name.
     """
 
-    def __init__(
-        self,
-        *,
-        events: int = 2,
-        snapshot: bytes | None = None,
-        more_key_ids: tuple[int, ...] = (),
-        original: "Stored | None" = None,
-    ) -> None:
-        self.keys: DataKeys = original.keys if original else data_keys()
+    def __init__(self, *, events: int = 2, snapshot: bytes | None = None) -> None:
+        self.keys = data_keys()
         staged = StagedKeys(self.keys)
-        self.key_rows: list[DataKeyRow] = []
-        if original:
-            self.key_rows = original.key_rows
-            staged.load(self.key_rows, ())
-        else:
-            self.key_rows = [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
-        app_key, user_key = ((row.id, *more_key_ids) for row in self.key_rows)
-        self.app = Owner(1, WHO.app_tag, 0, "", 5, b'{"a":1}', new_link(), app_key)
-        self.user = Owner(2, WHO.user_tag, 1, WHO.user_id, 7, b'{"u":1}', new_link(), user_key)
-        self._adopt(staged)
-        self.links = [new_link() for _ in range(events)]
+        self.key_rows = [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
+        app_key, user_key = ((row.id,) for row in self.key_rows)
+        app = Owner(1, WHO.app_tag, 0, "", 5, b'{"a":1}', new_link(), app_key)
+        user = Owner(2, WHO.user_tag, 1, WHO.user_id, 7, b'{"u":1}', new_link(), user_key)
+        for owner in (app, user):
+            staged.adopt(owner.tag, owner.key_ids)
+        links = [new_link() for _ in range(events)]
         base = NO_SNAPSHOT if snapshot is None else 0
         session = StoredSession(
             3, 2, WHO.session_tag, WHO.session_id, events, base, 100, 100 + events, NEVER,
             b'{"s":1}', b"{}" if snapshot is None else snapshot,
-            self.links[-1] if events else NO_LINK, NO_LINK if snapshot is None else new_link(),
+            links[-1] if events else NO_LINK, NO_LINK if snapshot is None else new_link(),
             b"",
         )  # fmt: skip
-        sealing = self.attempt(keys=staged)
-        self.session = sealed_rows.seal_session(sealing, session)
-        self._rows = self._made(sealing)
-
-    def another_copy(
-        self,
-        *,
-        events: int = 2,
-        snapshot: bytes | None = None,
-        more_key_ids: tuple[int, ...] = (),
-    ) -> "Stored":
-        """The rows of another copy of the database, for example of one restored from a backup."""
-        return Stored(events=events, snapshot=snapshot, more_key_ids=more_key_ids, original=self)
-
-    def attempt(
-        self,
-        who: Identity = WHO,
-        *,
-        keys: StagedKeys | None = None,
-        cache: RowCache | None = None,
-        source: KeySource = KeySource.QUERY,
-        is_first: bool = True,
-    ) -> Attempt:
-        """An attempt at an operation of *who*; it has read the stored keys, or knows *keys*."""
-        cache = cache or RowCache(10)
-        return Attempt(who, keys or self.read_keys(), cache, source, is_first, cache.time)
-
-    def read_keys(self) -> StagedKeys:
-        """The keys of a transaction that has read them, but not yet the rows that name them."""
-        keys = StagedKeys(self.keys)
-        keys.load(self.key_rows, marks())
-        return keys
-
-    def sealing(self, *newer: DataKeyRow) -> Attempt:
-        """An attempt that encrypts with the owners' data keys, or with *newer* ones."""
-        keys = StagedKeys(self.keys)
-        keys.load([*self.key_rows, *newer], marks())
-        self._adopt(keys, *newer)
-        return self.attempt(keys=keys)
-
-    def knowing(self, cache: RowCache | None = None) -> Attempt:
-        """An attempt of a process that has the owners' keys, and what *cache* remembers."""
-        keys = self.read_keys()
-        self._adopt(keys)
-        keys.publish()
-        return self.attempt(keys=StagedKeys(self.keys), cache=cache, source=KeySource.CACHE)
-
-    def knowing_session(self, session: StoredSession | None = None) -> Attempt:
-        """An attempt of a process that also remembers the session, and that its head is proven."""
-        cache = RowCache(10)
-        cache.put_session(session or self.session, None, has_proven_head=True)
-        return self.knowing(cache)
-
-    def rows(
-        self, *, without: Sequence[int] = (), keys: bool = False, last: int | None = None
-    ) -> list[RawRow]:
-        """All rows, but those of the kinds *without*; with those of the data *keys* if asked.
-
-        Of the events only the *last* ones if a number is given.
-        """
-        first = 0 if last is None else self.session.revision - last
-        rows = [row for row in self._rows if row[0] not in without]
-        rows = [row for row in rows if row[0] != EVENT or row[1] >= first]
-        return [*(key_rows(self.key_rows) if keys else []), *rows]
-
-    def found(self, *, without: Sequence[int] = ()) -> Found:
-        return Found(self.rows(without=without))
-
-    def replaced(self, kind: int, position: int, value: object, *, at: int = 0) -> list[RawRow]:
-        """The rows, with another *value* in a *position* of a row: the one *at* of its kind."""
-        rows = self.rows()
-        row = self.indexes(kind)[at]
-        rows[row] = (*rows[row][:position], value, *rows[row][position + 1 :])
-        return rows
-
-    def with_rows_of(self, other: "Stored", *kinds: int, at: int | None = None) -> list[RawRow]:
-        """The rows, but those of *kinds* as *other* stores them; only the one *at* if given."""
-        rows = self.rows()
-        for kind in kinds:
-            for index in self.indexes(kind) if at is None else [self.indexes(kind)[at]]:
-                rows[index] = other.rows()[index]
-        return rows
-
-    def without_witness(self, tag: bytes) -> list[RawRow]:
-        return [row for row in self.rows() if not (row[0] == WITNESS and row[BLOB] == tag)]
-
-    def indexes(self, kind: int) -> list[int]:
-        return [index for index, row in enumerate(self._rows) if row[0] == kind]
-
-    def _adopt(self, keys: StagedKeys, *newer: DataKeyRow) -> None:
-        for owner in (self.app, self.user):
-            keys.adopt(owner.tag, [*owner.key_ids, *(row.id for row in newer)])
-
-    def _made(self, attempt: Attempt) -> list[RawRow]:
-        app, user, session = self.app, self.user, self.session
-        rows = [
-            owner_row(attempt, app),
-            owner_row(attempt, user),
-            witness_row(attempt, app.tag, app.tag, app.version, app.link),
-            witness_row(attempt, user.tag, user.tag, user.version, user.link),
-            witness_row(attempt, user.tag, session.tag, session.id, b""),
+        sealing = self.attempt(staged)
+        session = sealed_rows.seal_session(sealing, session)
+        self._rows = [
+            owner_row(sealing, app),
+            owner_row(sealing, user),
+            witness_row(sealing, app.tag, app.tag, app.version, app.link),
+            witness_row(sealing, user.tag, user.tag, user.version, user.link),
+            witness_row(sealing, user.tag, session.tag, session.id, b""),
             session_row(session),
         ]
-        if session.base_revision != NO_SNAPSHOT:
-            assert session.snapshot is not None
-            rows.append(snapshot_row(attempt, session))
-        previous = NO_LINK
-        for seq, link in enumerate(self.links):
-            before = session._replace(head=previous)
-            rows.append(event_row(attempt, before, seq, link, b"event %d" % seq))
-            previous = link
-        return rows
+        if snapshot is not None:
+            sealed = sealed_rows.seal_snapshot(sealing, session).state
+            self._rows.append(raw(SNAPSHOT, [session.id, session.base_revision], sealed))
+        texts = [(b"event %d" % seq, 100 + seq) for seq in range(events)]
+        for row in sealed_rows.seal_events(sealing, session.id, 0, texts, links, NO_LINK):
+            self._rows.append(raw(EVENT, [row.seq, row.time], row.event))
+
+    def attempt(self, keys: StagedKeys) -> Attempt:
+        cache = RowCache(10)
+        return Attempt(WHO, keys, cache, KeySource.QUERY, True, cache.time)
+
+    def rows(self, *, keys: bool = False) -> list[RawRow]:
+        """All rows; with those of the data *keys* if asked."""
+        return [*(key_rows(self.key_rows) if keys else []), *self._rows]
 
 
 def owner_row(attempt: Attempt, owner: Owner) -> RawRow:
@@ -388,11 +263,6 @@ def owner_row(attempt: Attempt, owner: Owner) -> RawRow:
     if owner.is_user:
         return raw(USER, [owner.id, owner.app_row, owner.version], owner.tag, state)
     return raw(APP, [owner.id, owner.version], owner.tag, encode_text(WHO.app_name), state)
-
-
-def snapshot_row(attempt: Attempt, session: StoredSession) -> RawRow:
-    sealed = sealed_rows.seal_snapshot(attempt, session).state
-    return raw(SNAPSHOT, [session.id, session.base_revision], sealed)
 
 
 def session_row(session: StoredSession) -> RawRow:
@@ -404,12 +274,3 @@ def session_row(session: StoredSession) -> RawRow:
 def witness_row(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> RawRow:
     seal = sealed_rows.seal_witness(attempt, owner, tag, number, link).seal
     return raw(WITNESS, (number,), tag, seal)
-
-
-def event_row(
-    attempt: Attempt, session: StoredSession, seq: int, link: bytes, plaintext: bytes
-) -> RawRow:
-    """The row of an event with *link*, at time 100 + *seq*, that follows the head of *session*."""
-    new = [(plaintext, 100 + seq)]
-    (row,) = sealed_rows.seal_events(attempt, session.id, seq, new, [link], session.head)
-    return raw(EVENT, [seq, 100 + seq], row.event)

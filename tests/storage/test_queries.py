@@ -10,94 +10,16 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import schema
 from adk_secure_sessions.storage.queries import (
     Found,
     chunks,
-    is_one_of,
-    numbered,
-)
-from adk_secure_sessions.storage.rows import (
-    AppRow,
-    SessionRow,
-    SnapshotRow,
-    UserRow,
-    WitnessRow,
 )
 from tests.storage.support import (
-    APP,
-    BLOB,
-    EVENT,
-    KEY,
-    MASTER_MARK,
-    SESSION,
-    SNAPSHOT,
-    USER,
     WHO,
-    WITNESS,
-    raw,
 )
-
-# --- typed rows ----------------------------------------------------------------------------------
-
-ONE_OF_EACH = [
-    raw(APP, [1, 2], b"tag", b"name", b"state"),
-    raw(USER, [3, 4, 5], b"tag", b"state"),
-    raw(WITNESS, [6], b"tag", b"seal"),
-    raw(KEY, [7, 8, 9, 10], b"owner", b"wrapped"),
-    raw(MASTER_MARK, [22, 23], b"wrapped"),
-    raw(SESSION, [11, 12, 13, 14, 15, 16, 17, 24], b"tag", b"state"),
-    raw(SNAPSHOT, [18, 19], b"state"),
-    raw(EVENT, [20, 21], b"event"),
-]
-
-
-def test_row_of_each_kind_becomes_a_typed_one() -> None:
-    found = Found(ONE_OF_EACH)
-    assert found.app == AppRow(id=1, tag=b"tag", app_name=b"name", version=2, state=b"state")
-    assert found.user == UserRow(id=3, app_row=4, version=5, tag=b"tag", state=b"state")
-    assert found.witnesses == {b"tag": WitnessRow(number=6, tag=b"tag", seal=b"seal")}
-    assert found.data_keys == [
-        DataKeyRow(
-            id=7, owner=b"owner", generation=8, backend_id=9, created_at=10, wrapped=b"wrapped"
-        )
-    ]
-    assert found.session == SessionRow(
-        id=11, user_row=12, revision=13, base_revision=14, created_at=15, updated_at=16,
-        expires_at=17, tag=b"tag", state=b"state",
-    )  # fmt: skip
-    assert found.last_seqs == {11: 24}
-    assert found.masters == [MasterMark(id=22, created_at=23, wrapped=b"wrapped")]
-    assert found.snapshots == {18: SnapshotRow(session_row=18, revision=19, state=b"state")}
-    (event,) = found.events
-    assert (event[sql.EVENT_SEQ], event[sql.EVENT_TIME], event[sql.EVENT_RECORD]) == (
-        20, 21, b"event"
-    )  # fmt: skip
-
-
-def test_rows_may_come_in_any_order_and_as_lists() -> None:
-    found = Found([list(row) for row in reversed(ONE_OF_EACH)])
-    assert (found.app, found.user, found.session) == (
-        Found(ONE_OF_EACH).app, Found(ONE_OF_EACH).user, Found(ONE_OF_EACH).session
-    )  # fmt: skip
-
-
-def test_no_rows_are_no_app_no_user_and_no_session() -> None:
-    found = Found([])
-    assert (found.app, found.user, found.session) == (None, None, None)
-    assert (found.users, found.sessions, found.events, found.data_keys) == ([], [], [], [])
-
-
-def test_several_users_and_sessions_are_all_kept() -> None:
-    users = [raw(USER, [n, 1, 1], b"%d" % n, b"") for n in range(3)]
-    sessions = [raw(SESSION, [n, n], b"%d" % n, b"") for n in range(3)]
-    found = Found(users + sessions)
-    assert [user.id for user in found.users] == [0, 1, 2]
-    assert [session.user_row for session in found.sessions] == [0, 1, 2]
-
 
 # --- parameters in chunks ------------------------------------------------------------------------
 
@@ -186,23 +108,6 @@ def found(connection: sa.Connection, query: sa.Executable, **more: object) -> Fo
     return Found([tuple(row) for row in connection.execute(query, {**WHO.tags(), **more})])
 
 
-def test_statement_returns_the_rows_of_one_session_and_nobody_elses(filled: sa.Connection) -> None:
-    rows = found(filled, sql.SESSION_WITH_ALL_EVENTS[True])
-    assert rows.app == AppRow(**APP_COLUMNS)
-    assert rows.users == [UserRow(**USER_COLUMNS)]
-    assert rows.sessions == [SessionRow(**SESSION_COLUMNS)]
-    assert rows.last_seqs == {3: 2}
-    assert rows.snapshots == {3: SnapshotRow(3, 0, b"snapshot")}
-    assert rows.data_keys == [DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")]
-    assert rows.masters == [MARK]
-    assert {tag: row.number for tag, row in rows.witnesses.items()} == {
-        WHO.app_tag: 4, WHO.user_tag: 5, WHO.session_tag: 3
-    }  # fmt: skip
-    assert [(row[1], row[2], bytes(row[BLOB])) for row in rows.events] == [
-        (0, 90, b"0"), (1, 91, b"1"), (2, 92, b"2")
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "forms",
     [
@@ -222,42 +127,6 @@ def test_data_keys_and_the_keyring_are_read_only_where_they_are_asked_for(
     assert (len(rows.data_keys), rows.masters) == (1, [MARK])
     rows = found(filled, forms[False], limit=1)
     assert (rows.data_keys, rows.masters) == ([], [])
-
-
-@pytest.mark.parametrize(("revision", "limit", "seqs"), [(3, 2, [1, 2]), (3, 5, [0, 1, 2])])
-def test_last_events_are_counted_from_the_revision(
-    filled: sa.Connection, revision: int, limit: int, seqs: list[int]
-) -> None:
-    filled.execute(sa.update(schema.sessions).values(revision=revision))
-    rows = found(filled, sql.SESSION_WITH_LAST_EVENTS[False], limit=limit)
-    assert sorted(row[sql.EVENT_SEQ] for row in rows.events) == seqs
-
-
-def test_session_without_events_has_the_last_sequence_minus_one(filled: sa.Connection) -> None:
-    filled.execute(sa.delete(schema.events))
-    assert found(filled, sql.SESSION_WITHOUT_EVENTS[False]).last_seqs == {3: -1}
-
-
-@pytest.mark.parametrize("forms", [sql.SESSIONS_OF_USER, sql.SESSIONS_OF_APP])
-@pytest.mark.parametrize("revision", [0, 1])
-def test_listing_reads_the_witness_of_each_session_and_of_nobody_elses(
-    filled: sa.Connection, forms: sql.QueryForms, revision: int
-) -> None:
-    filled.execute(sa.update(schema.sessions).values(revision=revision))
-    witnesses = found(filled, forms[False]).witnesses
-    assert witnesses.keys() == {WHO.app_tag, WHO.user_tag, WHO.session_tag}
-
-
-def test_condition_is_one_of_meets_each_value_and_no_other(filled: sa.Connection) -> None:
-    query = sa.select(schema.events.c.seq).where(is_one_of(schema.events.c.seq, 2)).distinct()
-    assert {row.seq for row in filled.execute(query, numbered([0, 2]))} == {0, 2}
-
-
-def test_data_keys_of_owners_come_with_the_keyring(filled: sa.Connection) -> None:
-    rows = filled.execute(sql.data_keys_of(2), numbered([WHO.user_tag, WHO.user_tag]))
-    found = Found([tuple(row) for row in rows])
-    assert found.data_keys == [DataKeyRow(70, WHO.user_tag, 0, 1, 80, b"wrapped")]
-    assert found.masters == [MARK]
 
 
 # --- changes that rely on what was read ----------------------------------------------------------

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable
 from threading import Event, Thread
-from typing import cast
 
 import pytest
 
@@ -18,17 +17,14 @@ from adk_secure_sessions.db.protocol import (
     Executors,
     Retries,
     UniqueViolation,
-    repeated,
 )
 from adk_secure_sessions.errors import (
-    ConfigurationError,
     DatabaseError,
     SecureSessionError,
     TamperedError,
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.lru import Caches
@@ -40,7 +36,6 @@ from adk_secure_sessions.storage.unit_of_work import (
     empty_caches,
     read_data_keys,
 )
-from adk_secure_sessions.storage.writes import AppendEvent, Expected, NewEvent
 from tests.storage.support import (
     ANOTHER_MASTER,
     MASTER,
@@ -197,28 +192,6 @@ async def test_conflicts_and_lost_connections_are_counted_apart(pauses: list[flo
     assert len(pauses) == 40
 
 
-async def test_work_is_repeated_until_it_succeeds(pauses: list[float]) -> None:
-    outcomes: list[object] = [Conflict(), LOST, UniqueViolation(), "done"]
-
-    async def work() -> object:
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    assert await repeated(work) == "done"
-    assert len(pauses) == 3
-
-
-async def test_error_of_any_other_kind_is_raised_at_once(pauses: list[float]) -> None:
-    async def work() -> None:
-        raise TamperedError
-
-    with pytest.raises(TamperedError):
-        await repeated(work, writes=True)
-    assert pauses == []
-
-
 # --- attempts ------------------------------------------------------------------------------------
 
 
@@ -247,57 +220,11 @@ async def test_attempts_lock_their_rows_after_three_conflicts(pauses: list[float
     assert locks == [False, False, False, False, True, True]
 
 
-@pytest.mark.parametrize("writes", [True, False])
-async def test_operation_whose_connection_stays_lost_raises_the_databases_error(
-    pauses: list[float], writes: bool
-) -> None:
-    operation = Scripted(*[LOST] * 10, writes=writes)
-    with pytest.raises(DatabaseError, match="the database's error"):
-        await unit_of(one_database()[0]).run(operation)
-    assert len(operation.attempts) == (6 if writes else 2)
-
-
 async def test_error_of_the_operation_is_not_repeated(pauses: list[float]) -> None:
     operation = Scripted(TamperedError("tampered"))
     with pytest.raises(TamperedError, match="tampered"):
         await unit_of(one_database()[0]).run(operation)
     assert (len(operation.attempts), pauses) == (1, [])
-
-
-async def test_cancelled_operation_is_not_repeated() -> None:
-    began = asyncio.Event()
-
-    class Endless(Scripted):
-        async def attempt(self, attempt: Attempt, executors: Executors) -> object:
-            self.attempts.append(attempt)
-            began.set()
-            await asyncio.Event().wait()
-            return None
-
-    operation = Endless()
-    task = asyncio.create_task(unit_of(one_database()[0]).run(operation))
-    await began.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(operation.attempts) == 1
-
-
-async def test_pause_between_two_attempts_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    pausing = asyncio.Event()
-
-    async def sleep(seconds: float) -> None:
-        pausing.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    operation = Scripted(Conflict(), "done")
-    task = asyncio.create_task(unit_of(one_database()[0]).run(operation))
-    await pausing.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(operation.attempts) == 1
 
 
 # --- data keys -----------------------------------------------------------------------------------
@@ -452,16 +379,6 @@ async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call
     assert (await unit.keys()).keyring.row_count == 2
 
 
-async def test_keyring_that_has_grown_is_read_again_before_the_next_attempt() -> None:
-    old, new = keyring(), keyring(MASTER, ANOTHER_MASTER)
-    keyrings = KeyringReads(old, new)
-    unit = unit_of(one_database()[0], keyrings)
-    operation = Scripted(StaleKeyring(), "done")
-    assert await unit.run(operation) == "done"
-    assert keyrings.seen == [None, old]  # what is known already is not unwrapped again
-    assert (await unit.keys()).keyring is new
-
-
 async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stale() -> None:
     """A data key that names a master key of nobody's must not be asked for without end."""
     forger = StagedKeys(data_keys(keyring(ANOTHER_MASTER)))
@@ -553,22 +470,6 @@ async def test_single_statement_is_repeated_when_its_connection_is_lost(
     assert (executor.answers, pauses) == ([], [0.05])
 
 
-async def test_single_statements_go_to_the_database_that_has_their_rows() -> None:
-    executors, data, keys = two_databases(data=["data", "data"], keys=["keys", "keys"])
-    unit = unit_of(executors)
-    answers = [await call(unit) for call in CALLS.values()]  # type: ignore[misc]
-    assert answers == ["data", "keys", "data", "keys"]
-    assert (data.answers, keys.answers) == ([], [])
-
-
-async def test_unit_without_a_backend_reads_but_opens_nothing() -> None:
-    executors, _ = one_database("rows")
-    unit = UnitOfWork(executors, None, KeyringReads(), cache=CACHES)
-    assert await unit.read(None, {}) == "rows"  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="give a backend"):
-        await unit.keys()
-
-
 async def test_identity_of_a_stored_session_is_computed_once() -> None:
     stored = Stored()
     unit = unit_of(one_database(stored.rows(keys=True))[0], KeyringReads(stored.keys.keyring))
@@ -576,26 +477,6 @@ async def test_identity_of_a_stored_session_is_computed_once() -> None:
     await unit.run(GetSession(who, lambda *_: None))
     assert who == WHO
     assert await unit.identify(*WHO[:3]) is who
-
-
-async def test_unknown_ids_are_not_cached() -> None:
-    """An attacker who asks for many of them would drive out the ids that exist."""
-    unit = unit_of(one_database(NO_KEYS)[0])
-    who = await unit.identify(*WHO[:3])
-    assert await unit.run(GetSession(who, lambda *_: None)) is None
-    assert await unit.identify(*WHO[:3]) == who
-    assert await unit.identify(*WHO[:3]) is not who
-
-
-async def test_closed_unit_forgets_its_keys_and_opens_the_database_again() -> None:
-    executors, executor = one_database()
-    keyrings = KeyringReads()
-    unit = unit_of(executors, keyrings)
-    await unit.run(Scripted(load_keys))
-    await unit.close()
-    assert executor.closed == 1
-    assert not (await unit.keys()).knows(WHO.user_tag)
-    assert len(keyrings.seen) == 2
 
 
 async def filled_unit(
@@ -608,18 +489,6 @@ async def filled_unit(
 
 
 READ_WITH_KEYS = "read SESSION_WITH_ALL_EVENTS with keys"
-
-
-@pytest.mark.parametrize("cache_seconds", [0.0, 0.05])
-async def test_keys_and_rows_are_read_again_after_the_cache_time(cache_seconds: float) -> None:
-    stored, keyrings = Stored(), KeyringReads(Stored().keys.keyring)
-    executors, executor = one_database(stored.rows(keys=True), stored.rows(keys=True))
-    unit = await filled_unit(executors, keyrings, cache_seconds)
-    await asyncio.sleep(cache_seconds)
-    before = await unit.identify(*WHO[:3])
-    assert await unit.run(GetSession(before, lambda *_: None))
-    assert executor.requests == [READ_WITH_KEYS] * 2
-    assert keyrings.seen == [None], "the keyring is not unwrapped again"
 
 
 async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -687,21 +556,6 @@ async def test_timer_keeps_no_unit_and_close_stops_it() -> None:
     del unit
     gc.collect()
     assert dropped() is None
-
-
-async def test_erased_users_rows_are_rejected_after_the_cache_time() -> None:
-    """Another process has erased the user, and somebody has inserted the rows again."""
-    stored = Stored()
-    replayed = [*key_rows(stored.key_rows[:1]), *stored.rows()]
-    executors, executor = one_database(stored.rows(keys=True), replayed)
-    unit = await filled_unit(executors, KeyringReads(), 0)
-    with pytest.raises(UnknownKeyError):
-        await unit.run(GetSession(WHO, lambda *_: None))
-    expected, event = Expected(3, 2), NewEvent(b"", 0, {}, {}, {})
-    executor.answers.append([*key_rows(stored.key_rows[:1]), *stored.rows(last=1)])
-    with pytest.raises(UnknownKeyError):
-        await unit.run(AppendEvent(WHO, expected, event, lambda session: None))
-    assert not any(request.startswith("apply") for request in executor.requests)
 
 
 async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings() -> None:
@@ -822,50 +676,3 @@ async def test_nothing_is_kept_after_close(rejected: bool) -> None:
     del stored, operation
     gc.collect()
     assert (keys(), rows()) == (None, None)
-
-
-async def test_unit_that_is_dropped_is_not_kept_by_the_list_of_all_units() -> None:
-    unit = await unit_that_knows_the_keys()
-    dropped = weakref.ref(unit)
-    del unit
-    gc.collect()
-    assert dropped() is None
-
-
-async def test_changed_keyring_is_noticed_by_the_query_that_reads_data_keys() -> None:
-    """A data key that was planted under a leaked master is not taken up after its retirement."""
-    stored, both = Stored(), keyring(ANOTHER_MASTER, MASTER)
-    leaked = StagedKeys(data_keys(keyring(ANOTHER_MASTER)))
-    planted = leaked.new(WHO.user_tag)
-    rows = stored.rows(last=1)
-    now = [*key_rows([*stored.key_rows, planted], keyring(MASTER)), *rows]
-    executors, executor = one_database(now, now, True)
-    keyrings = KeyringReads(both, keyring(MASTER))
-    unit = unit_of(executors, keyrings)
-    expected, event = Expected(3, 2), NewEvent(b"", 500, {}, {}, {})
-    await unit.run(AppendEvent(WHO, expected, event, lambda session: None))
-    assert keyrings.seen == [None, both]
-    assert ANOTHER_MASTER not in (await unit.keys()).keyring.masters
-    record = change_in(executor.steps[-1], "INSERT_EVENT").parameters["event"]
-    assert unpack(cast(bytes, record)) == (1, stored.key_rows[1].id)
-
-
-async def test_record_under_a_data_key_of_a_retired_master_is_rejected() -> None:
-    stored, both = Stored(), keyring(MASTER, ANOTHER_MASTER)
-    now = [*key_rows(stored.key_rows, keyring(ANOTHER_MASTER)), *stored.rows()]
-    executors, _ = one_database(now, now)
-    unit = unit_of(executors, KeyringReads(both, keyring(ANOTHER_MASTER)))
-    with pytest.raises(UnknownKeyError, match="no data master"):
-        await unit.run(GetSession(WHO, lambda *_: None))
-
-
-async def test_both_databases_are_closed_even_if_one_cannot_be() -> None:
-    executors, data, keys = two_databases()
-
-    async def fail() -> None:
-        raise OSError("it cannot be closed")
-
-    data.close = fail  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="it cannot be closed"):
-        await unit_of(executors).close()
-    assert keys.closed == 1
