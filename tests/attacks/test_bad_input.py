@@ -23,11 +23,7 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import Database, dump
 from tests.attacks.world import KEY, VISIT
 
-PASSWORD = "hunter2"
 PACKAGE_1X = Path(__file__).parent.parent / "vectors" / "package_1x"
-
-
-# --- keys ----------------------------------------------------------------------------------------
 
 
 # --- URLs and engines ----------------------------------------------------------------------------
@@ -35,69 +31,6 @@ PACKAGE_1X = Path(__file__).parent.parent / "vectors" / "package_1x"
 
 def service(url: Any, **options: Any) -> EncryptedSessionService:
     return EncryptedSessionService(url, AesGcmBackend(KEY), **options)
-
-
-@pytest.mark.parametrize(
-    ("url", "advice"),
-    [
-        (f"postgresql+psycopg2://user:{PASSWORD}@localhost/db", r"postgresql\+asyncpg|install"),
-        (f"mysql+mysqldb://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
-        (f"mysql+pymysql://user:{PASSWORD}@localhost/db", r"mysql\+asyncmy|install"),
-        (f"nosuch://user:{PASSWORD}@localhost/db", "does not know"),
-        (f"postgresql+nosuch://user:{PASSWORD}@localhost/db", "does not know"),
-        ("sqlite+nosuch:///sessions.db", "aiosqlite"),
-        ("sqlite+pysqlcipher:///sessions.db", "aiosqlite"),
-        ("garbage", "sqlite"),
-        ("", "sqlite"),
-        ("sessions.db", "sqlite"),
-        ("/some/path/sessions.db", "sqlite"),
-        ("sqlite", "sqlite"),
-        (f"://user:{PASSWORD}@host", "sqlite"),
-        (f"postgresql://user:{PASSWORD}@localhost:port/db", "sqlite"),
-        (Path("sessions.db"), "sqlite"),
-        (5, "sqlite"),
-        (b"sqlite://", "sqlite"),
-    ],
-)
-def test_url_that_cannot_be_used_is_rejected(url: Any, advice: str) -> None:
-    with pytest.raises(ConfigurationError, match=advice) as rejection:
-        service(url)
-    assert PASSWORD not in str(rejection.value)
-
-
-def test_option_that_the_engine_does_not_take_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "sessions.db"
-    with pytest.raises(ConfigurationError, match="nonsense"):
-        service(f"sqlite+aiosqlite:///{path}", nonsense=1)
-    assert not path.exists()
-
-
-def test_service_without_url_or_engine_is_rejected() -> None:
-    with pytest.raises(ConfigurationError, match="exactly one"):
-        EncryptedSessionService(backend=AesGcmBackend(KEY))
-
-
-async def test_both_url_and_engine_are_rejected() -> None:
-    engine = create_async_engine("sqlite+aiosqlite://")
-    with pytest.raises(ConfigurationError, match="exactly one"):
-        service("sqlite://", db_engine=engine)
-    with pytest.raises(ConfigurationError, match="echo"):
-        EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY), echo=True)
-    await engine.dispose()
-
-
-@pytest.mark.parametrize("engine", ["sqlite://", 5, object()])
-def test_object_that_is_not_an_engine_is_rejected(engine: Any) -> None:
-    with pytest.raises(ConfigurationError, match="create_async_engine"):
-        EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY))
-
-
-def test_synchronous_engine_is_rejected() -> None:
-    import sqlalchemy
-
-    engine: Any = sqlalchemy.create_engine("sqlite://")
-    with pytest.raises(ConfigurationError, match="create_async_engine"):
-        EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY))
 
 
 # --- paths and files -----------------------------------------------------------------------------

@@ -76,6 +76,7 @@ REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "no URL": (("garbage",), "db_url is not a database URL"),
     "no key URL": (("sqlite://", None, 5), "key_db_url is not a database URL"),
     "no engine": ((None, 5), "db_engine must be a SQLAlchemy AsyncEngine, not int"),
+    "synchronous engine": ((None, sa.create_engine("sqlite://")), "create_async_engine"),
     "no key engine": (("sqlite://", None, None, 5), "key_db_engine must be a SQLAlchemy"),
     "unknown driver of SQLite": (
         ("sqlite+nosuch:///s.db",),
@@ -192,6 +193,7 @@ def engine_of(executor: Executor) -> AsyncEngine:
         "nosuch://user@host/d?password=needle",
         "postgresql+nosuch://user:pass/needle@host/d",
         "sqlite+nosuch:///d?key=needle",
+        "sqlite+pysqlcipher:///d?key=needle",
         "postgresql+asyncpg://h/d?prepared_statement_cache_size=needle",
         "sqlite:///d?timeout=needle",
         "needle",

@@ -1,7 +1,8 @@
 """What `protocol.Executor` promises, on each kind of executor."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.db.support import (
     on,
     reading_then_applying,
     stored,
+    things,
     update,
 )
 
@@ -34,9 +36,14 @@ BEFORE = {1: b"old", 2: b"old"}
 
 @pytest.fixture
 async def filled(executor: Executor) -> Executor:
-    assert await apply(executor, insert(1, b"old"))
-    assert await apply(executor, insert(2, b"old"))
+    await fill(executor)
     return executor
+
+
+async def fill(executor: Executor) -> None:
+    """Store BEFORE, whatever was stored."""
+    await executor.define(lambda connection: connection.execute(sa.delete(things)), commit=True)
+    assert await apply(executor, insert(1, b"old"), insert(2, b"old"))
 
 
 # --- Apply ---------------------------------------------------------------------------------------
@@ -55,28 +62,24 @@ MADE: list[tuple[Sequence[Change], dict[int, bytes]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "after"), MADE)
-async def test_changes_that_match_their_rows_are_made(
-    filled: Executor, changes: Sequence[Change], after: dict[int, bytes]
+async def test_changes_that_match_their_rows_are_made(executor: Executor) -> None:
+    for changes, after in MADE:
+        await fill(executor)
+        assert await apply(executor, *changes) is True
+        assert await stored(executor) == after, changes
+
+
+async def test_first_change_that_matches_no_row_is_the_answer_false_and_changes_nothing(
+    filled: Executor,
 ) -> None:
-    assert await apply(filled, *changes) is True
-    assert await stored(filled) == after
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
+    for changes in (
         [update(9)],
         [delete(9), insert(3), update(1)],
         [update(9), delete(1, must_match_row=False)],
         [update(9), insert(1)],  # which is there already, but is not tried
-    ],
-)
-async def test_first_change_that_matches_no_row_is_the_answer_false_and_changes_nothing(
-    filled: Executor, changes: Sequence[Change]
-) -> None:
-    assert await apply(filled, *changes) is False
-    assert await stored(filled) == BEFORE
+    ):
+        assert await apply(filled, *changes) is False
+        assert await stored(filled) == BEFORE, changes
 
 
 def many(*ids: int) -> Change:
@@ -96,27 +99,26 @@ async def test_rows_of_a_change_are_all_inserted_or_none(filled: Executor) -> No
     assert await stored(filled) == after
 
 
-@pytest.mark.parametrize("position", [1, 2, 3])
-@pytest.mark.parametrize("miss", [update(9), delete(9)], ids=["update", "delete"])
 async def test_later_change_that_matches_no_row_is_a_conflict_and_stores_nothing(
-    filled: Executor, position: int, miss: Change
+    filled: Executor,
 ) -> None:
-    changes = [update(1), insert(3), delete(2)]
-    changes.insert(position, miss)
-    with pytest.raises(Conflict):
-        await apply(filled, *changes)
-    assert await stored(filled) == BEFORE
+    for position, miss in product([1, 2, 3], [update(9), delete(9)]):
+        changes = [update(1), insert(3), delete(2)]
+        changes.insert(position, miss)
+        with pytest.raises(Conflict):
+            await apply(filled, *changes)
+        assert await stored(filled) == BEFORE, changes
 
 
-@pytest.mark.parametrize("position", range(3))
 async def test_row_that_is_there_already_is_a_unique_violation_and_stores_nothing(
-    filled: Executor, position: int
+    filled: Executor,
 ) -> None:
-    changes = [update(2), insert(3)]
-    changes.insert(position, insert(1))
-    with pytest.raises(UniqueViolation):
-        await apply(filled, *changes)
-    assert await stored(filled) == BEFORE
+    for position in range(3):
+        changes = [update(2), insert(3)]
+        changes.insert(position, insert(1))
+        with pytest.raises(UniqueViolation):
+            await apply(filled, *changes)
+        assert await stored(filled) == BEFORE, changes
 
 
 async def test_transaction_changes_what_it_has_read(filled: Executor) -> None:
@@ -154,23 +156,20 @@ async def test_transaction_that_raises_before_its_changes_stores_nothing(filled:
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("statement", ["SELECT", "INSERT"])
-async def test_error_of_the_database_is_ours_without_parameters(
-    executor: Executor, statement: str
-) -> None:
+async def test_error_of_the_database_is_ours_without_parameters(executor: Executor) -> None:
     secret = 8_812_345
     table = sa.table("nowhere", sa.column("n", sa.BigInteger))
     number = sa.bindparam("n", type_=sa.BigInteger)
-    asked: Awaitable[object]
-    if statement == "SELECT":
-        asked = executor.read(sa.select(table).where(table.c.n == number), {"n": secret})
-    else:
-        inserted = sa.insert(table).from_select(["n"], sa.select(number))
-        asked = apply(executor, Change(inserted, {"n": secret}))
-    with pytest.raises(DatabaseError) as info:
-        await asked
-    assert str(secret) not in str(info.value)
-    assert await stored(executor) == {}
+    selected = sa.select(table).where(table.c.n == number)
+    inserted = sa.insert(table).from_select(["n"], sa.select(number))
+    for asked in (
+        executor.read(selected, {"n": secret}),
+        apply(executor, Change(inserted, {"n": secret})),
+    ):
+        with pytest.raises(DatabaseError) as info:
+            await asked
+        assert str(secret) not in str(info.value)
+        assert await stored(executor) == {}
 
 
 # --- define --------------------------------------------------------------------------------------
@@ -181,12 +180,10 @@ def insert_one(connection: sa.Connection) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("commit", [True, False])
-async def test_defined_work_is_stored_if_it_is_to_be_committed(
-    executor: Executor, commit: bool
-) -> None:
-    assert await executor.define(insert_one, commit=commit) == "done"
-    assert await stored(executor) == ({1: b"x"} if commit else {})
+async def test_defined_work_is_stored_if_it_is_to_be_committed(executor: Executor) -> None:
+    for commit, after in ((False, {}), (True, {1: b"x"})):
+        assert await executor.define(insert_one, commit=commit) == "done"
+        assert await stored(executor) == after
 
 
 async def test_defined_work_that_raises_stores_nothing(executor: Executor) -> None:

@@ -1,4 +1,4 @@
-"""The fault-injecting executor, which tests elsewhere rely on, on each kind of executor."""
+"""The fault-injecting executor, which tests elsewhere rely on."""
 
 import asyncio
 import threading
@@ -34,6 +34,7 @@ def faulty(executor: Executor) -> FaultyExecutor:
     return FaultyExecutor(executor)
 
 
+@on("sqlite", "asyncpg", "asyncmy")
 @pytest.mark.parametrize(
     ("point", "error"),
     [
@@ -58,6 +59,7 @@ async def test_error_before_a_point_of_a_write_is_raised_and_nothing_is_stored(
     assert await faulty.write(reading_then_applying(insert(1)))  # once only
 
 
+@on("sqlite", "asyncpg", "asyncmy")
 @pytest.mark.parametrize("point", [Point.READ, Point.APPLY, Point.WRITE], ids=lambda p: p.name)
 async def test_connection_lost_after_a_point_of_a_write_leaves_what_was_committed(
     faulty: FaultyExecutor, kind: Kind, point: Point
@@ -69,6 +71,7 @@ async def test_connection_lost_after_a_point_of_a_write_leaves_what_was_committe
     assert await stored(faulty) == ({1: b"new"} if committed else {})
 
 
+@on("sqlite")
 async def test_plan_may_look_at_what_is_asked_and_at_the_answer(faulty: FaultyExecutor) -> None:
     def inserts_seven(step: object, _: object) -> bool:
         return isinstance(step, Apply) and step.changes[0].parameters["id"] == 7
