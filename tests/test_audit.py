@@ -24,15 +24,12 @@ from adk_secure_sessions import (
     Audit,
     ConfigurationError,
     DecryptionError,
-    EncryptedArtifactService,
-    EncryptedMemoryService,
     EncryptedSessionService,
     WrongKeyError,
     audit,
     audit_actor,
     generate_key,
 )
-from adk_secure_sessions.integrations.adk import session_service
 from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import (
@@ -109,19 +106,6 @@ async def test_new_database_and_its_keys_are_recorded(log: Log, url: str) -> Non
         "data master",
         "data key",  # of the app
         "data key",  # of the user
-    ]
-
-
-async def test_actor_is_the_one_of_the_task(log: Log, service: EncryptedSessionService) -> None:
-    token = audit_actor.set("dr. house")
-    await service.create_session(**IDS)
-    audit_actor.reset(token)
-    await service.get_session(**IDS)
-    assert [
-        (entry["event"], entry["actor"]) for entry in log.records("session.create", "session.read")
-    ] == [
-        ("session.create", "dr. house"),
-        ("session.read", None),
     ]
 
 
@@ -217,34 +201,6 @@ def test_other_value_for_the_ids_is_rejected() -> None:
         Audit("plain")  # type: ignore[arg-type]
 
 
-async def test_artifacts_and_memory_are_recorded_like_sessions(
-    log: Log, service: EncryptedSessionService, tmp_path: Path
-) -> None:
-    session = await service.create_session(**IDS)
-    await service.append_event(session, event())
-    artifacts = EncryptedArtifactService(service, tmp_path / "blobs")
-    await artifacts.save_artifact(**IDS, filename="scan", artifact=types.Part(text=NEEDLE))
-    await artifacts.load_artifact(**IDS, filename="scan")
-    stream = await artifacts.open_stream(**IDS, filename="scan")
-    assert stream is None or stream.size
-    memory = EncryptedMemoryService(service)
-    await memory.add_session_to_memory(session)
-    await memory.search_memory(app_name="clinic", user_id="ada-lovelace", query=NEEDLE)
-    found = [
-        entry["event"]
-        for entry in log.records()
-        if entry["event"].startswith(("artifact", "memory"))
-    ]
-    assert found == [
-        "artifact.write",
-        "artifact.read",
-        "artifact.read",
-        "memory.write",
-        "memory.read",
-    ]
-    assert NEEDLE not in log.text
-
-
 # --- What was rejected ---
 
 
@@ -296,23 +252,6 @@ async def test_export_of_one_user_is_recorded_with_the_user(
     (record,) = [one for one in log.records("command") if one["command"] == "export_lines"]
     assert record["users"] == [user.tag]
     assert record.get("app") == app_name
-
-
-async def test_content_that_is_rejected_while_it_is_read_is_recorded(
-    log: Log, url: str, tmp_path: Path
-) -> None:
-    async with service_of(url) as service:
-        artifacts = EncryptedArtifactService(service, tmp_path / "blobs")
-        await artifacts.save_artifact(**IDS, filename="scan", artifact=types.Part(text=NEEDLE))
-        (blob,) = (path for path in (tmp_path / "blobs").rglob("*") if path.is_file())
-        blob.write_bytes(blob.read_bytes()[:-1] + b"?")
-        stream = await artifacts.open_stream(**IDS, filename="scan")
-        assert stream is not None
-        with pytest.raises(DecryptionError):
-            await stream.read()
-        with pytest.raises(DecryptionError):
-            await artifacts.load_artifact(**IDS, filename="scan")
-    assert len(log.records("record.rejected")) == 2
 
 
 async def test_commands_on_contents_are_recorded(log: Log, url: str, tmp_path: Path) -> None:
@@ -367,19 +306,6 @@ def test_command_line_fails_if_a_record_cannot_be_written(tmp_path: Path, path: 
     assert said.stderr.startswith("Error: ")
 
 
-async def test_uri_switches_the_records_of_accesses_on(
-    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AUDIT_KEY", KEY)
-    uri = f"encrypted+sqlite:///{tmp_path}/s.db?key=env:AUDIT_KEY&audit_ids=blind"
-    service = session_service(uri)
-    await service.create_session(**IDS)
-    await service.close()
-    assert [entry["outcome"] for entry in log.records("session.create")] == ["success"]
-    with pytest.raises(ConfigurationError, match="blind or readable"):
-        session_service(uri.replace("=blind", "=all"))
-
-
 async def test_commands_are_recorded_with_their_counts(log: Log, url: str) -> None:
     async with service_of(url) as service:
         await service.create_session(**IDS)
@@ -426,13 +352,6 @@ def test_command_may_end_in_another_context() -> None:
     call = endless()
     copy_context().run(call.send, None)
     call.close()  # as the collector of garbage does
-
-
-async def test_reads_of_the_plaintext_source_are_recorded(log: Log, url: str, source: str) -> None:
-    async with PlaintextFallbackService(service_of(url), AdkTables(source)) as fallback:
-        assert await fallback.get_session(**IDS)
-    assert log.records("plaintext.read")
-    assert "session-of-ada" not in log.text
 
 
 async def test_accesses_with_fallback_are_recorded_once_and_with_their_outcome(
