@@ -31,11 +31,9 @@ kind = each_kind(
     some={
         "encrypted-mariadb": [
             "test_append_racing_a_deletion_succeeds_or_finds_no_session",
-            "test_appends_of_two_services_all_arrive_once_with_retries",
             "test_cancelled_append_leaves_its_session_object_as_storage_has_it_or_stale",
             "test_cancelled_appends_leave_the_session_complete_and_usable",
             "test_exactly_one_of_many_copies_in_two_services_wins",
-            "test_first_use_by_many_tasks_at_once_works",
             "test_first_use_by_several_services_at_once_makes_the_tables_once",
             "test_parallel_appends_through_one_session_object_all_arrive_in_order",
             "test_reader_never_sees_an_event_without_its_state_or_the_reverse",
@@ -48,10 +46,8 @@ kind = each_kind(
             "test_other_tasks_outlive_a_cancelled_one",
         ],
         "encrypted-postgresql": [
-            "test_append_racing_a_deletion_succeeds_or_finds_no_session",
             "test_appends_of_two_services_all_arrive_once_with_retries",
             "test_cancelled_appends_leave_the_session_complete_and_usable",
-            "test_exactly_one_of_many_copies_in_two_services_wins",
             "test_first_use_by_several_services_at_once_makes_the_tables_once",
             "test_reader_never_sees_an_event_without_its_state_or_the_reverse",
             "test_two_services_changing_different_shared_keys_at_once_lose_none",
@@ -59,7 +55,6 @@ kind = each_kind(
         "encrypted-engine": [
             "test_cancelled_appends_leave_the_session_complete_and_usable",
             "test_exactly_one_of_many_copies_in_two_services_wins",
-            "test_reader_never_sees_an_event_without_its_state_or_the_reverse",
         ],
         "encrypted-cached-events": [
             "test_append_racing_a_deletion_succeeds_or_finds_no_session",
@@ -309,7 +304,7 @@ async def test_reader_never_sees_an_event_without_its_state_or_the_reverse(
     async def write() -> None:
         nonlocal writing
         try:
-            for n in range(1, 60):
+            for n in range(1, 25):
                 await service.append_event(session, event(delta={"n": n, "user:n": n, "app:n": n}))
         finally:
             writing = False

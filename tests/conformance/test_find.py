@@ -52,7 +52,6 @@ kind = each_kind(
     some={
         "encrypted-postgresql": [
             *ON_SERVERS,
-            "test_append_after_a_lost_answer_keeps_the_index",
             "test_index_is_filled_while_services_write",
         ],
         "encrypted-mariadb": ON_SERVERS,

@@ -41,7 +41,7 @@ ON_SERVERS = [
 kind = each_kind(
     "encrypted-file",
     some={
-        "encrypted-postgresql": [*ON_SERVERS, "test_session_of_several_requests_is_one_import"],
+        "encrypted-postgresql": ON_SERVERS,
         "encrypted-mariadb": ON_SERVERS,
         "encrypted-key-database": [*ON_SERVERS, "test_separated_copy_has_no_imports"],
     },

@@ -34,19 +34,21 @@ LATER = [
     "encrypted-galera",
     "encrypted-pgbouncer-psycopg",
     "encrypted-mariadb-engine",
+    "encrypted-packed",
+    "encrypted-serializable-psycopg",
 ]
-# These share an executor with a kind that runs all tests.
+# What may depend on the driver or the engine.
 ALSO = [
     "encrypted-fallback",
     "encrypted-key-database",
+    "encrypted-mariadb",
     "encrypted-pgbouncer",
     "encrypted-postgresql-engine",
     "encrypted-psycopg",
+    "encrypted-serializable",
 ]
 BY_DRIVER = (
-    "test_closing_before_use_is_harmless",
     "test_conversation_goes_on_in_a_new_service",
-    "test_preparing_tables_ahead_is_harmless_however_often",
     "test_service_serves_event_loops_in_several_threads_at_once",
     "test_service_serves_one_event_loop_after_the_other",
 )

@@ -3,12 +3,14 @@ import itertools
 from google.adk.sessions import BaseSessionService
 from google.adk.sessions.base_session_service import ListSessionsResponse
 
+from tests.conformance.services import OTHER_KINDS
 from tests.conformance.support import (
     APP,
     START,
     USER,
     create,
     delete,
+    each_kind,
     event,
     ids,
     listed,
@@ -18,6 +20,17 @@ from tests.conformance.support import (
     reload,
 )
 
+kind = each_kind(
+    *("adk", "encrypted-file"),
+    some=dict.fromkeys(
+        ["encrypted-mariadb", "encrypted-postgresql"],
+        (
+            "test_all_users_sessions_are_listed_without_a_user",
+            "test_sessions_of_one_update_time_are_listed_by_user_then_id",
+        ),
+    ),
+    soak=OTHER_KINDS,
+)
 ordered = reference_lacks("sessions are listed in no particular order")
 
 

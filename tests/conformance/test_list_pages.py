@@ -10,14 +10,14 @@ from adk_secure_sessions.formats.events import encode_item
 from tests.conformance.support import APP, USER, create, delete, each_kind, event
 
 kind = each_kind(
-    *("encrypted-file", "encrypted-mariadb"),
-    some={
-        "encrypted-postgresql": [
-            "test_event_is_appended_to_a_session_of_a_page",
+    "encrypted-file",
+    some=dict.fromkeys(
+        ["encrypted-mariadb", "encrypted-postgresql"],
+        (
             "test_pages_list_every_session_once_in_order_of_creation",
             "test_sessions_of_an_app_are_listed_user_by_user",
-        ]
-    },
+        ),
+    ),
     soak=["encrypted-engine", "encrypted-key-database", "encrypted-psycopg"],
 )
 OLDEST_AND_NEWEST = pytest.mark.parametrize("order", ["oldest", "newest"])

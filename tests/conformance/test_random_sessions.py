@@ -46,7 +46,7 @@ def services(
 
 @pytest.mark.no_cover  # slow, and runs no code that the other tests do not
 @settings(
-    max_examples=8,
+    max_examples=3,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

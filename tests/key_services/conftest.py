@@ -4,7 +4,9 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import botocore.session
 import pytest
+from botocore.loaders import create_loader
 
 from adk_secure_sessions import AwsKmsKey, GcpKmsKey, Pkcs11Key, VaultKey
 from adk_secure_sessions.keys.remote import RemoteKey
@@ -66,8 +68,12 @@ def vault_service(vault: Vault) -> Service:
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[aws.Kms]:
-    with aws.running() as kms:
-        yield kms
+    # A session of botocore parses its models again, which takes most of the time of a test.
+    models = create_loader()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", lambda *_: models)
+        with aws.running() as kms:
+            yield kms
 
 
 @pytest.fixture
@@ -124,7 +130,7 @@ def gcp_service(cloud_kms: gcp.CloudKms) -> Service:
         [private],
         lambda: len(cloud_kms.operations),
         cloud_kms.stop,
-        every=8,
+        every=32,
     )
 
 

@@ -162,6 +162,7 @@ def test_providers_of_one_key_are_equal(key_service: Service) -> None:
     assert key_service.make() != key_service.other()
 
 
+@on_one_service
 async def test_start_calls_four_times_at_most_and_operations_never(
     key_service: Service, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ async def test_two_backends_may_have_one_key(key_service: Service, tmp_path: Pat
         await service.create_session(**WHO)
 
 
+@on_one_service
 async def test_another_key_does_not_unwrap_the_keyring(
     key_service: Service, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ def test_vault_answers_forks(vault: Vault) -> None:
     assert vault.requests.count("auth/approle/login") == 1
 
 
+@pytest.mark.soak
 def test_aws_answers_forks(kms: Kms) -> None:
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     assert results((with_aws, kms.new_key(), kms.address, environment)) == [[0]]

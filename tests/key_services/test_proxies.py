@@ -297,9 +297,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("names", [PLAIN, ("all_proxy", "ALL_PROXY")], ids=["http", "all"])
 async def test_credentials_of_a_google_machine_are_fetched_without_a_proxy(
-    names: tuple[str, ...],
     proxy: Proxy,
     cloud_kms: gcp.CloudKms,
     metadata: Metadata,
@@ -310,7 +308,7 @@ async def test_credentials_of_a_google_machine_are_fetched_without_a_proxy(
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("GCE_METADATA_HOST", metadata.host)
     monkeypatch.setenv("GCE_METADATA_IP", metadata.host)
-    set_all(monkeypatch, names, proxy.address)
+    set_all(monkeypatch, (*PLAIN, "all_proxy", "ALL_PROXY"), proxy.address)
     # In a process of its own: google-auth reads the address when it is imported.
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", ON_GOOGLE, f"{gcp.RING}/a", cloud_kms.endpoint
