@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from sqlalchemy import Table
+
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors
@@ -27,7 +29,7 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession, UserRow
+from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
@@ -240,8 +242,8 @@ class _DoesNotFit(Exception):
     """The cached events of a session are not the first events of the stored session."""
 
 
-class ListSessions(ReadOperation):
-    """Read all sessions of a user, or of all users of an app, without events.
+class _Listing(ReadOperation):
+    """Base class of the listings of a user or, with *of_app*, of all users of an app.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
     False, the error is raised.
@@ -252,52 +254,90 @@ class ListSessions(ReadOperation):
         self._of_app, self._skip = of_app, skip
         self.reads_keys: bool = of_app or skip
 
+    async def _views(
+        self,
+        attempt: Attempt,
+        executors: Executors,
+        found: Found,
+        *,
+        collections: bool = False,
+        with_snapshots: bool = True,
+    ) -> list[View]:
+        """Return each session in *found*, or each collection, that has not expired."""
+        owners = {user.id: user for user in await self._users(attempt, executors, found)}
+        app = sealed_rows.open_app(attempt, found)
+        views = []
+        tags: set[object] = set()
+        for row in found.sessions:
+            user = owners.get(row.user_row)
+            try:
+                if row.tag in tags:
+                    raise sealed_rows.stored_twice(sessions.name, row.id)
+                tags.add(row.tag)
+                if user is None:
+                    raise TamperedError(
+                        "its user's row was removed or cannot be decrypted",
+                        reason=Reason.MISSING,
+                        table=sessions.name,
+                        row=row.id,
+                    )
+                session = sealed_rows.open_session_row(
+                    attempt, found, user, row, with_snapshot=with_snapshots
+                )
+                view = _view(session, user, app)
+                if (row.base_revision == COLLECTION) == collections and not session.has_expired:
+                    views.append(view)
+            except DecryptionError as error:
+                self._skip_or_raise(error)
+        return views
+
+    async def _users(self, attempt: Attempt, executors: Executors, found: Found) -> list[Owner]:
+        """Return the users in *found* that can be decrypted."""
+        if not self._of_app:
+            try:
+                user = sealed_rows.open_user(attempt, found)
+            except DecryptionError as error:
+                self._skip_or_raise(error)
+                found.sessions.clear()
+                return []
+            return [user] if user else []
+        if executors.has_key_database:
+            keys = await read_data_keys(executors.keys.read, [row.tag for row in found.users])
+            attempt.keys.load(keys.data_keys, keys.masters)
+        opened = []
+        for row in found.users:
+            try:
+                opened.append(sealed_rows.open_user_row(attempt, found, row))
+            except DecryptionError as error:
+                self._skip_or_raise(error)
+        return opened
+
+    def _skip_or_raise(self, error: DecryptionError) -> None:
+        if not self._skip:
+            raise error
+        record_rejected(error)
+        logger.error("left out of a listing: %s", error)
+
+
+class ListSessions(_Listing):
+    """Read all sessions of a user, or of all users of an app, without events."""
+
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
         forms = sql.SESSIONS_OF_APP if self._of_app else sql.SESSIONS_OF_USER
-        parameters = {"app_tag": self.who.app_tag} if self._of_app else None
-        found = await self._read(attempt, executors, forms, parameters)
-        users = await _users_in(attempt, executors, found, of_app=self._of_app, skip=self._skip)
-        app = sealed_rows.open_app(attempt, found)
-        return _listed(attempt, found, app, users, skip=self._skip)
+        found = await self._read(attempt, executors, forms)
+        return await self._views(attempt, executors, found)
 
 
-class ListCollections(ReadOperation):
+class ListCollections(_Listing):
     """Read the collections of a user, without their items."""
+
+    def __init__(self, who: Identity) -> None:
+        super().__init__(who, of_app=False, skip=False)
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
         found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
-        app = sealed_rows.open_app(attempt, found)
-        user = sealed_rows.open_user(attempt, found)
-        owners = [user] if user else []
-        views = _listed(attempt, found, app, owners, skip=False, collections=True)
+        views = await self._views(attempt, executors, found, collections=True)
         return [view.session for view in views]
-
-
-async def _users_in(
-    attempt: Attempt, executors: Executors, found: Found, *, of_app: bool, skip: bool
-) -> list[Owner]:
-    """Return the decrypted users in *found*; with a key database, read their data keys first.
-
-    If a listing of one user skips the user, it has no sessions.
-    """
-    if not of_app:
-        try:
-            user = sealed_rows.open_user(attempt, found)
-        except DecryptionError as error:
-            _skip_or_raise(error, skip=skip)
-            found.sessions.clear()
-            return []
-        return [user] if user else []
-    if executors.has_key_database:
-        keys = await read_data_keys(executors.keys.read, [row.tag for row in found.users])
-        attempt.keys.load(keys.data_keys, keys.masters)
-    opened = []
-    for row in found.users:
-        try:
-            opened.append(sealed_rows.open_user_row(attempt, found, row))
-        except DecryptionError as error:
-            _skip_or_raise(error, skip=skip)
-    return opened
 
 
 class Position(NamedTuple):
@@ -314,14 +354,11 @@ class Page(NamedTuple):
     next: Position | None
 
 
-class ListPage(ReadOperation):
+class ListPage(_Listing):
     """Read at most *limit* sessions of a user, or of an app, that follow the position *after*.
 
-    The sessions have no events, and are in order of creation; *newest* reverses the order.
-    Sessions of an app are sorted by the creation of their user first.  `attempt` may return fewer
-    than *limit* sessions even if more follow: collections and expired sessions count towards
-    *limit*, but are omitted.  If *with_state* is False, no snapshots are read, and a session's
-    state is not complete.  *skip* has the same meaning as in `ListSessions`.
+    The sessions are in order of creation; *newest* reverses the order.  Sessions of an app are
+    sorted by the creation of their user first.  If *with_state* is False, no snapshots are read.
     """
 
     def __init__(
@@ -335,12 +372,10 @@ class ListPage(ReadOperation):
         with_state: bool,
         skip: bool,
     ) -> None:
-        super().__init__(who)
+        super().__init__(who, of_app=of_app, skip=skip)
         first = Position(_LAST_ROW, _LAST_ROW) if newest else Position(-1, -1)
         self._after: Position = after or first
-        self._of_app, self._limit, self._newest = of_app, limit, newest
-        self._with_state, self._skip = with_state, skip
-        self.reads_keys: bool = of_app or skip
+        self._limit, self._newest, self._with_state = limit, newest, with_state
 
     def _forms(self) -> QueryForms:
         return sql.page_of_sessions(
@@ -348,15 +383,12 @@ class ListPage(ReadOperation):
         )
 
     def _parameters(self, after: Position) -> dict[str, object]:
-        parameters: dict[str, object] = {
-            "app_tag": self.who.app_tag,
+        return {
+            **self.who.tags(),
             "limit": self._limit + 1,  # the additional row shows that a page follows
             "after_user": after.user_row,
             "after_row": after.row,
         }
-        if not self._of_app:
-            parameters["user_tag"] = self.who.user_tag
-        return parameters
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Page:
         views: list[View] = []
@@ -373,8 +405,6 @@ class ListPage(ReadOperation):
         """Read one part of the page, in which collections and expired sessions are omitted."""
         found = await self._read(attempt, executors, self._forms(), self._parameters(position))
         self._check(attempt, found)
-        users = await _users_in(attempt, executors, found, of_app=self._of_app, skip=self._skip)
-        app = sealed_rows.open_app(attempt, found)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
         # a user.
@@ -384,10 +414,10 @@ class ListPage(ReadOperation):
             del found.sessions[self._limit :]
             last = found.sessions[-1]
             after = Position(last.user_row, last.id)
-        views = _listed(
-            attempt, found, app, users, skip=self._skip, with_snapshots=self._with_state
-        )
-        return Page(views, after)
+        with_snapshots = self._with_state
+        views = await self._views(attempt, executors, found, with_snapshots=with_snapshots)
+        # `_users` removes all sessions of a user who cannot be decrypted: no page follows.
+        return Page(views, after if found.sessions else None)
 
     def _check(self, attempt: Attempt, found: Found) -> None:
         """Check the rows of the query before the sessions are decrypted."""
@@ -429,13 +459,16 @@ class UseKeys(ReadOperation, Generic[E]):
 Headers = Counter[tuple[str, bytes]]
 
 
-class CheckOwner(ReadOperation):
-    """Read an app or, with *of_user*, a user without the row cache, and count its records.
+def _headers(*records: tuple[Table, bytes]) -> Headers:
+    return Counter((table.name, record[:HEADER_LENGTH]) for table, record in records)
 
-    `attempt` returns None if the owner has no row.  Of *who*, only the app and the tag of the owner
-    are used.  `CheckOwner` and `CheckSession` do not use the row cache: `verify` must detect a data
-    key that was tampered with after the row was cached.  *headers* is the number of decrypted
-    records.
+
+class CheckOwner(ReadOperation):
+    """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
+
+    Of *who*, only the app and the tag of the owner are used.  `CheckOwner` and `CheckSession` do
+    not use the row cache: `verify` must detect a data key that was tampered with after the row was
+    cached.  *headers* is the number of decrypted records.
     """
 
     reads_keys = True
@@ -447,19 +480,13 @@ class CheckOwner(ReadOperation):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
         found = await self._read(attempt, executors, sql.OWNERS)
-        uncached = attempt._replace(cache=RowCache(0))
-        self.headers = Counter()
         row = found.user if self._of_user else found.app
-        if isinstance(row, UserRow):
-            owner: Owner | None = sealed_rows.open_user_row(uncached, found, row)
-        elif not self._of_user:
-            owner = sealed_rows.open_app(uncached, found)
-        else:
-            return None
+        owner = sealed_rows.open_uncached(attempt, found, of_user=self._of_user)
+        self.headers = Counter()
         if owner and row:
             table = users if self._of_user else apps
-            self.headers[table.name, row.state[:HEADER_LENGTH]] += 1
-            self.headers[witnesses.name, found.witnesses[owner.tag].seal[:HEADER_LENGTH]] += 1
+            seal = found.witnesses[owner.tag].seal
+            self.headers = _headers((table, row.state), (witnesses, seal))
         return owner
 
 
@@ -481,14 +508,13 @@ class CheckSession(GetSession[E]):
         found = await self._find(attempt, executors)
         opened = await self._open(attempt._replace(cache=RowCache(0)), found)
         self.headers, self.times = Counter(), [row[EVENT_TIME] for row in found.events]
-        if opened is not None and found.session is not None:
-            tag = found.session.tag
-            self.headers[sessions.name, found.session.state[:HEADER_LENGTH]] += 1
-            self.headers[witnesses.name, found.witnesses[tag].seal[:HEADER_LENGTH]] += 1
-            for snapshot in found.snapshots.values():
-                self.headers[bases.name, snapshot.state[:HEADER_LENGTH]] += 1
-            for row in found.events:
-                self.headers[events.name, row[EVENT_RECORD][:HEADER_LENGTH]] += 1
+        if opened is not None and (row := found.session):
+            self.headers = _headers(
+                (sessions, row.state),
+                (witnesses, found.witnesses[row.tag].seal),
+                *((bases, snapshot.state) for snapshot in found.snapshots.values()),
+                *((events, event[EVENT_RECORD]) for event in found.events),
+            )
         return opened
 
 
@@ -516,65 +542,5 @@ class CheckLocatedSession(ReadOperation, Generic[E]):
 
 
 def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
-    """Return the `View` of *session*: with the id of its user, and the states of user and app.
-
-    Raises TamperedError if *app* is None or is not the app that the user's row refers to.
-    """
-    if app is None or user.app_row != app.id:
-        raise TamperedError(
-            "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
-        )
+    app = sealed_rows.require_app(app, user)
     return View(session, user.user_id, app.state, user.state)
-
-
-def _listed(
-    attempt: Attempt,
-    found: Found,
-    app: Owner | None,
-    opened: list[Owner],
-    *,
-    skip: bool,
-    collections: bool = False,
-    with_snapshots: bool = True,
-) -> list[View]:
-    """Return a `View` of each session in *found* that has not expired.
-
-    If *collections* is True, return a `View` of each collection instead.
-
-    *opened* are the users whose rows could be decrypted.  If *skip* is True, sessions that cannot
-    be decrypted are omitted, and their errors are logged.
-    """
-    by_row = {user.id: user for user in opened}
-    views = []
-    tags: set[object] = set()
-    for row in found.sessions:
-        user = by_row.get(row.user_row)
-        try:
-            if row.tag in tags:  # possible only if the column `tag` has lost its UNIQUE constraint
-                raise TamperedError(
-                    "it is stored twice", reason=Reason.MISMATCH, table=sessions.name, row=row.id
-                )
-            tags.add(row.tag)
-            if user is None:
-                raise TamperedError(
-                    "its user's row was removed or cannot be decrypted",
-                    reason=Reason.MISSING,
-                    table=sessions.name,
-                    row=row.id,
-                )
-            session = sealed_rows.open_session_row(
-                attempt, found, user, row, with_snapshot=with_snapshots
-            )
-            view = _view(session, user, app)
-            if (row.base_revision == COLLECTION) == collections and not session.has_expired:
-                views.append(view)
-        except DecryptionError as error:
-            _skip_or_raise(error, skip=skip)
-    return views
-
-
-def _skip_or_raise(error: DecryptionError, *, skip: bool) -> None:
-    if not skip:
-        raise error
-    record_rejected(error)
-    logger.error("left out of a listing: %s", error)

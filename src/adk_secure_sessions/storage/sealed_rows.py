@@ -23,7 +23,7 @@ from adk_secure_sessions.formats.records import (
     split_link,
     with_id,
 )
-from adk_secure_sessions.storage.attempts import Attempt, Seen
+from adk_secure_sessions.storage.attempts import Attempt, RowCache, Seen
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
@@ -136,15 +136,34 @@ def _open_owner(
     return owner
 
 
-def _reject_second(rows: Sequence[AppRow | UserRow | SessionRow], table: str) -> None:
-    """Raise TamperedError if a query by a tag has found two rows.
+def open_uncached(attempt: Attempt, found: Found, *, of_user: bool) -> Owner | None:
+    """Return the app, or a user of any id, decrypted without the row cache; None if not stored.
 
-    This is possible only if the column `tag` has lost its UNIQUE constraint.
+    The data key may have been deleted or tampered with since the row was cached.
     """
-    if len(rows) > 1:
+    attempt = attempt._replace(cache=RowCache(0))
+    if of_user:
+        return found.user and open_user_row(attempt, found, found.user)
+    return open_app(attempt, found)
+
+
+def require_app(app: Owner | None, user: Owner) -> Owner:
+    """Return *app*; raise TamperedError if it is not the app that the user's row refers to."""
+    if app is None or app.id != user.app_row:
         raise TamperedError(
-            "it is stored twice", reason=Reason.MISMATCH, table=table, row=rows[1].id
+            "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
         )
+    return app
+
+
+def _reject_second(rows: Sequence[AppRow | UserRow | SessionRow], table: str) -> None:
+    if len(rows) > 1:
+        raise stored_twice(table, rows[1].id)
+
+
+def stored_twice(table: str, row: int) -> TamperedError:
+    """Return the error for two rows with one tag: the column has lost its UNIQUE constraint."""
+    return TamperedError("it is stored twice", reason=Reason.MISMATCH, table=table, row=row)
 
 
 def named_user(attempt: Attempt, found: Found) -> Owner | None:

@@ -21,13 +21,12 @@ import sqlalchemy as sa
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
-from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import JsonObject, dumps, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
+from adk_secure_sessions.storage.attempts import Attempt, KeySource
 from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
@@ -48,7 +47,6 @@ from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
     new_row_key,
-    users,
 )
 
 T = TypeVar("T")
@@ -369,14 +367,7 @@ class AppendEvent(Write[StoredSession]):
         if self._expected != (session.id, session.revision):
             return (yield from self._stored_before())
         if event.app_delta:
-            app = sealed_rows.open_app(attempt, found)
-            if app is None or app.id != user.app_row:
-                raise TamperedError(
-                    "its app's row was removed",
-                    reason=Reason.MISSING,
-                    table=users.name,
-                    row=user.id,
-                )
+            app = sealed_rows.require_app(sealed_rows.open_app(attempt, found), user)
             owners.app(found, app, event.app_delta)
         owners.user(found, user, user.app_row, event.user_delta)
         step = self._advance(attempt, session)
@@ -557,12 +548,7 @@ class RenewKey(Write[bool]):
         row = found.user if self._of_user else found.app
         if row is None:
             return False
-        # Decrypt the stored row instead of using the cached row: if the row's data key has been
-        # deleted, this operation must fail.
-        uncached = attempt._replace(cache=RowCache(0))
-        owner = sealed_rows.open_app(uncached, found)
-        if found.user and self._of_user:
-            owner = sealed_rows.open_user_row(uncached, found, found.user)
+        owner = sealed_rows.open_uncached(attempt, found, of_user=self._of_user)
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
         attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner, row.state)
