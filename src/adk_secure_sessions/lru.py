@@ -56,7 +56,6 @@ class Lru(Generic[K, V]):
         self._entries: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """Return the value of *key* and mark it as most recently used; return None if missing."""
         value = self._entries.get(key)
         if value is not None:
             try:
@@ -66,7 +65,6 @@ class Lru(Generic[K, V]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Store *value* under *key*; if the cache is full, remove the least recently used entry."""
         self._entries[key] = value
         try:
             self._entries.move_to_end(key)
@@ -80,7 +78,6 @@ class Lru(Generic[K, V]):
         return list(self._entries.items())
 
     def drop(self, key: K) -> None:
-        """Remove the entry of *key*, if there is one."""
         self._entries.pop(key, None)
 
 
@@ -95,11 +92,9 @@ class SizedLru(Generic[K, V]):
 
     @property
     def size(self) -> int:
-        """The total size of all entries."""
         return self._size
 
     def get(self, key: K) -> V | None:
-        """Return the value of *key* and mark it as most recently used; return None if missing."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -108,10 +103,9 @@ class SizedLru(Generic[K, V]):
             return entry[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Store *value* under *key*; remove the least recently used entries if the cache is full.
+        """Store *value*; remove the least recently used entries if the cache is full.
 
-        If *size* is larger than the limit, *value* is not stored, and the entry of *key* is
-        removed.  Other entries stay.
+        A *value* that is larger than the limit is not stored.  Other entries stay.
         """
         with self._lock:
             self._remove(key)
@@ -124,7 +118,6 @@ class SizedLru(Generic[K, V]):
                 self._size -= removed
 
     def drop(self, key: K) -> None:
-        """Remove the entry of *key*, if there is one."""
         with self._lock:
             self._remove(key)
 

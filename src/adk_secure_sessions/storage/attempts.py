@@ -28,19 +28,13 @@ V = TypeVar("V", bound=Owner | StoredSession)
 
 
 class Seen(NamedTuple, Generic[R, V]):
-    """An entry of `RowCache`: a row, its version witness and the decrypted value.
+    """An entry of `RowCache`: a row, its version witness (None if not read) and the decrypted
+    value.
 
     If a later read returns exactly the same row and witness, the value is used without decrypting
-    the row again.
-
-    Attributes:
-        row: The row.
-        witness: The version witness of the row; None if this process has not read the witness.
-        value: The decrypted row.
-        time: `RowCache.time` when this process read or wrote the row.
-        has_proven_head: For a session: True if this process has read or written the last event,
-            and the link of that event is *head* of the session.  Otherwise, an append must first
-            read the session.
+    the row again.  *time* is `RowCache.time` when this process read or wrote the row.
+    *has_proven_head* is True for a session whose last event this process has read or written, with
+    the link *head* of the session.  Otherwise, an append must first read the session.
     """
 
     row: R
@@ -53,11 +47,8 @@ class Seen(NamedTuple, Generic[R, V]):
 class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
-    Attributes:
-        histories: The decoded events of sessions, at most *history_size* bytes.
-        time: A counter that each new entry increases by one; it is not a time of a clock.  A
-            comparison of two values tells whether an entry was made before an attempt began.
-        lacks_user: Whether a user whose rows are cached was found not to be stored any more.
+    *time* counts the new entries: it tells whether an entry was made before an attempt began.
+    *lacks_user* is whether a user whose rows are cached was found not to be stored any more.
     """
 
     def __init__(self, limit: int, history_size: int = 0) -> None:
@@ -69,7 +60,6 @@ class RowCache:
         self.lacks_user: bool = False
 
     def tick(self) -> int:
-        """Increase `time` by one and return it."""
         self.time += 1
         return self.time
 
@@ -92,7 +82,6 @@ class RowCache:
         kind.put(value.tag, Seen(row, witness, value, self.tick(), has_proven_head))
 
     def put_owner(self, row: AppRow | UserRow, witness: WitnessRow | None, value: Owner) -> None:
-        """Cache an app or a user like `put`."""
         self.put(self.users if value.is_user else self.apps, row, witness, value)
 
     def put_session(
@@ -134,9 +123,6 @@ class KeySource(Enum):
 class Attempt(NamedTuple):
     """One attempt at an operation on the rows of *who*.
 
-    *keys* are the data keys that the attempt uses, and *key_source* says where they come from.
-    *cache* is the row cache of the unit of work.
-
     *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
     the write has read; they are called after the commit.  On SQLite, one transaction contains
     several writes, and a write reads rows that earlier writes of the transaction have changed.  If
@@ -161,7 +147,6 @@ class Attempt(NamedTuple):
             self.after_commit.append(put)
 
     def form_of(self, forms: QueryForms) -> CompoundSelect[Any]:
-        """Return the form of a query that this attempt needs: with or without data keys."""
         return forms[self.key_source is KeySource.QUERY]
 
     def load_keys(self, found: Found) -> None:
@@ -180,10 +165,8 @@ class Attempt(NamedTuple):
 
 
 class NeedsDataKey(Exception):
-    """A new data key of *owner* must be stored in the key database before the next attempt.
-
-    *owner* is a tag.  *not_before* is the earliest `created_at` of the new data key, in
-    microseconds since 1970.
+    """A data key of *owner* (a tag), created at *not_before* or later (microseconds UTC), must be
+    stored in the key database before the next attempt.
     """
 
     def __init__(self, owner: bytes, not_before: int) -> None:

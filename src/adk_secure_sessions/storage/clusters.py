@@ -47,8 +47,7 @@ _DELETE_NAME = sa.delete(meta).where(meta.c.name == bindparam("at_name"))
 def claim_user(tag: bytes) -> list[Change]:
     """Return the claim of a transaction that relies on the user's row being unchanged.
 
-    It writes the user's version witness.  Every other change of the user's row, an erasure
-    included, writes it, too.
+    It writes the user's version witness, which every other change of the user's row also writes.
     """
     return [Change(_WITNESS, {"at_tag": tag}, only_on_cluster=True)] * 2
 
@@ -66,7 +65,7 @@ def claim_data_key(key_id: int) -> list[Change]:
 def claim_keyring(number: int) -> list[Change]:
     """Return the claim of a transaction that stores a data key, and so relies on its master key.
 
-    *number* is any number; transactions with different numbers rarely conflict.
+    Transactions with different numbers, which may be any, rarely conflict.
     """
     return _claim_name(KEYRING_CLAIMS[number % len(KEYRING_CLAIMS)])
 

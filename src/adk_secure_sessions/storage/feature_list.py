@@ -35,15 +35,13 @@ REPLACED = "the database was replaced by another one: restart the service"
 def feature_mark(
     index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
 ) -> str:
-    """Return the value of the row `features` of a database with these *features*."""
     names = ",".join(sorted(features)) or NO_FEATURES
     return f"{names} {index.features(database_id, names).hex()}"
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
-    """Authenticate the feature list and the stored state of an unfinished run of `separate`.
-
-    Set `separation`, `features` and `has_audit_table` of *keyring*.
+    """Authenticate the feature list and the stored state of an unfinished run of `separate`, and
+    set what *keyring* knows of them.
     """
     _check_list(survey, keyring)
     keyring.separation = None
@@ -66,10 +64,7 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
 def separation_marks(
     separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
-    """Return the texts, by name, that `separate` stores in `secure_meta` when it begins.
-
-    *new_id* is the new id of the database, and *features* are the features of the database.
-    """
+    """Return the texts, by name, that `separate` stores in `secure_meta` when it begins."""
     masters = " ".join(map(str, sorted(separation.masters)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
@@ -80,9 +75,8 @@ def separation_marks(
 
 
 def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> None:
-    """Add *feature* to the stored features; if it is stored already, do nothing.
-
-    Raises Conflict if another process has changed the stored features at the same time.
+    """Add *feature* to the stored features; raise Conflict if another process has changed them at
+    the same time.
     """
     survey = look(connection)
     if survey.part is Part.DATA:
@@ -124,7 +118,6 @@ def _table_of(feature: str) -> sa.Table:
 
 
 def has_rows_of(feature: str, connection: sa.Connection) -> bool:
-    """Return whether the table of *feature* exists and has rows."""
     table = _table_of(feature)
     if not has_table(connection, table):
         return False
@@ -135,8 +128,8 @@ def has_rows_of(feature: str, connection: sa.Connection) -> bool:
 def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool) -> None:
     """Create the table of *feature* in the data database, if the table does not exist.
 
-    Call this before `add_feature`.  If a process stops before it calls `add_feature`, the database
-    has an empty table and not the feature, so other releases still accept the database.
+    Call this before `add_feature`.  If a process stops in between, the database has an empty table
+    and not the feature, so other releases still accept the database.
     """
     table = _table_of(feature)
     dialect = dialect_of(connection)

@@ -23,7 +23,6 @@ _OVERSIZED = 1024
 
 
 def size_of_event(plaintext: bytes) -> int:
-    """Return the approximate size in bytes of the event that was decoded from *plaintext*."""
     values = plaintext.count(b",") + plaintext.count(b"{") + plaintext.count(b"[")
     return _OF_EVENT + len(plaintext) + _OF_VALUE * values
 
@@ -31,9 +30,8 @@ def size_of_event(plaintext: bytes) -> int:
 class History(KeyMaterial):
     """The first events of a session; it is never changed.
 
-    The base class keeps the content out of `repr`.  *row* is the row id of the session, and *link*
-    the link of the last of these events.  *times* are microseconds since 1970, UTC; *size* is in
-    bytes.
+    *row* is the row id of the session, and *link* the link of the last of these events.  *times*
+    are microseconds UTC; *size* is in bytes.
     """
 
     __slots__ = ("events", "link", "row", "size", "times")
@@ -53,7 +51,6 @@ class History(KeyMaterial):
         return len(self.events)
 
     def extended(self, link: bytes, times: list[int], events: list[Any], size: int) -> "History":
-        """Return a history with *events*, which follow these; *link* is the link of the last."""
         if not events:
             return self
         return History(self.row, link, self.times + times, self.events + events, self.size + size)
@@ -78,16 +75,13 @@ class HistoryCache:
 
     @property
     def limit(self) -> int:
-        """The maximum size, in bytes."""
         return self._histories.limit
 
     @property
     def size(self) -> int:
-        """The size of all cached histories, in bytes."""
         return self._histories.size
 
     def get(self, tag: bytes) -> History | None:
-        """Return the history of the session with *tag*; None if it is not cached."""
         return self._histories.get(tag)
 
     def accepts(self, tag: bytes, row: int) -> bool:
@@ -95,9 +89,8 @@ class HistoryCache:
         return self.limit > 0 and self._oversized.get(tag) != row
 
     def put(self, tag: bytes, history: History) -> None:
-        """Cache *history*, unless more events of the session are cached.
-
-        During a slow read, another task may have read later events of the session.
+        """Cache *history*, unless more events of the session are cached: during a slow read,
+        another task may have read later events.
         """
         if history.size > self.limit:
             self._histories.drop(tag)
@@ -108,5 +101,4 @@ class HistoryCache:
             self._histories.put(tag, history, history.size)
 
     def drop(self, tag: bytes) -> None:
-        """Remove the history of the session with *tag*, if it is cached."""
         self._histories.drop(tag)

@@ -66,9 +66,6 @@ async def open_database(
     If *known* is given, a keyring opened earlier, nothing is created, and its keys are not
     unwrapped again.  If a key service fails while a new or changed row is unwrapped, the result
     does not contain the master key of this row until a later call.
-
-    Raises ConfigurationError for a database that cannot be used, which is left unchanged, and the
-    errors of `open_keyring`.
     """
     if known is not None:
         return await open_existing(executors, backends, known, is_service=True)
@@ -104,10 +101,8 @@ async def open_database(
 
 
 class Opened(NamedTuple):
-    """The surveys of the data database and of the key database, and the opened keyring.
-
-    Without a key database, the two surveys are the same.  *keyring* is None if the key tables are
-    new.
+    """The surveys of the data database and of the key database (the same without a key database),
+    and the keyring; None if the key tables are new.
     """
 
     data: Survey
@@ -118,8 +113,7 @@ class Opened(NamedTuple):
 async def open_for_service(executors: Executors, backends: Backends, create_tables: bool) -> Opened:
     """Check the database and open its keys as a service does when it starts; write nothing.
 
-    Services call this function before each step of `open_database`, and `check` calls it, so that
-    both accept and reject the same databases.
+    `check` also calls this function, so that both accept and reject the same databases.
     """
     data, keys = await survey_both(executors, create_tables)
     if keys.database_id is None:
@@ -143,7 +137,6 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
 
 
 def reject_new(data: Survey) -> None:
-    """Raise ConfigurationError if the data database, whose survey is *data*, is new."""
     if data.database_id is None:
         raise ConfigurationError(
             "this database holds no encrypted sessions yet: create its tables and keys with "
@@ -160,9 +153,8 @@ async def open_existing(
 ) -> Keyring:
     """Open the keyring of a database that already exists, without changing the database.
 
-    *known* is a keyring opened earlier.  Its keys are not unwrapped again.  If the caller is a
-    running service, it keeps working while a key service fails, and rejects a copy that is being
-    separated.
+    The keys of *known* are not unwrapped again.  A running service keeps working while a key
+    service fails, and rejects a copy that is being separated.
     """
     survey = await survey_existing(executors, known if is_service else None)
     if is_service:
@@ -215,10 +207,7 @@ async def _make(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> None:
-    """Create missing tables and rows, unless the database has changed since the survey *expected*.
-
-    *marks* maps the names of rows of `secure_meta` to values.  *fresh* are new keyring rows.
-    """
+    """Create missing tables and rows, unless the database is not as *expected* any more."""
     if part.value is not None:
         marks = {**marks, meta.HOLDS: part.value}
     try:
@@ -295,10 +284,8 @@ async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> N
 
 
 def _are_of_1x(connection: sa.Connection) -> bool | None:
-    """Return whether adk-secure-sessions 1.x encrypted the first rows of the table `sessions`.
-
-    Return None if some of these rows are encrypted and others are plaintext.  adk-secure-sessions
-    1.x is another author's distribution, which uses the table names of ADK.
+    """Return whether adk-secure-sessions 1.x encrypted the first rows of the table `sessions`; None
+    if only some of them.
     """
     start = sa.func.substr(sa.cast(sa.column("state"), sa.String), 1, 4)
     query = sa.select(start).select_from(sa.table("sessions")).limit(_SAMPLES)

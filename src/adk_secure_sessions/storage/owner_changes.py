@@ -1,8 +1,4 @@
-"""Changes of apps and users: their states, their data keys and their version witnesses.
-
-A write operation collects these changes in an `OwnerChanges` object.  The operation applies them
-together with its changes of a session, in one request.
-"""
+"""Changes of apps and users: their states, their data keys and their version witnesses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +18,6 @@ from adk_secure_sessions.storage.sealed_rows import seal_owner, seal_witness
 
 
 def witness_change(old: int, new: WitnessRow) -> Change:
-    """Return the change that replaces a version witness with the number *old* by *new*."""
     values = {"at_tag": new.tag, "at_number": old, "number": new.number, "seal": new.seal}
     return Change(sql.UPDATE_WITNESS, values)
 
@@ -44,11 +39,11 @@ class OwnerChanges:
     def app(
         self, found: Found, app: Owner | None, delta: JsonObject, *, needs_key: bool = False
     ) -> Owner:
-        """Merge *delta* into the app's state: add the changes to `changes`, and return the app.
+        """Merge *delta* into the state of the app, or insert the app if *app* is None; return the
+        app.
 
-        If *app*, the decrypted app, is None, add the changes that insert the app's row and its
-        version witness.  If *needs_key* is True, also ensure that the app's row names a data key
-        with which this process may encrypt new records.
+        If *needs_key* is True, also ensure that the app's row names a data key with which this
+        process may encrypt new records.
         """
         if app is None:
             app = self._insert(self._attempt.who.app_tag, 0, "", delta)
@@ -61,11 +56,11 @@ class OwnerChanges:
         return app
 
     def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
-        """Merge *delta* into the user's state: add the changes to `changes`, and return the user.
+        """Merge *delta* into the state of the user, or insert the user if *user* is None; return
+        the user.
 
-        If *user*, the decrypted user, is None, add the changes that insert the user's row and its
-        version witness.  Also ensure that the user's row names a data key with which this process
-        may encrypt new records.  *app_row* is the row id of the user's app.
+        Also ensure that the user's row names a data key with which this process may encrypt new
+        records.  *app_row* is the row id of the user's app.
         """
         if user is None:
             who = self._attempt.who
@@ -90,10 +85,7 @@ class OwnerChanges:
         return user
 
     def set_state(self, found: Found, owner: Owner, state: bytes) -> Owner:
-        """Replace the state of a stored owner by *state*: add the changes to `changes`.
-
-        *owner* is the user or the app of *found*.  Return the changed owner.
-        """
+        """Replace the state of *owner*, the user or app of *found*; return the changed owner."""
         row = found.user if owner.is_user else found.app
         assert row is not None
         self._ensure_key(owner.tag, row.state)
@@ -102,7 +94,6 @@ class OwnerChanges:
         return self._update(owner._replace(state=state), row.state)
 
     def _index_user(self, user: Owner, state: bytes) -> None:
-        """Add the changes of the search index that are due if *state* replaces the user's state."""
         if not self._keys.keyring.indexed_keys:
             return
         old = search_index.entries(self._attempt, USER_PREFIX, loads(user.state))
@@ -112,11 +103,8 @@ class OwnerChanges:
         self.changes += search_index.removal(row_id, old.keys() - new.keys())
 
     def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
-        """Ensure that the owner's row names only one data key, created at *since* or later.
-
-        If the owner has no such data key, create one.  *stored* is the record in the row; the
-        change requires that it is unchanged.  *since* is in microseconds since 1970, UTC.  Return
-        whether changes of the owner's row were added.
+        """Ensure that the owner's row names only one data key, created at *since* or later
+        (microseconds UTC); return whether the row changes.  *stored* is the record in the row.
         """
         if self._keys.created:
             self._keys.adopt(owner.tag, self._keys.created)
@@ -134,7 +122,6 @@ class OwnerChanges:
         return current is not None and current.id in owner.key_ids
 
     def _insert(self, tag: bytes, app_row: int, user_id: str, state: JsonObject) -> Owner:
-        """Add the changes that store a new owner, and return the owner."""
         self._ensure_first_key(tag)
         key_ids = self._keys.names(tag, ())
         owner = Owner(new_row_key(), tag, app_row, user_id, 0, dumps(state), new_link(), key_ids)
@@ -145,9 +132,8 @@ class OwnerChanges:
         return owner
 
     def _update(self, owner: Owner, stored: bytes, delta: JsonObject | None = None) -> Owner:
-        """Add the changes that store the next version of *owner*, and return that version.
-
-        *stored* is the record in the row of *owner*.
+        """Add the changes that store the next version of *owner*, whose row has the record
+        *stored*.
         """
         number = owner.version
         state = dumps(loads(owner.state) | delta) if delta else owner.state
@@ -170,13 +156,10 @@ class OwnerChanges:
     def _ensure_first_key(self, owner: bytes) -> None:
         """Create the first data key of an owner that has no row yet.
 
-        Without a key database, raise TamperedError if the owner already has a data key: somebody
-        has removed the owner's row.
-
-        With a key database, such a data key is no error.  A process stores the data key before the
-        owner's row, and the process may have stopped before it stored the row.  But the data key
-        may also be an erased key that an attacker inserted again.  Therefore, create a new data
-        key.
+        If the owner already has a data key, somebody has removed the owner's row.  With a key
+        database, this is no error: a process stores the data key before the owner's row, and may
+        have stopped in between.  But the data key may also be an erased key that an attacker
+        inserted again, so create a new one.
         """
         self._require_read_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
@@ -193,15 +176,13 @@ class OwnerChanges:
     def _ensure_key(self, owner: bytes, *stored: bytes) -> None:
         """Ensure that *owner* has a current data key that `retire` cannot delete before the commit.
 
-        The current data key encrypts the new records of the owner.  `retire` deletes a data key
-        only if no record is encrypted with that key or an older one.  The transaction requires that
-        the records *stored* are unchanged.  Therefore, `retire` keeps the current data key if it is
-        at least as new as the keys that encrypt *stored*.
+        `retire` deletes a data key only if no record is encrypted with that key or an older one.
+        The transaction requires that the records *stored* are unchanged.  Therefore, `retire` keeps
+        the current data key if it is at least as new as the keys that encrypt *stored*.
 
         The current data key may be older, because the newest data key belongs to another backend.
         A change then locks the row of the current data key.  With a key database, no change can
-        lock that row, so a new data key is created.  A new data key is also created if the owner
-        has no current data key.
+        lock that row, so a new data key is created.
         """
         keys = self._keys
         if keys.is_as_new_as(owner, *stored):
@@ -225,8 +206,8 @@ class OwnerChanges:
     def _new_key(self, owner: bytes, not_before: int = 0) -> None:
         """Create a data key of *owner* and add the change that stores the data key.
 
-        With a key database, the data key cannot be stored in this transaction.  Then raise
-        NeedsDataKey, so that `UnitOfWork.run` stores a data key before the next attempt.
+        With a key database, the data key cannot be stored in this transaction: NeedsDataKey makes
+        `UnitOfWork.run` store one before the next attempt.
         """
         if self._attempt.key_source is KeySource.KEY_DATABASE:
             raise NeedsDataKey(owner, not_before)
@@ -235,9 +216,6 @@ class OwnerChanges:
         self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
     def _require_read_keys(self) -> None:
-        """Raise UnknownKeyError if this attempt uses cached data keys instead of reading them.
-
-        `UnitOfWork.run` then repeats the operation, and reads the data keys.
-        """
+        """If this attempt uses cached data keys, make `UnitOfWork.run` read them and repeat it."""
         if self._attempt.key_source is KeySource.CACHE:
             raise UnknownKeyError("the owner's data keys have to be read again")

@@ -23,12 +23,10 @@ class Span(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, object]:
-        """The limits as parameters for `conditions`."""
         named = {"after": self.after, "last": self.last}
         return {name: value for name, value in named.items() if value is not None}
 
     def conditions(self, key: Key) -> list[sa.ColumnElement[bool]]:
-        """Return the SQL conditions that *key* is in this span."""
         after, last = (sa.bindparam(name, type_=key.type) for name in ("after", "last"))
         conditions = []
         if self.after is not None:
@@ -40,10 +38,7 @@ class Span(NamedTuple):
     async def read(
         self, read: Reader, query: sa.Select[Any], key: Key, **parameters: object
     ) -> Sequence[Row]:
-        """Return the rows of *query* whose *key* is in this span.
-
-        *query* must be a constant or cached, because each form of it is kept.
-        """
+        """Return the rows of *query*, a constant or cached, whose *key* is in this span."""
         has_limits = Span(*(None if limit is None else 0 for limit in self))
         return await read(_within(query, key, has_limits), self.parameters | parameters)
 
@@ -58,9 +53,9 @@ async def pages(
 ) -> AsyncIterator[list[R]]:
     """Yield the rows of *query* in the order of a unique key, *size* rows at a time.
 
-    Rows that are inserted or deleted meanwhile do not disturb the walk.  *query*, whose parameters
-    are *parameters*, selects the columns of the key first.  It must be a constant or cached,
-    because each form of it is kept.  *row* is called with the columns of each row.
+    Rows that are inserted or deleted meanwhile do not disturb the walk.  *query* selects the
+    columns of the key first.  It must be a constant or cached, because each form of it is kept.
+    *row* is called with the columns of each row.
     """
     columns = key if isinstance(key, tuple) else (key,)
     after: Sequence[object] | None = None
@@ -77,8 +72,7 @@ async def pages(
 async def spans(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[Span]:
     """Yield spans of *key* that together cover every value, with *size* stored values each.
 
-    Use this function if several statements must read the rows of the same keys, and `pages`
-    otherwise.
+    Use `pages` unless several statements must read the rows of the same keys.
     """
     after = None
     async for values in pages(read, _keys(key), key, size, lambda value: value):
@@ -91,9 +85,8 @@ async def spans(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[S
 def page(
     query: sa.Select[Any], key: tuple[Key, ...], size: int, after: Sequence[object] | None
 ) -> tuple[sa.Select[Any], dict[str, object]]:
-    """Return the query for one page of *query*, and the parameters that are added to its own.
-
-    *after* is the key of the last row of the previous page (see `end_of`); None for the first page.
+    """Return the query for one page of *query* after the key *after* (see `end_of`), and the
+    parameters that are added to its own.
     """
     position = {f"after_{number}": value for number, value in enumerate(after or ())}
     return _page(query, key, size, after is not None), position
@@ -102,8 +95,7 @@ def page(
 def end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
     """Return the key of the last row, which the next page follows.
 
-    Raise TamperedError if no page can continue after the type of the key.  SQLite stores any type
-    in any column, and text that is not UTF-8 is not read as it is stored.
+    SQLite stores any type in any column: TamperedError if no page can continue after this one.
     """
     end: Sequence[object] = rows[-1][: len(key)]
     for column, value in zip(key, end, strict=True):
@@ -120,9 +112,8 @@ def end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
 def grouped(
     items: Iterable[T], size_of: Callable[[T], int], count: int, size: int
 ) -> Iterator[list[T]]:
-    """Divide *items* into groups of at most *count* items, whose sizes add up to at most *size*.
-
-    An item that is larger than *size* is a group of its own.
+    """Divide *items* into groups of at most *count* items, whose sizes add up to at most *size*, or
+    that have one larger item.
     """
     group: list[T] = []
     total = 0

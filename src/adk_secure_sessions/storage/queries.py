@@ -1,9 +1,8 @@
 """The SQL statements, in SQLAlchemy Core, and the rows that they return.
 
-Each read is one statement, so that its rows are consistent with each other on every database and
-at every isolation level.  The statement is a UNION ALL of SELECTs with the same columns.  The first
-column is the kind of the row, such as an app or an event.  A *tag* is a blind index, as in
-`rows`.
+Each read is one statement, so that its rows are consistent with each other on every database and at
+every isolation level: a UNION ALL of SELECTs with the same columns, of which the first is the kind
+of the row.
 """
 
 import functools
@@ -116,13 +115,10 @@ MASTER_KEYS = select(keyring.c.id, *(bounded(keyring.c[name]) for name in Master
 
 
 class RowKind(Generic[R]):
-    """A kind of rows in a UNION ALL, and how it stands in the columns of the UNION ALL.
+    """A kind of rows in a UNION ALL.
 
     All SELECTs of a UNION ALL have the same columns: the number of the kind, 8 integers (padded
     with zeros) and 3 binary values (padded with NULL).
-
-    Attributes:
-        number: The number of the kind.
     """
 
     def __init__(self, number: int, row: type[R], columns: Iterable[ColumnElement[Any]]) -> None:
@@ -139,9 +135,8 @@ class RowKind(Generic[R]):
         self._values = itemgetter(*positions)
 
     def select(self, *conditions: ColumnElement[bool], last_number: Any = None) -> Select[Any]:
-        """Return a SELECT of the rows for which *conditions* hold.
-
-        *last_number* is the SQL expression of the last of the 8 integers, if the kind leaves it.
+        """Return a SELECT of the rows for which *conditions* hold; *last_number* is the SQL
+        expression of the last of the 8 integers.
         """
         columns = [literal_column(str(self.number)), *self._integers]
         columns += [_ZERO] * (1 + _NUMBERS - len(columns))
@@ -179,7 +174,6 @@ def _witness(*tags: BindParameter[bytes]) -> Select[Any]:
 
 
 def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> Select[Any]:
-    """Return the SELECT of a UNION ALL for the data keys of one owner, at most `_MAX_KEYS`."""
     c = data_keys.c
     keys = _KEY.select(c.owner == owner, *conditions).order_by(c.generation)
     return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
@@ -232,11 +226,7 @@ def _session_id() -> Any:
 
 
 def _forms(*members: Select[Any]) -> QueryForms:
-    """Return the two forms of the UNION ALL of *members*, which read one app and one user.
-
-    The form with data keys also reads the data keys of the app and the user, and the `MasterMark`
-    of each row of the keyring.
-    """
+    """Return the two forms of the UNION ALL of *members*, which read one app and one user."""
     keys = (_keys_of(_app_tag), _keys_of(_user_tag), _master())
     return {False: union_all(*members), True: union_all(*members, *keys)}
 
@@ -271,10 +261,7 @@ def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
 
 
 def _listing_of_app() -> QueryForms:
-    """Return the forms of the query for the sessions of all users of an app.
-
-    The form with data keys also reads the data keys of the app and of these users.
-    """
+    """Return the forms of the query for the sessions of all users of an app."""
     of_app = users.c.app_row == _app_id()
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     members = [
@@ -300,10 +287,9 @@ def page_of_sessions(
 ) -> QueryForms:
     """Return the forms of the query for a page of a listing: at most `limit` rows after a position.
 
-    The rows are those of one user or, with *of_app*, of all users of the app.  They are in the
-    order of their users' row ids and then of their own row ids, which is the order of creation.
-    With *newest*, the order is reversed.  The parameters `after_user` and `after_row` are the
-    position.  If *snapshots* is True, the query also reads the snapshots of the sessions.
+    The rows are those of one user or, with *of_app*, of all users of the app, by their users' row
+    ids and then their own row ids, which is the order of creation; with *newest*, in reverse.  The
+    parameters `after_user` and `after_row` are the position.
 
     If *found_by* is `session` or `user`, *of_app* must be True.  The page then contains only the
     sessions that `secure_state_index` lists with `value_tag`, or the sessions of the users that it
@@ -386,10 +372,7 @@ EVENT_AT = _EVENT.select(
 
 @functools.cache
 def events_at(number: int) -> Select[Any]:
-    """Return the query for *number* events of one session by their `seq`.
-
-    The parameters are `session_row` and the values of `seq`, as `numbered` returns them.
-    """
+    """Return the query for *number* events of `session_row`, whose `seq` `numbered` returns."""
     return _EVENT.select(
         events.c.session_row == bindparam("session_row"), is_one_of(events.c.seq, number)
     )
@@ -400,7 +383,6 @@ def _parameters(table: Table) -> list[BindParameter[Any]]:
 
 
 def _insert(table: Table, row: Select[Any]) -> Insert:
-    """Return an INSERT of *row*, which may select no row."""
     return insert(table).from_select([column.name for column in table.c], row)
 
 
@@ -433,7 +415,6 @@ INSERT_SNAPSHOT = insert(bases)
 
 
 def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
-    """Return the condition that *table* has a row equal to the parameters named *prefix*_…."""
     return select(literal_column("1")).where(*_equal(table, prefix)).exists()
 
 
@@ -444,16 +425,14 @@ def _equal(table: FromClause, prefix: str, *names: str) -> list[ColumnElement[bo
 
 
 def _update(table: Table, at: Iterable[ColumnElement[bool]], *names: str) -> Update:
-    """Return the UPDATE of the columns *names*, whose parameters have the same names."""
     return update(table).where(*at).values({name: bindparam(name) for name in names})
 
 
 def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
     """Return an INSERT that stores a session only if the user's row is as this process read it.
 
-    The INSERT locks the user's row.  Therefore, a concurrent `erase_user` waits until the new
-    session is visible, and then also erases that session.  On a cluster, the lock works on one node
-    only, so such a transaction also needs `clusters.claim_user`.
+    It locks the user's row, so a concurrent `erase_user` waits until the new session is visible,
+    and also erases it.  On a cluster, the lock works on one node only: see `clusters.claim_user`.
     """
     row = select(*_parameters(sessions)).select_from(users)
     row = row.where(*_equal(users, "user"), *conditions)
@@ -553,10 +532,7 @@ DELETE_WITNESS = delete(witnesses).where(witnesses.c.tag == bindparam("at_tag"))
 
 
 class Found:
-    """The rows of one read, by kind.
-
-    SQLite stores any type in any column, so a modified value may have any type.
-    """
+    """The rows of one read, by kind.  On SQLite, a modified value may have any type."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         kinds: list[list[Row]] = [[] for _ in range(_KINDS)]
@@ -583,17 +559,14 @@ class Found:
 
     @property
     def app(self) -> AppRow | None:
-        """The app's row; None if the row does not exist."""
         return self.apps[0] if self.apps else None
 
     @property
     def user(self) -> UserRow | None:
-        """The user's row, for a query that reads one user; None if the row does not exist."""
         return self.users[0] if self.users else None
 
     @property
     def session(self) -> SessionRow | None:
-        """The session's row, for a query that reads one session; None if the row does not exist."""
         return self.sessions[0] if self.sessions else None
 
 
@@ -607,9 +580,8 @@ _FEW, _MANY = 2, 200
 
 
 def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split *values* into lists of 2 or 200, so that only two statements need to be compiled.
-
-    The last list repeats its last value until it has 2 or 200 values.
+    """Split *values* into lists of 2 or 200, so that only two statements need to be compiled; the
+    last list repeats its last value.
     """
     remaining = list(values)
     while remaining:
@@ -619,9 +591,8 @@ def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def is_one_of(column: ColumnElement[Any], number: int) -> ColumnElement[bool]:
-    """Return the condition that *column* equals one of the parameters `v0`, `v1` and so on.
-
-    *number* is the number of these parameters.  `numbered` returns their values.
+    """Return the condition that *column* equals one of *number* parameters, which `numbered`
+    returns.
     """
     return column.in_([bindparam(f"v{n}", type_=column.type) for n in range(number)])
 
@@ -633,13 +604,10 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 
 @functools.cache
 def data_keys_of(number: int) -> CompoundSelect[Any]:
-    """Return the query for all data keys of *number* owners and the marks of all keyring rows.
+    """Return the query for all data keys of *number* owners, whose tags `numbered` returns, and the
+    `MasterMark` of each row of the keyring.
 
-    A mark (see `MasterMark`) tells whether a row of the keyring has changed.  The parameters of the
-    query are the owners' tags, as `numbered` returns them.
-
-    Use this query for a key database, whose rows cannot be read together with the data, and in
-    maintenance commands.
+    It is for a key database, whose rows cannot be read together with the data, and for commands.
     """
     if number > _FEW:
         return union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _master())
@@ -649,11 +617,9 @@ def data_keys_of(number: int) -> CompoundSelect[Any]:
 
 @functools.cache
 def migrated_rows(owner: str, number: int) -> Select[Any]:
-    """Return the query for the rows of `secure_migrated` with one of *number* tags.
-
-    The parameters are the tags, as `numbered` returns them.  *owner* is the name of the table of
-    sessions, users or apps.  Each row also has the id and the version (for a session, the revision)
-    of the stored session, user or app, or NULL.
+    """Return the query for the rows of `secure_migrated` with one of *number* tags, as `numbered`
+    returns them, each with the id and the version (for a session, the revision) of the row with
+    this tag in the table *owner*, or NULL.
     """
     table = {table.name: table for table in (sessions, users, apps)}[owner]
     version = table.c.revision if table is sessions else table.c.version

@@ -1,8 +1,4 @@
-"""The read operations: get a session with events, list sessions, get a user's state, check rows.
-
-Each read is an operation with one query.  With a key database, a second query may read data keys.
-Events are decrypted in chunks in the event loop, and other tasks can run between two chunks.
-"""
+"""The read operations: get a session with events, list sessions, get a user's state, check rows."""
 
 import asyncio
 import logging
@@ -85,18 +81,15 @@ class ReadOperation:
 class GetSession(ReadOperation, Generic[E]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
-    `attempt` returns the session and its decoded events, oldest first; None if there is no such
-    session.  *decode* is called with an event's plaintext, its session's row id and its `seq`.  If
-    *after* (microseconds since 1970, UTC) is given, *limit* is ignored.  Events before *after* are
-    decrypted but not returned: decrypting authenticates their times.  Otherwise, a modified time
-    could hide an event.
+    Return the session and its events, decoded from plaintext, row id of the session and `seq`; None
+    if there is no such session, or if it has expired and *finds_expired* is False.  If *after*
+    (microseconds UTC) is given, *limit* is ignored.  Events before *after* are decrypted, because
+    decrypting authenticates their times: otherwise, a modified time could hide an event.
 
-    If *caches* is True, the events are cached (`histories`), and all readers get the same objects.
-    If the cache has the events of the session up to a revision, only the events from this revision
-    on are read.  If the cached events do not fit to the rows that were read, they are removed from
-    the cache, and the whole session is read.
-
-    If *finds_expired* is False, an expired session is treated like a deleted one.
+    If *caches* is True, the events are cached, and all readers get the same objects.  If the cache
+    has the events of the session up to a revision, only the later events are read.  If the cached
+    events do not fit to the rows that were read, they are removed from the cache, and the whole
+    session is read.
     """
 
     def __init__(
@@ -178,8 +171,7 @@ class GetSession(ReadOperation, Generic[E]):
     ) -> tuple[list[E], int]:
         """Return the decoded events in *found*, and their size in a history of the cache.
 
-        *found* has the last *limit* events, or all after those of *known*.  Events before the time
-        *after* are decrypted but not returned.
+        *found* has the last *limit* events, or all after those of *known*.
         """
         sealed_rows.check_events(session, found.events, limit, known.revision if known else 0)
         decoded: list[E] = []
@@ -212,11 +204,8 @@ class GetSession(ReadOperation, Generic[E]):
     ) -> list[E]:
         """Return the same events as `history`, and cache all events of the session.
 
-        *found* has the rows of the events after those of *known*.  If *known* is None, *found* has
-        the rows of all wanted events.
-
-        Raises `_DoesNotFit` if *known* is given and does not fit to the rows.  The caller then
-        reads the whole session.  If a row was tampered with, that read raises the error.
+        If *known* does not fit to the rows after it in *found*, raise `_DoesNotFit`: if a row was
+        tampered with, reading the whole session raises the error.
         """
         cache = attempt.cache.histories
         if known is None:
@@ -436,10 +425,9 @@ class GetStates(ReadOperation):
 class UseKeys(ReadOperation, Generic[E]):
     """Decrypt records that are stored outside this database, with data keys of this database.
 
-    `attempt` returns the result of *work*, which is called with the data keys of the app and the
-    user, and with True if they were just read.  If *work* raises UnknownKeyError with cached data
-    keys, it is called again with all stored data keys.  The database need not have rows of this app
-    and this user.
+    *work* is called with the data keys of the app and the user, which need not have rows, and with
+    True if they were just read.  If it raises UnknownKeyError with cached data keys, it is called
+    again with all stored data keys.
     """
 
     def __init__(self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]) -> None:
@@ -521,9 +509,8 @@ class CheckSession(GetSession[E]):
 class CheckLocatedSession(ReadOperation, Generic[E]):
     """Read a session with all events, even if the row of its app or its user was tampered with.
 
-    `attempt` returns the session and its decoded events; None if there is no such session.
-    `verify` has decrypted the ids in *who* from the rows of the session and its user.  *decode* is
-    that of `GetSession`.
+    Return the session and its decoded events.  `verify` has decrypted the ids in *who* from the
+    rows of the session and its user.
     """
 
     def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:

@@ -1,8 +1,8 @@
 """The rows of the tables: as they are stored, what their records are bound to, and decrypted.
 
-`SEALED` describes each column that contains records.  Services encrypt and decrypt by these
-descriptions, and maintenance commands walk over all records by them.  In the package `storage`, a
-*tag* is a blind index: the keyed hash of an app name, user id or session id.
+Services encrypt and decrypt by the descriptions of columns in this module, and commands walk over
+all records by them.  A *tag* is a blind index: the keyed hash of an app name, user id or session
+id.
 """
 
 import functools
@@ -120,16 +120,9 @@ class SealedColumn(Generic[R]):
     """A column that contains records: the last column of its table.
 
     A record is bound to its context (docs/format.md, "Contexts"): the kind of the record, ids, the
-    tag if the table has this column, and all integers of the row.
-
-    Attributes:
-        kind: The first part of the context.
-        row: The class of the table's rows.
-        table: The table.
-        value: The column.
-        key: The columns of the primary key.
-        version: A column that changes with every write of a row; None for events.  Services never
-            change an event, but may replace an item of a collection.
+    tag if the table has this column, and all integers of the row.  *version* is a column that
+    changes with every write of a row; None for events, which services never change, except for
+    items of a collection.
     """
 
     def __init__(self, kind: str, row: type[R], table: sa.Table, version: str, ids: int) -> None:
@@ -154,7 +147,6 @@ class SealedColumn(Generic[R]):
         )
 
     def key_of(self, row: R) -> tuple[Any, ...]:
-        """Return the primary key of *row*."""
         return row[: len(self.key)]
 
     def version_of(self, row: R) -> int:
@@ -162,18 +154,13 @@ class SealedColumn(Generic[R]):
         return 0 if self._version is None else row[self._version]
 
     def context(self, ids: Sequence[str], row: R) -> bytes:
-        """Return the context of the record in *row*.
-
-        *ids* are the app name, the user id and the session id of the row, or as many of them as
-        the column needs.
-        """
+        """Return the context of *row*, whose app name, user id and session id begin with *ids*."""
         parts: tuple[str | bytes, ...] = (self.kind, *ids[: self._ids])
         if self._tag is not None:
             parts += (row[self._tag],)
         return records.context(parts, *self.numbers(row))
 
     def sealed(self, row: R, record: bytes) -> R:
-        """Return *row* with another record."""
         return self.row(*row[:-1], record)
 
 
@@ -209,10 +196,9 @@ class naming:  # noqa: N801 - used like a function: `with naming(...)`
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    If *is_collection* is True, *session_id* is the name of a collection (`features.collections`).
-    *session_parts* is the encoded beginning of the context of the session's row.  *event_parts* is
-    the encoded beginning of the contexts of the session's events.  Every append needs both, so they
-    are encoded only once.
+    *session_id* may be the name of a collection.  Every append needs *session_parts* and
+    *event_parts*, the encoded beginnings of the contexts of the session's row and of its events, so
+    they are encoded only once.
     """
 
     app_name: str
@@ -227,7 +213,6 @@ class Identity(NamedTuple):
 
     @property
     def ids(self) -> tuple[str, str, str]:
-        """The ids for `SealedColumn.context`."""
         return self.app_name, self.user_id, self.session_id
 
     def tags(self) -> dict[str, object]:
@@ -246,7 +231,6 @@ def identify(
     session_id: str = "",
     is_collection: bool = False,
 ) -> Identity:
-    """Return the ids with their tags, which *index* computes."""
     tag_of = index.collection if is_collection else index.session
     session_tag = tag_of(app_name, user_id, session_id)
     return Identity(
@@ -265,15 +249,9 @@ def identify(
 class Owner(NamedTuple):
     """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
-    Attributes:
-        id: The row id.
-        tag: The blind index of the app or the user.
-        app_row: The row id of the user's app; 0 for an app.
-        user_id: The user id; empty for an app.
-        version: The number of changes of the row.
-        state: The state as JSON.
-        link: The random value that the row shares with its version witness.
-        key_ids: The ids of the data keys that may encrypt new records of this owner.
+    The row shares the random value *link* with its version witness.  *key_ids* are the ids of the
+    data keys that may encrypt new records of this owner.  An app has the user id "" and the app row
+    0.
     """
 
     id: int
@@ -287,7 +265,6 @@ class Owner(NamedTuple):
 
     @property
     def is_user(self) -> bool:
-        """Whether the owner is a user and not an app."""
         return self.app_row != 0
 
 
@@ -299,11 +276,9 @@ class StoredSession(NamedTuple):
     changed since that revision.  *snapshot* is `{}` if the session has no snapshot, and None if the
     snapshot was not read.
 
-    *head* is the link of the session's last event, and *snapshot_link* is the link of the snapshot.
-    Each of the two is `NO_LINK` if there is no such event or no snapshot.
-
-    *sealed* is the record in the row.  An update of the row requires that the row still contains
-    this record.
+    *head* is the link of the session's last event, *snapshot_link* that of the snapshot, or
+    `NO_LINK`.  *sealed* is the record in the row; an update requires that the row still contains
+    it.
     """
 
     id: int
@@ -323,7 +298,6 @@ class StoredSession(NamedTuple):
 
     @property
     def version(self) -> int:
-        """The number of changes of the row."""
         return self.revision
 
     @property
@@ -344,12 +318,10 @@ class StoredSession(NamedTuple):
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether `secure_bases` has a row of this session."""
         return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
 
     @property
     def row(self) -> SessionRow:
-        """The session's row, as it is stored."""
         return SessionRow(
             self.id, self.user_row, self.tag, self.revision, self.base_revision, self.created_at,
             self.updated_at, self.expires_at, self.sealed,

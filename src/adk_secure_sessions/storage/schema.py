@@ -1,13 +1,9 @@
 """The tables and their row ids (see docs/format.md).  Times are microseconds since 1970, UTC.
 
-If only one row is replayed or removed, the service detects this, because other rows confirm each
-row:
-
-- The row of a session contains the revision, which must equal the number of the session's events.
-- The row of an app or a user contains a version.  Its version witness, a row of `secure_witnesses`,
-  must contain the same version.
-- The version witness of a session contains the id of the session's row.  It proves that the row
-  exists, so the service detects that the row was removed.
+Other rows confirm each row, so the service detects that one of them was replayed or removed: the
+revision of a session must equal the number of its events; the version of an app or a user must
+equal that of its version witness; and the version witness of a session contains the id of the
+session's row, and so proves that the row exists.
 """
 
 import secrets
@@ -45,9 +41,8 @@ metadata: MetaData = MetaData()
 
 
 class _LongBlob(LargeBinary):
-    """The type LONGBLOB of MySQL.
-
-    Importing SQLAlchemy's own class would import all its dialects of MySQL, which takes 40 ms.
+    """The type LONGBLOB of MySQL; importing SQLAlchemy's own would import all its dialects of
+    MySQL, which takes 40 ms.
     """
 
     __visit_name__ = "LONGBLOB"
@@ -230,10 +225,7 @@ _last_row_key = 0
 
 
 def new_row_key() -> int:
-    """Return a row id for a new row.
-
-    The database does not choose the id, because the row's records are bound to the id before the
-    row is inserted.
+    """Return a row id for a new row: the row's records are bound to it before the row is inserted.
 
     An id has 63 bits: 42 bits of milliseconds since 1970, so that rows are in order of creation,
     and 21 random bits.  Each id is greater than the previous id of this process.  If two processes

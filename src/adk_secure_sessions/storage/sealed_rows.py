@@ -63,10 +63,8 @@ R = TypeVar("R", bound=tuple[Any, ...])
 
 
 def open_app(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the decrypted app of *attempt*, or None if the app is not stored.
-
-    Raises DecryptionError if the app's row was tampered with, or if the row is missing and its
-    version witness is still stored.
+    """Return the app, or None if it is not stored; raise DecryptionError if its row was tampered
+    with or removed: its version witness is then still stored.
     """
     who, row = attempt.who, found.app
     if row is None:
@@ -81,11 +79,7 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the decrypted user of *attempt*, or None if the user is not stored.
-
-    Raises DecryptionError if the user's row was tampered with, or if the row is missing and its
-    version witness is still stored.
-    """
+    """Return the user, or None if it is not stored; raise DecryptionError as `open_app` does."""
     row = found.user
     if row is None:
         _reject_if_removed(found, attempt.who.user_tag, users.name)
@@ -101,10 +95,7 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
-    """Return the decrypted user in *row*, which may be any user of the app.
-
-    Raises DecryptionError if the row was tampered with.
-    """
+    """Return the decrypted user in *row*, which may be any user of the app."""
     return _open_owner(attempt, found, USERS, row)
 
 
@@ -167,11 +158,11 @@ def stored_twice(table: str, row: int) -> TamperedError:
 
 
 def named_user(attempt: Attempt, found: Found) -> Owner | None:
-    """Return the user of *attempt* without decrypting the user's row; None if no row has the tag.
+    """Return the user of *attempt* with an empty state, without decrypting the user's row; None if
+    no row has the tag.
 
-    The returned user has an empty state.  This function does not authenticate the user id and the
-    row id.  They are authenticated when a session of the user is decrypted, because the context of
-    the session contains both.
+    The user id and the row id are authenticated when a session of the user is decrypted, because
+    the context of the session contains both.
     """
     row = found.user
     if row is None:
@@ -180,10 +171,8 @@ def named_user(attempt: Attempt, found: Found) -> Owner | None:
 
 
 def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
-    """Return the decrypted session of *attempt*, or None if the session is not stored.
-
-    Raises DecryptionError if the session's row was tampered with, if the row is missing and its
-    version witness is still stored, or if the row is stored and the user's row is missing.
+    """Return the session, or None if it is not stored; raise DecryptionError if one of its rows, or
+    only its user's row, was tampered with or removed.
     """
     tag, row = attempt.who.session_tag, found.session
     if row is None:
@@ -211,11 +200,9 @@ def open_session_row(
 ) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
-    If the row and its version witness equal the cached ones, the cached session is returned.  But
-    a snapshot is never cached: if the session has one and *with_snapshot* is True, the row and the
-    snapshot are decrypted.  If *with_snapshot* is False, the query has not read snapshots.
-
-    Raises DecryptionError if the row, its version witness or its snapshot was tampered with.
+    If the row and its version witness equal the cached ones, the cached session is returned.  But a
+    snapshot is never cached: a session with a snapshot is decrypted, unless *with_snapshot* is
+    False, because the query has not read snapshots.
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
@@ -241,11 +228,7 @@ def open_session_row(
 def _decrypt_session(
     attempt: Attempt, found: Found, user: Owner, row: SessionRow, with_snapshot: bool
 ) -> StoredSession:
-    """Decrypt a session of *user* and, if *with_snapshot* is True, its snapshot.
-
-    Also check that the session's revision, which is the number of its events, is one more than the
-    `seq` of its last event.
-    """
+    """Decrypt a session of *user*, and check that its revision is the number of its events."""
     with naming(sessions.name, row.id):
         context = SESSIONS.context((attempt.who.app_name, user.user_id), row)
         plaintext = attempt.keys.open(user.tag, context, row.state)
@@ -281,7 +264,6 @@ def _decrypt_session(
 def _open_snapshot(
     attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow, link: bytes
 ) -> bytes:
-    """Return the decrypted snapshot of the session in *row*; `{}` if the session has none."""
     snapshot = found.snapshots.get(row.id)
     with naming(bases.name, row.id):
         if row.base_revision in (NO_SNAPSHOT, COLLECTION):
@@ -308,11 +290,8 @@ def _open_snapshot(
 def check_events(
     session: StoredSession, history: list[Row], limit: int | None, known: int = 0
 ) -> None:
-    """Sort the rows *history* by `seq`; check that each event of *session* occurs exactly once.
-
-    If *limit* is given, *history* must contain only the last *limit* events.  If *known* is given,
-    *history* must contain only the events after the first *known*.  Raises TamperedError if an
-    event is missing, was added or was renumbered.
+    """Sort the rows *history* by `seq`; raise TamperedError unless each event of *session* occurs
+    exactly once: the last *limit* events, or those after the first *known*.
     """
     first = known if limit is None else max(0, session.revision - limit)
     expected = list(range(first, session.revision))
@@ -372,11 +351,10 @@ def open_events(
 
 
 def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
-    """Check that *last*, the link of the last event, is the link that the session's row contains.
+    """Raise TamperedError unless *last*, the link of the last event, is that in the session's row.
 
-    If *last* is None, the last event was not read, and nothing is checked.  If the links differ,
-    raise TamperedError.  If the links are equal, set `has_proven_head` of the cached session, so
-    that the next append needs no read.
+    If *last* is None, the last event was not read, and nothing is checked.  Otherwise, the next
+    append needs no read.
     """
     if last is None:
         return
@@ -394,7 +372,6 @@ def _other_history() -> TamperedError:
 
 
 def seal_owner(attempt: Attempt, owner: Owner) -> AppRow | UserRow:
-    """Return the row of *owner*, with a new record."""
     plaintext = records.join_owner(OwnerFields(owner.link, owner.key_ids, owner.state))
     if owner.is_user:
         plaintext = with_id(owner.user_id, plaintext)
@@ -404,14 +381,12 @@ def seal_owner(attempt: Attempt, owner: Owner) -> AppRow | UserRow:
 
 
 def _owner_row(attempt: Attempt, owner: Owner, record: bytes = b"") -> AppRow | UserRow:
-    """Return the row of *owner*, which contains *record*."""
     if owner.is_user:
         return UserRow(owner.id, owner.app_row, owner.tag, owner.version, record)
     return AppRow(owner.id, owner.tag, encode_text(attempt.who.app_name), owner.version, record)
 
 
 def _owner_column(owner: Owner) -> SealedColumn[Any]:
-    """Return the description of the column that contains the record of *owner*."""
     return USERS if owner.is_user else APPS
 
 
@@ -424,10 +399,8 @@ def packing_of_owner(attempt: Attempt, owner: Owner, stored: bytes) -> Packing:
 def seal_witness(
     attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes = b""
 ) -> WitnessRow:
-    """Return the version witness that confirms the row with the blind index *tag*.
-
-    A data key of *owner* encrypts its record.  The plaintext is *link*, and the context contains
-    *number*.
+    """Return the version witness that confirms the row with the blind index *tag*, encrypted with a
+    data key of *owner*.
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.who.ids, row)
@@ -444,14 +417,12 @@ def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
 
 
 def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
-    """Return the row of the snapshot of *session*."""
     row = SnapshotRow(session.id, session.base_revision, b"")
     plaintext = session.snapshot_link + (session.snapshot or b"{}")
     return _seal(attempt, attempt.who.user_tag, SNAPSHOTS, row, plaintext)
 
 
 def _seal(attempt: Attempt, owner: bytes, column: SealedColumn[R], row: R, plaintext: bytes) -> R:
-    """Return *row* with a record of *plaintext*, encrypted with a data key of *owner*."""
     context = column.context(attempt.who.ids, row)
     return column.sealed(row, attempt.keys.seal(owner, context, plaintext))
 
@@ -466,8 +437,8 @@ def seal_events(
 ) -> list[EventRow]:
     """Return the rows of new events that follow each other, from the `seq` *first* on.
 
-    *new* has the plaintext and the time of each event, and *links* the link of each.  *previous* is
-    the link of the event before the first; `NO_LINK` if there is no such event.
+    *new* has the plaintext and the time of each event, and *previous* is the link of the event
+    before the first.
     """
     parts, owner, seal = attempt.who.event_parts, attempt.who.user_tag, attempt.keys.seal
     rows = []
@@ -480,11 +451,7 @@ def seal_events(
 
 
 def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
-    """Return a record of *event* that can replace the record in *row*.
-
-    *event* is the new plaintext without links.  The new record contains the same links as the old
-    record.  Raises DecryptionError if *row* was tampered with.
-    """
+    """Return a record of *event* that can replace the record in *row*, with the same links."""
     seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
     with naming(events.name, f"{session.id}, {seq}"):
         context = records.numbered_context(
@@ -497,11 +464,11 @@ def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: 
 def _check_witness(
     attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
 ) -> None:
-    """Raise DecryptionError unless the version witness of the row with *tag* confirms the row.
+    """Raise DecryptionError unless the version witness of the row with *tag* has *number* and
+    *link*.
 
-    The witness must be encrypted with a data key of *owner* (a tag), and its number and its link
-    must be *number* and *link*.  The number alone is not enough: two copies of a database may
-    contain different rows with the same version number.  The links of these rows differ.
+    The number alone is not enough: two copies of a database may contain different rows with the
+    same version number.  The links of these rows differ.
     """
     witness = found.witnesses.get(tag)
     if witness is None:
@@ -528,8 +495,8 @@ def _check_witness(
 def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
     """Raise TamperedError if a higher version of the row was cached before the attempt began.
 
-    *seen* is the cached row, if any.  If the row was cached during the attempt, the attempt may
-    have read the stored row before another task changed it, so a lower version is no error.
+    If *seen* was cached during the attempt, the attempt may have read the stored row before another
+    task changed it, so a lower version is no error.
     """
     if seen is None or seen.time > attempt.began or seen.value.id != row_id:
         return
@@ -543,7 +510,6 @@ def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, ve
 
 
 def _reject_if_removed(found: Found, tag: bytes, table: str) -> None:
-    """Raise TamperedError if the version witness of a missing row is still stored."""
     if tag in found.witnesses:
         raise TamperedError(
             f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "

@@ -1,8 +1,4 @@
-"""Find out what a database contains, and reject a database that cannot be used.
-
-`look` returns a `Survey`: the tables, the metadata and the keyring of a database.  Nothing in it is
-authenticated.  `check` rejects a database that cannot be used.
-"""
+"""Find out what a database contains, and reject a database that cannot be used."""
 
 import re
 from collections.abc import Collection
@@ -75,8 +71,8 @@ _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM
 class Part(Enum):
     """The part of our tables that a database has: all tables, the data tables or the key tables.
 
-    The value is stored in row `holds` of `secure_meta`.  A database with all tables has no such
-    row.
+    The value is stored in row `holds` of `secure_meta`, which a database with all tables does not
+    have.
     """
 
     ALL = None
@@ -85,11 +81,9 @@ class Part(Enum):
 
     @property
     def tables(self) -> tuple[sa.Table, ...]:
-        """The tables that belong to this part."""
         return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
-        """Return the names of this part's tables that do not exist."""
         return survey.missing_tables & {table.name for table in self.tables}
 
 
@@ -101,19 +95,17 @@ class FeatureList(NamedTuple):
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the features."""
         return frozenset(self.text.split(",")) - {NO_FEATURES}
 
 
 class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
-    *missing_tables* and *feature_tables* are names: of our tables that do not exist, without those
-    of features, and of the tables of features that do.  *alien_tables* have the name of one of our
-    tables, but lack one of its columns.  *adk_tables* is whether ADK's own tables exist, or those
-    of adk-secure-sessions 1.x, which have the same names.  *is_used* is whether one of our tables
-    other than `secure_meta` and `secure_keyring` has rows.  *keyring* has at most `MAX_ROWS` + 1 of
-    the *keyring_rows* rows of `secure_keyring`.
+    *missing_tables* are names of our tables that do not exist, without those of features.
+    *alien_tables* have the name of one of our tables, but lack one of its columns.  *adk_tables* is
+    whether ADK's own tables exist, or those of adk-secure-sessions 1.x, which have the same names.
+    *is_used* is whether one of our tables other than `secure_meta` and `secure_keyring` has rows.
+    *keyring* has at most `MAX_ROWS` + 1 of the *keyring_rows* rows of `secure_keyring`.
     """
 
     missing_tables: frozenset[str]
@@ -138,19 +130,16 @@ class Survey(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether any of our tables has rows."""
         return bool(self.meta or self.keyring or self.is_used)
 
     @property
     def has_plaintext_records(self) -> bool:
-        """Whether `secure_meta` says that `NoOpBackend` has written records to the database."""
         return meta.PLAINTEXT in self.meta
 
     @property
     def database_id(self) -> bytes | None:
-        """The random id of the database; None if the database is new.
-
-        Raises ValueError if the stored value is not 32 lower-case hexadecimal digits.
+        """The random id of the database; None if the database is new, ValueError if it is
+        malformed.
         """
         text = self.meta.get(meta.DATABASE_ID)
         if text is None:
@@ -167,10 +156,7 @@ class Survey(NamedTuple):
 
     @property
     def features(self) -> frozenset[str]:
-        """The features that the stored list names.
-
-        Raises ConfigurationError if the row `features` is missing or malformed.
-        """
+        """The features that the stored list names; ConfigurationError if it is malformed."""
         return require_features(self).names
 
     def reject_unfinished(self, *features: str) -> None:
@@ -181,7 +167,6 @@ class Survey(NamedTuple):
 
 
 def require_features(survey: Survey) -> FeatureList:
-    """Return the stored list of features; raise ConfigurationError if it is malformed."""
     if (found := survey.feature_list) is None:
         raise ConfigurationError(
             "the row `features` of secure_meta is missing or malformed: restore that table from a "
@@ -194,7 +179,7 @@ def require_features(survey: Survey) -> FeatureList:
 
 
 def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
-    """Return the survey of a database, without changing the database.
+    """Return the survey of a database, without changing or checking the database.
 
     If `secure_keyring` has more than `MAX_ROWS` rows and *known* is not empty, read only the rows
     with the ids *known*.
@@ -269,10 +254,7 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
 
 
 async def look_at(executor: Executor, whose: str = "", known: Collection[int] = ()) -> Survey:
-    """Return the survey of the database of *executor*, without checking it; see `look`.
-
-    Raises ConfigurationError if SQLite cannot open or use the file, which is *whose*.
-    """
+    """Do the same as `look`; ConfigurationError if SQLite cannot use the file, which is *whose*."""
     try:
         return await executor.define(partial(look, known=known), commit=False)
     except DatabaseError as error:
@@ -289,10 +271,7 @@ def unusable(error: DatabaseError, whose: str) -> Exception:
 async def survey_both(
     executors: Executors, create_tables: bool, known: Collection[int] = ()
 ) -> tuple[Survey, Survey]:
-    """Survey and check the data database and the key database; return both surveys.
-
-    Without a key database, the two surveys are the same.
-    """
+    """Survey and check the data database and the key database, which may be the same."""
     if executors.has_key_database:
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
@@ -452,9 +431,8 @@ SEPARATION_FORM: re.Pattern[str] = re.compile(
 
 
 def separated_from(keys: Survey) -> str | None:
-    """Return the id of the original, in hexadecimal, if `separate` has not ended; else None.
-
-    *keys* is the survey of the database with the keys.  The id is not authenticated.
+    """Return the id of the original, in hexadecimal and not authenticated, if `separate` has not
+    ended.
     """
     found = SEPARATION_FORM.fullmatch(str(keys.meta.get(meta.SEPARATION)))
     return None if found is None else found["old"]

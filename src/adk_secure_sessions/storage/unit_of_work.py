@@ -1,8 +1,7 @@
 """The unit of work: repeats an operation until it has all its keys and meets no conflict.
 
-A unit of work owns the executors, the unwrapped keys and the cache of decrypted rows.  Services
-and maintenance commands both use it.  It repeats attempts by these rules, whose
-limits and pauses are in `db.protocol.Retries`:
+A unit of work owns the executors, the unwrapped keys and the cache of decrypted rows.  It repeats
+attempts by these rules, whose limits and pauses are in `db.protocol.Retries`:
 
 - If an attempt lacks a data key, the key is read or created before the next attempt.
 - If the keyring has changed, it is read again, once for all tasks that noticed the change.
@@ -83,29 +82,17 @@ class StorageOperation(Protocol[T_co]):
     def who(self) -> Identity: ...
 
     @property
-    def reads_keys(self) -> bool:
-        """Whether to read the owners' data keys even if this process has cached them."""
-        ...
+    def reads_keys(self) -> bool: ...
 
     @property
-    def writes(self) -> bool:
-        """Whether the operation may change rows."""
-        ...
+    def writes(self) -> bool: ...
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> T_co:
-        """Run the operation once and return its result; `UnitOfWork.run` handles retries."""
-        ...
+    async def attempt(self, attempt: Attempt, executors: Executors) -> T_co: ...
 
 
 class _Opened(NamedTuple):
-    """The keys of the database, and the caches of a unit of work.
-
-    Attributes:
-        keys: The keyring and the cache of data keys.
-        rows: The cache of decrypted rows.
-        identities: The tags of ids, by app name, user id, session id and `is_collection`.
-        attached: The objects that `UnitOfWork.attached` keeps, by key.
-        expires: When the caches are emptied, in monotonic seconds.
+    """The keys of the database, and the caches of a unit of work, which are emptied at the time
+    *expires* (monotonic seconds).
     """
 
     keys: DataKeys
@@ -122,8 +109,8 @@ _units_lock = Lock()  # another thread may create a service while `empty_caches`
 def empty_caches() -> None:
     """Empty the caches of all units of work in this process: data keys, decrypted rows and ids.
 
-    Call this function after erasing a user.  Otherwise, a cached data key of the user would decrypt
-    rows that an attacker inserts again.
+    Call it after erasing a user: otherwise, a cached data key would decrypt rows of the user that
+    an attacker inserts again.
     """
     with _units_lock:
         units = list(_units)
@@ -132,24 +119,15 @@ def empty_caches() -> None:
 
 
 class UnitOfWork:
-    """Runs operations on one database, and repeats attempts that could not be completed.
+    """Runs operations on one database, which it opens on first use.
 
-    An attempt is repeated if it lacks a key, meets a conflict or loses its connection.  This object
-    holds the executors, the unwrapped keys and the cache of decrypted rows, and opens the
-    database on first use.
+    *backends* is None if only the methods `read`, `read_keys`, `change` and `change_keys` are used.
+    *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
+    keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
+    keys or the caches are used.
 
-    Args:
-        executors: The executors of the data database and of the key database.
-        backends: All backends of the service; one of them encrypts new records.  If None, only the
-            methods `read`, `read_keys`, `change` and `change_keys` can be used.
-        open_keyring: A function that reads the keyring and unwraps its keys.  Its argument is None,
-            or a keyring that was opened earlier and whose keys need not be unwrapped again.
-        cache: The sizes of the caches, and for how long they are kept.  After that time they are
-            read again, because another process may have erased a user.
-        keyring_pause: Seconds until the keyring is read again after it was rejected.  Also seconds
-            until its pending rows (rows whose key service failed) are unwrapped again.
-        before_use: Called with the keyring each time before the keys or the caches are used.
-        packing: How new records are compressed and padded.
+    *keyring_pause* is the number of seconds until the keyring is read again after it was rejected,
+    and until its pending rows (rows whose key service failed) are unwrapped again.
     """
 
     def __init__(
@@ -185,23 +163,17 @@ class UnitOfWork:
 
     @property
     def backends(self) -> Backends:
-        """The argument *backends*.  Raises ConfigurationError if it is None."""
         if self._backends is None:
             raise ConfigurationError("this operation needs the root key: give a backend")
         return self._backends
 
     async def keys(self) -> DataKeys:
-        """Return the keys of the database.  If the database is not open yet, open it.
-
-        Raises the errors of *open_keyring*.
-        """
+        """Return the keys of the database."""
         return (await self._current()).keys
 
     async def attached(self, key: object, make: Callable[[], T]) -> T:
-        """Return the object that is kept for *key*, such as a cache of decrypted values.
-
-        If no object is kept for *key*, keep the object that *make* returns.  When the cache of
-        decrypted rows is emptied, the kept objects are discarded, too.
+        """Return the object that is kept for *key* until the caches are emptied; *make* returns a
+        new one.
         """
         opened = await self._current()
         made: T = opened.attached.setdefault(key, make())
@@ -240,17 +212,12 @@ class UnitOfWork:
         return None if self._opened is None else self._opened.keys.keyring.database_id
 
     def identify_if_open(self, app_name: str, user_id: str, session_id: str) -> Identity | None:
-        """Return the ids of a session together with their tags; None if the database is not open.
-
-        Unlike `identify`, this method never opens the database.
-        """
+        """Do the same as `identify` for a session, but return None if the database is not open."""
         opened = self._opened
         return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
 
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
-        """Attempt *operation* until it succeeds, and return its result; see `_run`.
-
-        After this number of *conflicts* (`Retries`), the operation fails.
+        """Attempt *operation* until it succeeds or meets this number of *conflicts*; see `_run`.
 
         If the operation finds that a user whose rows are cached is not stored any more, another
         process has erased the user.  Then empty all caches, which may contain more of the user.
@@ -267,12 +234,9 @@ class UnitOfWork:
     async def _run(self, operation: StorageOperation[T], opened: _Opened, retries: Retries) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
-        Afterwards, cache the data keys that the operation has read or created.  Cached data keys
-        are read again if a record names a data key that is not cached, or if the operation may need
-        a new data key.  The keyring is read again if another process has changed it, or if a
-        transaction that stores a new data key meets a conflict.
-
-        Raises the errors of the operation, of *open_keyring* and of `Retries.wait`.
+        Cached data keys are read again if a record names a data key that is not cached, or if the
+        operation may need a new data key.  The keyring is read again if another process has changed
+        it, or if a transaction that stores a new data key meets a conflict.
         """
         who = operation.who
         separate = self.executors.has_key_database
@@ -363,26 +327,20 @@ class UnitOfWork:
         return await repeated(lambda: self.executors.keys.read(query, parameters))
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* in one transaction on the data database, and return its result.
-
-        After a conflict or a lost connection, *work* is repeated in a new transaction.
-        """
+        """Run *work* in one transaction on the data database, and in a new one after a conflict."""
         define = self.executors.data.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* in one transaction on the database that has the key tables.
-
-        After a conflict or a lost connection, *work* is repeated in a new transaction.
-        """
+        """Run *work* as `change` does, on the database that has the key tables."""
         define = self.executors.keys.define
         return await repeated(lambda: define(work, commit=commit), writes=True)
 
     async def data_keys_of(self, *owners: object) -> StagedKeys:
         """Read and return the data keys of *owners*, which are tags.
 
-        If the row of a data key was tampered with, this method raises no error.  The method
-        `StagedKeys.cipher` raises DecryptionError for a record that names this data key.
+        If the row of a data key was tampered with, the method `StagedKeys.cipher` raises
+        DecryptionError for a record that names this data key.
         """
         keys, tags = await self.keys(), list(owners)
         renewals = 0
@@ -444,10 +402,7 @@ class UnitOfWork:
                 opened.keys.keyring = renewed
 
     async def _current(self) -> _Opened:
-        """Return the keys and the caches.
-
-        If the database is not open yet, open it.  If the caches have expired, empty them.
-        """
+        """Return the keys and the caches; open the database, or empty expired caches, first."""
         opened = self._opened
         if opened is None:
             opened = await self._open()
@@ -504,14 +459,8 @@ class UnitOfWork:
     async def _store_data_key(
         self, known: DataKeys, keys: StagedKeys, owner: bytes, not_before: int, seen: Keyring
     ) -> DataKeyRow:
-        """Store a new data key of *owner* in the key database, and return its row.
-
-        Args:
-            known: The keyring, and the cache of data keys.
-            keys: The data keys of the attempt; creates the new data key.
-            owner: A tag.
-            not_before: The earliest `created_at` of the data key, in microseconds since 1970.
-            seen: The keyring that the attempt began with.
+        """Store a new data key of *owner* in the key database; return its row.  *seen* is the
+        keyring with which the attempt began.
         """
         row = keys.new(owner, not_before)
         columns = row._asdict() | keys.keyring_guard()
@@ -523,7 +472,6 @@ class UnitOfWork:
 
 
 def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
-    """Empty the caches of *unit* if they expire at *expires*; a timer calls this function."""
     if (found := unit()) is not None:
         found.empty_caches(expires)
 

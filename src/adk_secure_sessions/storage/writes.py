@@ -1,14 +1,9 @@
 """The write operations: create a session, append an event, delete a session, renew a data key.
 
-Each operation has a generator `steps`, which yields requests to the database (`db.protocol`).
-The generator reads rows, decrypts them, and then yields all changes in one request.  Therefore:
-
-- A row that cannot be decrypted is never overwritten.
-- On PostgreSQL, no transaction stays open while rows are decrypted.
-- The same steps run on every executor.
-
-If other transactions have changed the same rows several times, the steps run in a transaction that
-locks these rows first.  Other transactions cannot change locked rows, so this attempt succeeds.
+Each operation has a generator `steps`, which yields requests to the database (`db.protocol`).  It
+reads rows, decrypts them, and then yields all changes in one request.  Therefore a row that cannot
+be decrypted is never overwritten, and on PostgreSQL, no transaction stays open while rows are
+decrypted.
 """
 
 from abc import abstractmethod
@@ -59,10 +54,8 @@ OVERLAY_LIMIT = 8 * 1024
 
 
 class DuplicateSession(Exception):
-    """A session with this id is already stored.
-
-    *may_have_expired* is whether the stored row contains an expiry time.  The row was not
-    decrypted, so this time was not authenticated.
+    """A session with this id is already stored; it *may_have_expired* by its stored expiry time,
+    which was not authenticated.
     """
 
     def __init__(self, *, may_have_expired: bool = False) -> None:
@@ -106,8 +99,7 @@ class Created(NamedTuple):
 class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
-    If the running access must be stored in the audit trail, the transaction also stores its record,
-    in which *change* says what the transaction changes.
+    In the audit trail, *change* says what the transaction changes.
     """
 
     reads_keys = False
@@ -152,18 +144,14 @@ class Write(Generic[T]):
 
     @abstractmethod
     def contended(self) -> list[sa.Executable]:
-        """Return the queries that lock the rows that `steps` changes.
-
-        All writes lock rows in the same order: the session, the app, the user.  Otherwise, two
-        writes could wait for each other.
+        """Return the queries that lock the rows that `steps` changes: first the session, then the
+        app, then the user.  If writes locked rows in different orders, two of them could wait for
+        each other.
         """
 
     @abstractmethod
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
-        """Return the generator of the transaction, as `db.protocol` describes it.
-
-        *owners* collects the transaction's changes to the rows of apps and users.
-        """
+        """Return the generator of the transaction; *owners* has its changes of apps and users."""
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: T) -> None:
         """Cache the rows that the transaction has written; called after the commit."""
@@ -176,9 +164,8 @@ class Write(Generic[T]):
 class CreateSession(Write[Created]):
     """Store a new session, and its app and its user if they are not stored yet.
 
-    If the user already has a session with this id, `attempt` raises DuplicateSession and changes
-    nothing.  The two deltas are added to the states of the app and the user; *state* is the
-    session's own state, as JSON.  The times are microseconds UTC.
+    If the user already has a session with this id, raise DuplicateSession and change nothing.
+    *state* is the session's own state, as JSON.  The times are microseconds UTC.
     """
 
     change = "create"
@@ -243,9 +230,8 @@ class CreateSession(Write[Created]):
         return Created(session, app, changed)
 
     def _create_for_known(self, attempt: Attempt) -> Steps[Created | None]:
-        """Create the session without a read, from the cached rows of its app and its user.
-
-        If a row is not cached, or differs from the stored row, create nothing and return None.
+        """Create the session without a read, from the cached rows of its app and its user; return
+        None if one is not cached, or differs from the stored row.
         """
         known = known_owners(attempt)
         if known is None:
@@ -290,10 +276,7 @@ class KnownOwners(NamedTuple):
 
 
 def known_owners(attempt: Attempt) -> KnownOwners | None:
-    """Return the cached app and user, for whom a session can be created without a read.
-
-    Return None if a row is not cached, or if the user's data keys must be read again.
-    """
+    """Return the cached app and user, for whom a session can be created without a read, or None."""
     who = attempt.who
     app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
     if not (app and user and app.witness and user.witness):
@@ -311,14 +294,12 @@ def known_owners(attempt: Attempt) -> KnownOwners | None:
 
 
 class AppendEvent(Write[StoredSession]):
-    """Append an event to a session, and apply the event's state changes.
+    """Append an event to a session, apply the event's state changes, and return the updated
+    session.
 
-    `attempt` returns the updated session.  It raises MissingSession if the session does not exist
-    or has expired.  It raises StaleRevision if the row id or the revision of the stored session
-    differs from that in *expected*, which the caller's session object has.
-
-    *stored* is called with the updated session if the caller was cancelled while the transaction
-    ran, and the event was committed.
+    Raise MissingSession if the session does not exist or has expired, and StaleRevision if the
+    stored session is not as *expected*.  *stored* is called with the updated session if the caller
+    was cancelled while the transaction ran, and the event was committed.
     """
 
     change = "append"
@@ -381,7 +362,6 @@ class AppendEvent(Write[StoredSession]):
             attempt.keys.operation.values.append((telemetry.IN_SESSIONS[hit], 1, 0.0))
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
-        """Return the cached session if the event can be appended without a read, or None."""
         event = self._event
         if not attempt.is_first or attempt.key_source is not KeySource.CACHE:
             return None
@@ -393,9 +373,8 @@ class AppendEvent(Write[StoredSession]):
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
     def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
-        """Return the changes that append the event to *session*, and the updated session.
-
-        Return None if a new snapshot must be written, but the old snapshot was not read.
+        """Return the changes that append the event to *session*, and the updated session; None if a
+        new snapshot must be written, but the old snapshot was not read.
         """
         event, seq = self._event, session.revision
         link = new_link()
@@ -438,10 +417,7 @@ class AppendEvent(Write[StoredSession]):
         return _Step(changes, new)
 
     def _stored_before(self) -> Steps[StoredSession]:
-        """Return the session if an earlier attempt has stored the event, or raise StaleRevision.
-
-        The answer to that attempt may have been lost together with the connection.
-        """
+        """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
         if self._sent:
             where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
             for row in (yield Read(sql.EVENT_AT, where)):
@@ -458,10 +434,8 @@ class _Step(NamedTuple):
 
 
 class DeleteSession(Write[bool]):
-    """Delete a session and its events.
-
-    `attempt` returns whether the session was deleted.  It returns False if the session does not
-    exist, or if *condition* is given and returns False for the stored session.
+    """Delete a session and its events; return False if it does not exist, or if *condition* is
+    given and returns False for the stored session.
     """
 
     change = "delete"
@@ -512,15 +486,11 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
 
 
 class RenewKey(Write[bool]):
-    """Ensure that an app or a user has a data key created at *since* or later (microseconds UTC).
-
-    If *of_user* is True, the owner is the user with the user tag of *who*; the user id of *who* is
-    not used.  If False, the owner is the app.  `attempt` returns whether the owner's row still
-    exists.
+    """Ensure that an app or, if *of_user*, the user with the user tag of *who* has a data key
+    created at *since* or later (microseconds UTC); return whether the owner's row still exists.
 
     *created* is whether a data key was created.  *changed* is whether the owner's row and version
     witness were changed; both are then encrypted with the data key that encrypts new records.
-    *stored_keys* are the ids of data keys that were stored in the key database.
     """
 
     change = "data key"
@@ -560,9 +530,8 @@ class RenewKey(Write[bool]):
 class EnsureOwners(Write[StagedKeys]):
     """Store the rows and the data keys of the app and the user of *who*, if they are missing.
 
-    `attempt` returns the data keys.  They contain a data key that may encrypt new records of the
-    app, and another for the user.  Use the data keys at once: a data key that was erased or rotated
-    meanwhile must not encrypt new records.
+    Return their data keys.  Use them at once: a data key that was erased or rotated meanwhile must
+    not encrypt new records.
     """
 
     change = "owners"
@@ -626,15 +595,12 @@ def apply_changes(changes: Changes) -> Steps[None]:
 
 
 def replacement(old: StoredSession, new: StoredSession) -> Change:
-    """Return the change that replaces the row of *old* by that of *new*, with another row id."""
     return Change(sql.REPLACE_SESSION, parameters(old.row, "at_") | parameters(new.row))
 
 
 def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:
-    """Return the change that stores the session's snapshot.
-
-    The change replaces the snapshot of revision *replaced*.  If *replaced* is `NO_SNAPSHOT`, the
-    change inserts the snapshot.
+    """Return the change that stores the session's snapshot in place of that of revision *replaced*,
+    or inserts it if *replaced* is `NO_SNAPSHOT`.
     """
     row = sealed_rows.seal_snapshot(attempt, session)
     if replaced == NO_SNAPSHOT:
