@@ -213,6 +213,9 @@ class Stored:
     Attributes:
         keys: The data keys of a process that has read none of the rows yet.
         key_rows: The data keys of the app and of the user, which their rows name.
+        user: The user.
+        session: The session.
+        sealing: An attempt that encrypts rows as the stored ones are encrypted.
     """
 
     def __init__(self, *, events: int = 2, snapshot: bytes | None = None) -> None:
@@ -222,6 +225,7 @@ class Stored:
         app_key, user_key = ((row.id,) for row in self.key_rows)
         app = Owner(1, WHO.app_tag, 0, "", 5, b'{"a":1}', new_link(), app_key)
         user = Owner(2, WHO.user_tag, 1, WHO.user_id, 7, b'{"u":1}', new_link(), user_key)
+        self.user = user
         for owner in (app, user):
             staged.adopt(owner.tag, owner.key_ids)
         links = [new_link() for _ in range(events)]
@@ -232,8 +236,8 @@ class Stored:
             links[-1] if events else NO_LINK, NO_LINK if snapshot is None else new_link(),
             b"",
         )  # fmt: skip
-        sealing = self.attempt(staged)
-        session = sealed_rows.seal_session(sealing, session)
+        self.sealing = sealing = self.attempt(staged)
+        self.session = session = sealed_rows.seal_session(sealing, session)
         self._rows = [
             owner_row(sealing, app),
             owner_row(sealing, user),
@@ -248,6 +252,12 @@ class Stored:
         texts = [(b"event %d" % seq, 100 + seq) for seq in range(events)]
         for row in sealed_rows.seal_events(sealing, session.id, 0, texts, links, NO_LINK):
             self._rows.append(raw(EVENT, [row.seq, row.time], row.event))
+
+    def reading(self) -> Attempt:
+        """An attempt that has read the stored data keys."""
+        keys = StagedKeys(self.keys)
+        keys.load(self.key_rows, marks())
+        return self.attempt(keys)
 
     def attempt(self, keys: StagedKeys) -> Attempt:
         cache = RowCache(10)

@@ -1,0 +1,93 @@
+"""Authentic rows in a place where no attack on a real database has put them.
+
+The tag of a row is part of the context of its record, so a row that was moved is rejected when its
+record is decrypted.  These tests reach the checks behind: of rows that are authentic by themselves.
+"""
+
+import pytest
+
+from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.histories import History, HistoryCache
+from adk_secure_sessions.storage.owner_changes import OwnerChanges
+from adk_secure_sessions.storage.queries import Found
+from adk_secure_sessions.storage.reads import ListSessions
+from adk_secure_sessions.storage.writes import CreateSession
+from tests.storage.support import (
+    APP,
+    BLOB,
+    EVENT,
+    SESSION,
+    USER,
+    WHO,
+    WITNESS,
+    Stored,
+    one_database,
+    owner_row,
+)
+
+
+def test_row_of_another_tag_is_not_the_requested_one() -> None:
+    stored = Stored()
+    found, attempt = Found(stored.rows()), stored.reading()
+    another = attempt._replace(who=WHO._replace(user_tag=WHO.app_tag, session_tag=WHO.app_tag))
+    without_app = Found([row for row in stored.rows() if row[0] != APP])
+    with pytest.raises(TamperedError, match="not the requested user") as rejected:
+        sealed_rows.open_user(another, without_app)
+    assert rejected.value.reason is Reason.WRONG_OWNER
+    user = sealed_rows.open_user(attempt, found)
+    another = attempt._replace(who=WHO._replace(session_tag=WHO.app_tag))
+    with pytest.raises(TamperedError, match="not the requested session") as rejected:
+        sealed_rows.open_session(another, found, user)
+    assert rejected.value.reason is Reason.WRONG_OWNER
+    with pytest.raises(TamperedError, match="its user's row was removed"):
+        sealed_rows.open_session(attempt, found, None)
+
+
+@pytest.mark.parametrize("of_app", [False, True])
+async def test_session_that_is_stored_twice_is_listed_once(
+    of_app: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Possible in a table that was rebuilt without its keys."""
+    stored = Stored()
+    rows = [row for row in stored.rows() if row[0] != EVENT]
+    twice, _ = one_database(*[[*rows, *(row for row in rows if row[0] == SESSION)]] * 2)
+    with pytest.raises(TamperedError, match="secure_sessions row 3: it is stored twice"):
+        await ListSessions(WHO, of_app=of_app, skip=False).attempt(stored.reading(), twice)
+    views = await ListSessions(WHO, of_app=of_app, skip=True).attempt(stored.reading(), twice)
+    assert [view.session.id for view in views] == [3]
+    assert len(caplog.records) == 1
+
+
+async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None:
+    stored = Stored()
+    rows = [(*row[:2], 99, *row[3:]) if row[0] == SESSION else row for row in stored.rows()]
+    executors, _ = one_database([row for row in rows if row[0] != EVENT])
+    with pytest.raises(TamperedError, match="its user's row was removed"):
+        await ListSessions(WHO, of_app=True, skip=False).attempt(stored.reading(), executors)
+
+
+def test_user_of_another_apps_row_gets_no_session() -> None:
+    """An attacker who can write may have changed which row the app's name leads to."""
+    stored = Stored()
+    rows = [
+        row
+        for row in stored.rows()
+        if row[0] not in (USER, EVENT, SESSION)
+        and not (row[0] == WITNESS and row[BLOB] == WHO.session_tag)
+    ]
+    rows.append(owner_row(stored.sealing, stored.user._replace(app_row=99)))
+    attempt = stored.reading()
+    steps = CreateSession(WHO, {}, {}, b"{}", 500).steps(attempt, OwnerChanges(attempt))
+    next(steps)
+    with pytest.raises(TamperedError, match="another app's row") as rejected:
+        steps.send(rows)
+    assert rejected.value.reason is Reason.WRONG_OWNER
+
+
+def test_session_that_is_larger_than_the_cache_is_remembered_as_such() -> None:
+    cache = HistoryCache(10)
+    assert cache.accepts(b"tag", 1)
+    cache.put(b"tag", History(1, b"", [], []).extended(b"link", [100], ["event"], 11))
+    assert cache.get(b"tag") is None
+    assert not cache.accepts(b"tag", 1)
