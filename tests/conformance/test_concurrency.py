@@ -223,25 +223,6 @@ async def test_sessions_created_with_different_shared_keys_at_once_lose_none(
 
 
 @lost_updates
-async def test_users_of_one_app_changing_shared_keys_at_once_lose_none(
-    service: BaseSessionService,
-) -> None:
-    sessions = [await create(service, user_id=f"u{n}") for n in range(8)]
-    for round_ in range(3):
-        await together(
-            *(
-                service.append_event(
-                    session, event(delta={f"app:k{n}": round_, f"user:k{n}": round_})
-                )
-                for n, session in enumerate(sessions)
-            )
-        )
-    for n, session in enumerate(sessions):
-        state = (await reload(service, session)).state
-        assert state == {f"app:k{m}": 2 for m in range(8)} | {f"user:k{n}": 2}
-
-
-@lost_updates
 @pytest.mark.parametrize("scope", ["user:", "app:"])
 async def test_two_services_changing_different_shared_keys_at_once_lose_none(
     service: BaseSessionService, another_service: BaseSessionService, scope: str
@@ -276,22 +257,6 @@ async def test_append_racing_a_deletion_succeeds_or_finds_no_session(
         assert await find(service, session) is None
     assert outcomes.keys() <= {Event, SessionNotFoundError}, outcomes
     assert await listed(service, None) == []
-
-
-async def test_sessions_created_and_deleted_at_once_disturb_no_other(
-    service: BaseSessionService,
-) -> None:
-    await create(service, "the first makes the tables", user_id="first")
-
-    async def live(n: int) -> None:
-        for _ in range(3):
-            session = await create(service, f"s{n}")
-            await service.append_event(session, event(str(n), delta={"k": n}))
-            assert await reload(service, session) == session
-            await delete(service, session)
-
-    await together(*(live(n) for n in range(6)))
-    assert await listed(service) == []
 
 
 @reference_fails("ADK reads a session, its events and its state in separate statements")

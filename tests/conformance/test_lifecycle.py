@@ -59,10 +59,6 @@ kind = each_kind(
 )
 
 
-async def test_service_is_one_of_adks(service: BaseSessionService) -> None:
-    assert isinstance(service, BaseSessionService)
-
-
 @only_ours("about our class")
 async def test_no_method_of_adks_base_class_is_inherited(service: BaseSessionService) -> None:
     public = {
@@ -161,11 +157,6 @@ async def test_closing_twice_is_harmless(service: EncryptedSessionService) -> No
     await create(service)
     await service.close()
     await service.close()
-
-
-async def test_closing_before_use_is_harmless(kind: Kind, url: URL) -> None:
-    async with kind.open(url):
-        pass
 
 
 @pytest.mark.parametrize("kind", ENGINES, indirect=True)

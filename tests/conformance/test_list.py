@@ -9,7 +9,6 @@ from tests.conformance.support import (
     START,
     USER,
     create,
-    delete,
     each_kind,
     event,
     ids,
@@ -146,12 +145,6 @@ async def test_listed_sessions_share_no_mutable_value(service: BaseSessionServic
         for key in state:
             first.state[key]["list"].append("changed")
         assert second.state == state
-
-
-async def test_deleted_session_is_no_longer_listed(service: BaseSessionService) -> None:
-    one, _ = await create(service, "one"), await create(service, "two")
-    await delete(service, one)
-    assert ids(await listed(service)) == ids(await listed(service, None)) == ["two"]
 
 
 async def test_each_of_many_sessions_is_listed_once(service: BaseSessionService) -> None:

@@ -59,12 +59,6 @@ async def test_prefixes_send_keys_to_their_scope(service: BaseSessionService) ->
     assert other_app.state == {}
 
 
-async def test_temp_keys_are_dropped_on_creation(service: BaseSessionService) -> None:
-    session = await create(service, state=TEMPORARY | {"k": 1})
-    assert session.state == {"k": 1}
-    assert (await reload(service, session)).state == {"k": 1}
-
-
 async def test_new_session_has_the_shared_state_that_earlier_ones_stored(
     service: BaseSessionService,
 ) -> None:
@@ -74,12 +68,6 @@ async def test_new_session_has_the_shared_state_that_earlier_ones_stored(
     second = await create(service, "three", state={"user:u": 3, "app:c": 3})
     assert second.state == {"app:a": 1, "app:b": 2, "app:c": 3, "user:u": 3, "user:v": 2}
     assert (await reload(service, second)).state == second.state
-
-
-async def test_later_session_overwrites_shared_keys(service: BaseSessionService) -> None:
-    first = await create(service, "one", state={"app:k": {"a": 1}, "user:k": [1], "k": 1})
-    await create(service, "two", state={"app:k": {"b": 2}, "user:k": [2], "k": 2})
-    assert (await reload(service, first)).state == {"app:k": {"b": 2}, "user:k": [2], "k": 1}
 
 
 async def test_odd_keys_survive_creation(service: BaseSessionService) -> None:
@@ -136,15 +124,6 @@ async def test_delta_replaces_nested_values_whole(service: BaseSessionService) -
     session = await create(service, state={"k": {"a": 1}, "user:k": {"a": 1}, "kept": 1})
     await service.append_event(session, event(delta={"k": {"b": 2}, "user:k": {}}))
     expected = {"k": {"b": 2}, "user:k": {}, "kept": 1}
-    assert session.state == expected
-    assert (await reload(service, session)).state == expected
-
-
-async def test_later_delta_wins(service: BaseSessionService) -> None:
-    session = await create(service)
-    for n in range(5):
-        await service.append_event(session, event(delta={"n": n, f"k{n}": n, "user:n": n}))
-    expected = {"n": 4, "user:n": 4} | {f"k{n}": n for n in range(5)}
     assert session.state == expected
     assert (await reload(service, session)).state == expected
 

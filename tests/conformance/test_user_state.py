@@ -2,7 +2,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from tests.conformance.services import OTHER_KINDS
-from tests.conformance.support import APP, USER, create, delete, each_kind, event, reference_lacks
+from tests.conformance.support import APP, USER, create, each_kind, event, reference_lacks
 
 kind = each_kind(
     "encrypted-file",
@@ -11,7 +11,6 @@ kind = each_kind(
         "adk": [
             "test_unknown_users_state_is_empty",
             "test_user_state_has_keys_without_prefix",
-            "test_user_state_outlives_the_session",
         ],
     },
     soak=["encrypted-mariadb", *OTHER_KINDS],
@@ -39,11 +38,6 @@ async def test_unknown_users_state_is_empty(
     assert await service.get_user_state(app_name=app_name, user_id=user_id) == {}
 
 
-async def test_user_without_user_state_has_an_empty_one(service: BaseSessionService) -> None:
-    await create(service, state={"k": 1, "app:k": 2})
-    assert await service.get_user_state(app_name=APP, user_id=USER) == {}
-
-
 async def test_each_user_of_each_app_has_a_state_of_their_own(
     service: BaseSessionService,
 ) -> None:
@@ -56,11 +50,6 @@ async def test_each_user_of_each_app_has_a_state_of_their_own(
         assert await service.get_user_state(app_name=app_name, user_id=user_id) == {
             "k": [app_name, user_id]
         }
-
-
-async def test_user_state_outlives_the_session(service: BaseSessionService) -> None:
-    await delete(service, await create(service, state={"user:k": 1}))
-    assert await service.get_user_state(app_name=APP, user_id=USER) == {"k": 1}
 
 
 async def test_changing_the_returned_user_state_changes_nothing_else(
