@@ -7,9 +7,9 @@ and, if needed, a PostgreSQL server.  Each block runs in it as its language says
 - `python` runs in the page's one namespace; with `title="name.py"` it is saved as that file;
 - `yaml` and `toml` are saved as the file in their title;
 - `sh` runs in a shell, and what it exports is set for later blocks.  `python`, `uvicorn` and our
-  own command run in this process, since importing google-adk takes seconds; a line that tests
-  how they end (`||`) runs in the shell, and google-adk's servers run until the end of the page.
-  `make`, `pip`, `pytest` and `adk` are only checked: see below;
+  own command run in this process, since importing google-adk takes seconds, and google-adk's
+  servers run until the end of the page.  `make`, `pip`, `pytest` and `adk` are only checked: see
+  below;
 - `sql` runs on PostgreSQL, as its superuser;
 - `text` is the expected output of the block before it; `...` stands for what differs between runs.
 
@@ -225,14 +225,17 @@ class Page:
                 assert re.search(rf"^{re.escape(package)}\b", required, re.MULTILINE), line
 
     def _pytest(self, command: list[str], line: str) -> None:
-        """Check that the arguments are valid and select tests of this repository."""
-        arguments = [word for word in command[1:] if word != "pytest"]
-        if not any(word.startswith("tests/") for word in arguments):
-            self._shell(command, line)
-            return
-        # In this process, which has imported everything already.
-        with contextlib.chdir(ROOT):
-            code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *arguments])
+        """Run the page's tests; check that arguments select tests, if these are the repository's.
+
+        In this process, which has imported everything already.
+        """
+        arguments = ["-p", "no:cacheprovider", "-oasyncio_default_fixture_loop_scope=function"]
+        arguments += [word for word in command[1:] if word != "pytest"]
+        of_repository = any(word.startswith("tests/") for word in arguments)
+        if of_repository:
+            arguments += ["--collect-only", "-q"]
+        with contextlib.chdir(ROOT if of_repository else self.directory):
+            code = pytest.main(arguments)
         assert code == pytest.ExitCode.OK, line
 
     def _python(self, command: list[str], line: str) -> None:
@@ -269,10 +272,11 @@ class Page:
             time.sleep(0.01)
 
     def _own(self, command: list[str], line: str) -> None:
-        if "||" in command:
-            self._shell(command, line)
-            return
-        if command[1:3] in (["adk", "web"], ["adk", "api_server"]):
+        otherwise: list[str] = []
+        if "||" in command:  # `|| echo "exit status $?"`
+            at = command.index("||")
+            command, otherwise = command[:at], command[at + 2 :]
+        if not otherwise and command[1:3] in (["adk", "web"], ["adk", "api_server"]):
             self._adk(command, line)
             return
         status: object = 0
@@ -280,7 +284,8 @@ class Page:
             main(command[1:], prog_name=command[0])
         except SystemExit as end:
             status = end.code
-        assert not status, f"{line!r} ends with {status}"
+        assert bool(status) is bool(otherwise), f"{line!r} ends with {status}"
+        print(*(word.replace("$?", str(status)) for word in otherwise), end="\n" if status else "")
 
     def _adk(self, command: list[str], line: str) -> None:
         """Run a server of google-adk until the end of the page."""

@@ -19,6 +19,8 @@ pytest.importorskip("hatchling", reason="building the package needs the extra [d
 
 from hatch_build import description
 
+pytestmark = pytest.mark.soak  # `make dist-check` checks the files of a release
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "src" / "adk_secure_sessions"

@@ -29,6 +29,8 @@ NOTATION = re.findall(r"^```text\n(.*?)^```", worked_example() + "\n", re.MULTIL
 NOTATION.append(Report(Results.load(RESULTS)).log_lines() + "\n")
 WITH_CODE = [page for page in PAGES if pages.blocks(page).regions]
 assert WITH_CODE, "no code found: an empty search must not pass as success"
+# It starts `adk web` twice; tests/integrations/test_adk_commands.py starts it by default.
+SLOW = pages.DOCS / "adk-commands.md"
 
 
 @pytest.fixture
@@ -46,7 +48,11 @@ def audit_log_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("audit_log_as_it_was")
-@pytest.mark.parametrize("path", WITH_CODE, ids=pages.name_of)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(one, marks=pytest.mark.soak if one == SLOW else ()) for one in WITH_CODE],
+    ids=pages.name_of,
+)
 def test_code_in_the_page_runs_and_prints_what_it_says(
     path: Path,
     tmp_path: Path,

@@ -21,6 +21,7 @@ from tests.pages import DOCS, PROJECT, ROOT
 # The environments that test one release of google-adk do not have it.
 pytest.importorskip("mkdocs", reason="the site needs the extra [docs]")
 pytestmark = [
+    pytest.mark.soak,  # `make site` builds the site, too, and rejects links that lead nowhere
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
 ]

@@ -600,7 +600,7 @@ class _Spy:
         return self._cipher.decrypt(ciphertext, associated_data)
 
 
-def _reads(say: Say, path: str, sets_providers: bool) -> None:
+def _reads(say: Say, path: str) -> None:
     seen: list[object] = []
 
     class Backend(AesGcmBackend):
@@ -608,8 +608,6 @@ def _reads(say: Say, path: str, sets_providers: bool) -> None:
             return _Spy(super().cipher(key), seen)
 
     async def main() -> None:
-        if sets_providers:
-            Measurements()
         url = f"sqlite+aiosqlite:///{path}"
         async with EncryptedSessionService(url, Backend(generate_key())) as service:
             await converse(service)
@@ -618,11 +616,10 @@ def _reads(say: Say, path: str, sets_providers: bool) -> None:
     say([one is None for one in seen])
 
 
-@pytest.mark.parametrize("sets_providers", [False, True])
-def test_nothing_is_measured_without_a_provider(tmp_path: Path, sets_providers: bool) -> None:
-    seen = measure(_reads, str(tmp_path / "s.db"), sets_providers)
+def test_nothing_is_measured_without_a_provider(tmp_path: Path) -> None:
+    seen = measure(_reads, str(tmp_path / "s.db"))
     assert seen
-    assert set(seen) == {not sets_providers}
+    assert all(seen)
 
 
 def test_operation_may_end_in_another_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import io
-import json
 import os
 import re
 import stat
@@ -17,7 +16,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import output
 from adk_secure_sessions.cli.config import variable
-from tests.cli.support import begin_trail, commands, confirmed, make_adk_tables, on, run
+from tests.cli.support import commands, on, run
 from tests.maintenance.support import NEW, OLD, fill, query, run_sql
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -262,44 +261,6 @@ def test_progress_elsewhere_is_a_line_now_and_then(
     with output.progress("verify") as report:
         report(1, 2000)
     assert re.fullmatch(r"verify: 1 of 2,000 rows, [\d,]+ rows/s\n", capsys.readouterr().err)
-
-
-def test_every_command_with_a_database_prints_json(filled: str, tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "keys.db").touch()  # an empty database: the keys are in the other one already
-    options: dict[str, list[str]] = {
-        "purge blobs": ["--store", f"{tmp_path}/blobs"],
-        "purge sessions": ["--older-than", "90d"],
-        "debug lookup": ["--app", "clinic"],
-        "erase-user": ["--app", "clinic", "--user", "ada"],
-        "debug inspect": ["secure_users"],
-        "export": ["--to", f"sqlite:///{tmp_path}/exported.db", "--decrypt"],
-        "move-keys": ["--to", "db", "--key-db", f"sqlite:///{tmp_path}/keys.db"],
-        "migrate copy": ["--from", f"sqlite:///{tmp_path}/adk.db"],
-        "migrate compare": ["--from", f"sqlite:///{tmp_path}/adk.db"],
-        "migrate erase-source": ["--from", f"sqlite:///{tmp_path}/adk.db", "--dry-run"],
-        "index fill": ["--app", "clinic", "ticket"],
-        "index drop": ["--app", "clinic", "ticket"],
-        "audit export": ["--output", f"{tmp_path}/trail.jsonl"],
-        "purge audit": ["--older-than", "90d"],
-    }
-    make_adk_tables(tmp_path / "adk.db")
-    for name, command in commands().items():
-        if name in ("keygen", "adk doctor"):  # without a database
-            continue
-        names = {text for option in command.params for text in option.opts}
-        needs_key = "--key" in names
-        key = "env:OLD_KEY" if needs_key else None
-        if "audit" in name:
-            asyncio.run(begin_trail(filled))
-        arguments = [*options.get(name, []), *on(filled, key, command=name)]
-        if "--confirm" in names:
-            arguments += confirmed(filled)
-        said = run(*name.split(), *arguments, "--json")
-        # All tables of the tests' MariaDB server share one file, which cannot be rewritten.
-        code = int(name == "vacuum" and filled.startswith("mariadb"))
-        assert (said.code, said.stderr) == (code, "")
-        assert isinstance(json.loads(said.stdout), dict | list)
 
 
 @pytest.mark.parametrize("name", commands())

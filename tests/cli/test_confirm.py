@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -12,31 +13,41 @@ from google.adk.sessions import DatabaseSessionService
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, EncryptedSessionService
+from adk_secure_sessions.migration import AdkTables, migrate
 from tests.cli.support import commands, confirmed, on, run
 from tests.cli.test_running import on_terminal
 from tests.maintenance.support import OLD, event, fill, query
+from tests.migration.support import database
 
 IRREVOCABLE = ("erase-user", "migrate erase-source", "move-keys", "separate")
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two databases, google-adk's and ours, and copies of both."""
-    monkeypatch.chdir(tmp_path)
+    directory = tmp_path_factory.mktemp("made")
+    url = f"sqlite:///{directory}/sessions.db"
 
     async def make() -> None:
-        adk = DatabaseSessionService("sqlite+aiosqlite:///adk.db")
+        adk = DatabaseSessionService(f"sqlite+aiosqlite:///{directory}/adk.db")
         session = await adk.create_session(app_name="clinic", user_id="ada")
         await adk.append_event(session, event(1))
         await adk.db_engine.dispose()
-        await fill("sqlite:///sessions.db")
+        await fill(url)
+        async with AdkTables(f"sqlite:///{directory}/adk.db") as source, database(url) as db:
+            assert (await migrate(source, db)).copied == 1
 
     asyncio.run(make())
-    target = on("sqlite:///sessions.db", command="migrate")
-    assert run("migrate", "copy", "--from", "sqlite:///adk.db", *target).code == 0
     for name in ("adk", "sessions"):
-        with closing(sqlite3.connect(f"{name}.db")) as connection:
-            connection.execute("VACUUM INTO ?", [f"{name}-copy.db"])
+        with closing(sqlite3.connect(directory / f"{name}.db")) as connection:
+            connection.execute("VACUUM INTO ?", [str(directory / f"{name}-copy.db")])
+    return directory
+
+
+@pytest.fixture
+def files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -95,16 +106,14 @@ def test_without_a_terminal_the_database_must_be_named(command: str, files: Path
     assert contents(files) != before
 
 
-@pytest.mark.parametrize("command", IRREVOCABLE)
-def test_on_a_terminal_the_name_is_asked_for(command: str, files: Path) -> None:
-    before = contents(files)
-    for answer in ("", "y", name(command, "-copy")):
-        code, stdout, shown = on_terminal(answer, *arguments(command))
-        assert (code, stdout) == (1, "")
-        assert f"the database {files / name(command)} has " in shown
-        assert re.search("To .*, enter the path of the file", shown)
-        assert "nothing was changed" in shown
-        assert contents(files) == before
+def test_on_a_terminal_the_name_is_asked_for(files: Path) -> None:
+    before, command = contents(files), "erase-user"
+    code, stdout, shown = on_terminal("y", *arguments(command))
+    assert (code, stdout) == (1, "")
+    assert f"the database {files / name(command)} has " in shown
+    assert re.search("To .*, enter the path of the file", shown)
+    assert "nothing was changed" in shown
+    assert contents(files) == before
     code, _, shown = on_terminal(str(files / name(command)), *arguments(command))
     assert (code, "nothing was changed" in shown) == (0, False)
     assert contents(files) != before

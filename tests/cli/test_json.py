@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,12 +76,6 @@ def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]
     return [*name.split(), *more, *on(url, key, command=name), "--json"]
 
 
-# `migrate erase-source` is always run dry here.
-WITH_DRY_RUN = [
-    one for one in NAMES if "--dry-run" in options(one) and one != "migrate erase-source"
-]
-
-
 @pytest.fixture(autouse=True)
 def _adk_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source of `migrate`: google-adk's tables."""
@@ -123,9 +118,15 @@ def test_there_is_a_schema_for_each_command_and_each_describes_all_fields() -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_output_of_the_command_is_as_its_schema_says(name: str, file: str) -> None:
-    said = run(*arguments(name, file))
+    """So is that of a dry run.  A command also leaves metrics: see test_metrics.py."""
+    if "--dry-run" in options(name):
+        assert check(run(*arguments(name, file), "--dry-run"), name)["dry_run"] is True
+    said = run(*arguments(name, file), "--metrics-file", "run.prom")
     assert (said.code, said.stderr) == (0, "")
-    check(said, name)
+    dry_run = check(said, name).get("dry_run", False)
+    assert dry_run is (name == "migrate erase-source")
+    metrics = Path("run.prom").read_text(encoding="utf-8")
+    assert re.search(rf'_problems{{command="{name}".*}} 0\b', metrics)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,10 +179,3 @@ def test_failure_that_may_pass_is_retryable() -> None:
 def test_wrong_key_names_its_class(file: str) -> None:
     failure = check(run("verify", *on(file, "env:NEW_KEY"), "--json"), "failure")
     assert failure["error"] == "WrongKeyError"
-
-
-@pytest.mark.parametrize("name", WITH_DRY_RUN)
-def test_dry_run_is_a_field(name: str, file: str) -> None:
-    for more, dry_run in ((["--dry-run"], True), ([], False)):
-        said = run(*arguments(name, file), *more)
-        assert check(said, name)["dry_run"] is dry_run

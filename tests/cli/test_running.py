@@ -122,22 +122,11 @@ def test_short_help_is_the_help() -> None:
     assert run("verify", "-h") == run("verify", "--help")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completes_commands_and_tables(shell: str) -> None:
-    def completed(**environment: str) -> str:
-        environment = {**os.environ, "_ADK_SECURE_SESSIONS_COMPLETE": shell} | environment
-        kind = environment.pop("KIND")
-        environment["_ADK_SECURE_SESSIONS_COMPLETE"] += f"_{kind}"
-        return subprocess.run(
-            [PROGRAM], env=environment, capture_output=True, text=True, check=False
-        ).stdout
-
-    if shell != "bash":  # click runs bash to ask for its version
-        assert "adk-secure-sessions" in completed(KIND="source")
+def test_shell_completes_commands_and_tables() -> None:
     line = {"COMP_WORDS": "adk-secure-sessions debug inspect secure_e", "COMP_CWORD": "3"}
-    if shell == "fish":
-        line["COMP_CWORD"] = "secure_e"
-    assert "secure_events" in completed(KIND="complete", **line)
+    environment = {**os.environ, "_ADK_SECURE_SESSIONS_COMPLETE": "zsh_complete", **line}
+    done = subprocess.run([PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert "secure_events" in done.stdout
 
 
 # --- check ---------------------------------------------------------------------------------------
@@ -152,20 +141,10 @@ def test_check_says_that_a_service_could_start(filled: str) -> None:
     )
 
 
-CANNOT_START: dict[str, tuple[str, str]] = {
-    "a key that unwraps nothing": ("UPDATE secure_keyring SET wrapped = x'00'", "master key"),
-    "no index master key": ("DELETE FROM secure_keyring WHERE purpose = 'index'", "index master"),
-    "another format": ("UPDATE secure_meta SET value = '99' WHERE name = 'format'", "'99'"),
-    "a removed table": ("DROP TABLE secure_events", "secure_events was removed"),
-}
-
-
-@pytest.mark.parametrize("name", CANNOT_START)
-def test_check_says_why_a_service_could_not_start(name: str, file: str) -> None:
-    statement, text = CANNOT_START[name]
-    run_sql(sa.make_url(file).set(drivername="sqlite"), statement)
+def test_check_says_why_a_service_could_not_start(file: str) -> None:
+    run_sql(sa.make_url(file).set(drivername="sqlite"), "DROP TABLE secure_events")
     said = run("check", *on(file))
-    assert (said.code, said.stdout, text in said.stderr) == (2, "", True)
+    assert (said.code, said.stdout, "secure_events was removed" in said.stderr) == (2, "", True)
 
 
 def test_check_rejects_a_wrong_key_and_names_the_option(file: str) -> None:
@@ -345,14 +324,8 @@ def test_terminal_is_asked_before_a_rotation_is_continued(file: str) -> None:
     assert re.search(r"continues the rotation begun .*Continue it\? \[Y/n\]", shown, re.DOTALL)
     assert "nothing was changed; --restart begins a new rotation" in shown
     assert query(place, "SELECT id, state FROM secure_sessions") == before
-    code, stdout, shown = on_terminal("y", "rotate", "data", *on(file))
-    assert (code, "re-encrypted: " in stdout) == (0, True)
-
-
-def test_terminal_is_not_asked_with_yes(file: str) -> None:
-    asyncio.run(interrupt(file, rotate_data))
-    code, _, shown = on_terminal("n", "rotate", "data", *on(file), "--yes")
-    assert (code, "Continue it?" in shown) == (0, False)
+    code, stdout, shown = on_terminal("n", "rotate", "data", *on(file), "--yes")
+    assert (code, "re-encrypted: " in stdout, "Continue it?" in shown) == (0, True, False)
 
 
 def test_it_is_said_before_the_work_that_a_rotation_is_continued(
@@ -533,11 +506,10 @@ def test_path_that_does_not_exist_is_named_with_advice(arguments: list[str], fil
     assert said == (2, "", f"Error: '{path}' cannot be used: {advice}\n")
 
 
-@pytest.mark.parametrize("json", [[], ["--json"]])
-def test_output_that_is_full_is_reported_in_one_line(json: list[str], file: str) -> None:
+def test_output_that_is_full_is_reported_in_one_line(file: str) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [PROGRAM, "verify", *on(file), *json], stdout=full, stderr=subprocess.PIPE, check=False
+            [PROGRAM, "verify", *on(file)], stdout=full, stderr=subprocess.PIPE, check=False
         )
     assert done.returncode == 2
     assert done.stderr.decode() == (
@@ -545,16 +517,12 @@ def test_output_that_is_full_is_reported_in_one_line(json: list[str], file: str)
     )
 
 
-@pytest.mark.parametrize(
-    "command", [["audit", "export"], ["export", "--decrypt", "--jsonl", "-"], ["status"]]
-)
-def test_command_whose_reader_has_ended_says_nothing(command: list[str], file: str) -> None:
+def test_command_whose_reader_has_ended_says_nothing(file: str) -> None:
     asyncio.run(begin_trail(file))
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [PROGRAM, *command, *on(file)], stdout=writer, stderr=subprocess.PIPE, check=False
-    )
+    export = [PROGRAM, "audit", "export", *on(file)]
+    done = subprocess.run(export, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
 
