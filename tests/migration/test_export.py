@@ -32,9 +32,6 @@ from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import AdkTarget, Export, export_lines, export_to_adk
-from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.encrypted import EncryptedSource
-from adk_secure_sessions.migration.sources import Scope, SessionContent
 from tests.attacks import needles
 from tests.cli.support import run
 from tests.conformance.samples import CORPUS
@@ -185,28 +182,6 @@ async def test_states_of_all_scopes_ids_and_long_histories_are_exported(
         # google-adk goes on with the session.
         session = stored[APP, "ädä\u2028🎉", "Grüße"]
         await theirs.append_event(session, event(5000, **{"user:u": "new"}))
-
-
-async def test_exported_tables_have_the_same_content_as_the_source(
-    file_url: str, adk_file: str
-) -> None:
-    """In the way in which `migrate` reads them: what was exported can come back."""
-    await fill(file_url, users=("ada", "bob"), sessions=3, events=4)
-    await export(file_url, adk_file)
-
-    async def contents(source: Any) -> dict[object, SessionContent]:
-        found: dict[object, SessionContent] = {}
-        async for batch in source.sessions(Scope()):
-            for one, content in (await source.read(batch)).items():
-                assert isinstance(content, SessionContent)
-                found[one[:3]] = content
-        return found
-
-    async with (
-        EncryptedSource(Database(file_url, BACKEND)) as ours,
-        AdkTables(adk_file) as theirs,
-    ):
-        assert await contents(ours) == await contents(theirs)
 
 
 async def test_events_keep_their_order_whatever_their_times_are(

@@ -25,7 +25,6 @@ from adk_secure_sessions import (
     DatabaseError,
     EncryptedSessionService,
 )
-from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import Package1x
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
@@ -404,24 +403,6 @@ async def test_parallel_agents_share_one_object(service: PlaintextFallbackServic
     assert service.copied_sessions == 1
 
 
-async def test_two_processes_copy_a_session_once(opened: Open) -> None:
-    services = [opened() for _ in range(4)]
-    objects = [await get(one) for one in services]
-    results = await asyncio.gather(
-        *(
-            one.append_event(session, said(f"p{n}", 10 + n))
-            for n, (one, session) in enumerate(zip(services, objects, strict=True))
-        ),
-        return_exceptions=True,
-    )
-    stored = await get(services[0])
-    appended = [result for result in results if isinstance(result, Event)]
-    assert all(isinstance(result, Event | StaleSessionError) for result in results)
-    assert [event.id for event in stored.events[3:]] == [event.id for event in appended]
-    assert len(appended) == 1
-    assert sum(one.copied_sessions for one in services) == 1
-
-
 async def test_partial_event_copies_nothing(
     service: PlaintextFallbackService, source: MemoryLookup
 ) -> None:
@@ -777,11 +758,3 @@ def _shown(session: Session | None) -> object:
         return None
     state = dict(sorted(session.state.items()))
     return session.user_id, session.id, state, [event.id for event in session.events]
-
-
-async def test_migrated_database_can_be_opened_by_commands(
-    service: PlaintextFallbackService, tmp_path: Path
-) -> None:
-    await service.append_event(await get(service), said("four", 4))
-    async with Database(f"sqlite+aiosqlite:///{tmp_path}/sessions.db", AesGcmBackend(KEY)) as db:
-        assert await db.imports.has_imports()
