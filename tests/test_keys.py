@@ -2,9 +2,7 @@
 
 import asyncio
 import base64
-import copy
 import os
-import pickle
 import re
 import signal
 import struct
@@ -29,7 +27,6 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     EnvironmentKey,
     FileKey,
-    KeyProvider,
     PassphraseKey,
     StaticKey,
     TamperedError,
@@ -670,20 +667,3 @@ def test_value_that_names_no_root_key_is_rejected(key: Any) -> None:
     with pytest.raises(ConfigurationError) as info:
         root_key(key)
     assert "needle" not in str(info.value)
-
-
-# --- no key is shown -----------------------------------------------------------------------------
-
-PROVIDERS: dict[str, Callable[[], KeyProvider]] = {
-    "static": lambda: StaticKey(KEY),
-    "passphrase": lambda: PassphraseKey(WORDS),
-}
-
-
-@pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS)
-@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_provider_cannot_be_pickled_or_copied(
-    make: Callable[[], KeyProvider], attempt: Callable[[Any], Any]
-) -> None:
-    with pytest.raises(TypeError, match="holds key material"):
-        attempt(make())

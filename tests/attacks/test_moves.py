@@ -24,7 +24,6 @@ from tests.attacks.cells import (
 )
 from tests.attacks.databases import also_on
 from tests.attacks.support import (
-    APP,
     DATABASE,
     MISPLACED,
     SESSION,
@@ -63,11 +62,6 @@ async def test_rows_of_two_users_swapped_are_rejected(db: Database) -> None:
     await assert_rejected(db, USER._replace(unaffected=()), *MISPLACED, who=BOB)
 
 
-async def test_states_of_two_apps_swapped_are_rejected(db: Database) -> None:
-    swap(db, "secure_apps", "state", "id = :clinic", "id = :bank")
-    await assert_rejected(db, APP._replace(unaffected=()), *MISPLACED)
-
-
 async def test_states_of_two_sessions_of_one_user_swapped_are_rejected(db: Database) -> None:
     swap(db, "secure_sessions", "state", "id = :visit", "id = :notes")
     impact = SESSION._replace(unaffected=(BOB,))
@@ -81,13 +75,6 @@ async def test_tags_of_two_sessions_of_one_user_swapped_are_rejected(db: Databas
     impact = SESSION._replace(unaffected=(BOB,))
     await assert_rejected(db, impact, TamperedError)
     await assert_rejected(db, impact, TamperedError, who=NOTES)
-
-
-async def test_states_of_sessions_of_two_users_swapped_are_rejected(db: Database) -> None:
-    swap(db, "secure_sessions", "state", "id = :visit", "id = :bob_visit")
-    impact = SESSION._replace(unaffected=(NOTES,))
-    await assert_rejected(db, impact, *MISPLACED)
-    await assert_rejected(db, impact, *MISPLACED, who=BOB)
 
 
 async def test_sessions_of_two_users_swapped_by_tag_are_rejected(db: Database) -> None:
@@ -191,14 +178,6 @@ async def test_encrypted_values_of_any_two_rows_of_a_table_swapped_are_detected(
         with db.connect() as connection:
             connection.execute(update, (one[-1], *one[:-1]))
             connection.execute(update, (other[-1], *other[:-1]))
-
-
-async def test_wrapped_data_keys_of_two_users_swapped_are_rejected(db: Database) -> None:
-    both = ["owner = (SELECT tag FROM secure_users WHERE id = :alice)"]
-    both += ["owner = (SELECT tag FROM secure_users WHERE id = :bob)"]
-    swap(db, "secure_data_keys", "wrapped", *both)
-    await assert_rejected(db, USER._replace(unaffected=()), TamperedError)
-    await assert_rejected(db, USER._replace(unaffected=()), TamperedError, who=BOB)
 
 
 async def test_data_key_given_to_another_user_is_rejected(db: Database) -> None:

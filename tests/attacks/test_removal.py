@@ -143,11 +143,6 @@ async def test_removed_data_master_is_detected_and_not_created_again(db: Databas
             assert db.dump() == before
 
 
-async def test_emptied_keyring_is_detected_and_not_filled_again(db: Database) -> None:
-    db.run("DELETE FROM secure_keyring")
-    await assert_rejected(db, DATABASE, WrongKeyError)
-
-
 async def test_keyring_row_of_another_database_of_the_same_root_key_is_rejected(
     db: Database,
 ) -> None:

@@ -15,12 +15,10 @@ from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
     EncryptedSessionService,
-    WrongKeyError,
 )
 from adk_secure_sessions.maintenance import Database, init, status
 from tests.key_database.support import (
     KEY,
-    OTHER,
     Pair,
     count,
     create,
@@ -29,7 +27,6 @@ from tests.key_database.support import (
     marks,
     pair_in,
     query,
-    run_sql,
     tables,
 )
 from tests.maintenance.dying import Statements, dying
@@ -116,14 +113,6 @@ async def test_processes_starting_at_once_agree(pair: Pair) -> None:
     assert marks(pair.data)["database_id"] == marks(pair.keys)["database_id"]
 
 
-async def test_services_starting_at_once_agree(files: Pair) -> None:
-    services = [files.service() for _ in range(8)]
-    await asyncio.gather(*(service.prepare_tables() for service in services))
-    for service in services:
-        await service.close()
-    assert count(files.keys, "secure_keyring") == 2
-
-
 def start_and_die(say: Say, urls: dict[str, Any]) -> None:
     """Start a service, but die before it makes the first table of the data."""
     first_of_data = Statements(len(OF_KEYS) + 1, "CREATE TABLE")
@@ -145,13 +134,6 @@ async def test_start_continues_where_a_killed_one_ended(pair: Pair) -> None:
     await start(**pair.urls)
     assert query(pair.keys, "SELECT * FROM secure_keyring") == masters
     assert marks(pair.data)["database_id"] == marks(pair.keys)["database_id"]
-
-
-async def test_wrong_root_key_is_rejected_at_the_start(pair: Pair) -> None:
-    await start(**pair.urls)
-    async with pair.service(OTHER) as service:
-        with pytest.raises(WrongKeyError):
-            await service.prepare_tables()
 
 
 # --- databases that do not belong together -------------------------------------------------------
@@ -219,33 +201,6 @@ async def test_databases_that_do_not_belong_together_are_rejected_and_left_uncha
     for url in made:
         Path(url.database or "").unlink()
     assert everything(*places.all) == before
-
-
-@pytest.mark.parametrize(
-    ("where", "statement", "text"),
-    [
-        ("data", "DELETE FROM secure_meta WHERE name = 'holds'", "restore secure_meta"),
-        ("data", "DELETE FROM secure_meta", "no format version"),
-        ("data", "DELETE FROM secure_meta WHERE name = 'database_id'", "no valid database id"),
-        ("data", "UPDATE secure_meta SET value = 'keys' WHERE name = 'holds'", "a key database"),
-        ("data", "UPDATE secure_meta SET value = '?' WHERE name = 'holds'", "`holds`"),
-        ("data", "DROP TABLE secure_events", "secure_events was removed"),
-        ("keys", "DELETE FROM secure_meta WHERE name = 'holds'", "keys of their own"),
-        ("keys", "DELETE FROM secure_meta", "no format version"),
-        ("keys", "UPDATE secure_meta SET value = 'data' WHERE name = 'holds'", "in a key database"),
-        ("keys", "DROP TABLE secure_data_keys", "secure_data_keys was removed"),
-    ],
-)
-async def test_tampered_database_is_rejected_and_nothing_is_made_in_its_place(
-    files: Pair, where: str, statement: str, text: str
-) -> None:
-    async with files.service() as service:
-        await create(service)
-    run_sql(getattr(files, where), statement)
-    before = everything(*files)
-    with pytest.raises(ConfigurationError, match=text):
-        await start(**files.urls)
-    assert everything(*files) == before
 
 
 async def test_missing_tables_are_not_made_without_create_tables(files: Pair) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, TamperedError
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
-from adk_secure_sessions.maintenance import Database, erase_user, purge, retire, rotate_data, verify
+from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES
 from adk_secure_sessions.storage.writes import Expected, StaleRevision
 from tests.faults import Point, with_faults
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
-from tests.maintenance.support import APP, OLD, event, query, run_sql
+from tests.maintenance.support import APP, OLD, event, query
 
 BACKEND = AesGcmBackend(OLD)
 ITEMS = [encode_item({"n": n}) for n in range(5)]
@@ -100,100 +100,6 @@ async def test_replaced_items_are_not_stored_any_more(
     assert found.items == (ITEMS[0], gone, ITEMS[2], gone, ITEMS[4], ITEMS[4])
     async with Database(url, BACKEND) as db:
         assert (await verify(db)).bad == 0
-
-
-async def test_rotation_and_retirement_include_collections(
-    service: EncryptedSessionService,
-    url: str,  # noqa: F811
-) -> None:
-    await fill(service)
-    await service.create_session(app_name=APP, user_id="ada", session_id="s")
-    async with Database(url, BACKEND) as db:
-        assert (await rotate_data(db)).left == 0
-        assert (await retire(db)).data_keys == 2  # of the app and of the user
-        assert (await verify(db)).bad == 0
-    async with EncryptedSessionService(url, BACKEND) as reader:
-        found = await reader.collections.get(APP, "ada", "c")
-    assert found is not None
-    assert found.items == tuple(ITEMS)
-
-
-async def test_erasing_a_user_erases_the_collections(
-    service: EncryptedSessionService,
-    place: sa.URL,  # noqa: F811
-    url: str,  # noqa: F811
-) -> None:
-    await fill(service)
-    await fill(service, user="bob")
-    async with Database(url, BACKEND) as db:
-        await erase_user(db, APP, "ada")
-        assert (await verify(db)).bad == 0
-    assert await service.collections.get(APP, "ada", "c") is None
-    assert query(place, "SELECT count(*) FROM secure_events") == [(5,)]
-
-
-async def test_purge_leaves_collections(service: EncryptedSessionService, url: str) -> None:  # noqa: F811
-    from datetime import timedelta
-
-    await fill(service)
-    await service.create_session(app_name=APP, user_id="ada", session_id="s")
-    async with Database(url, BACKEND) as db:
-        assert (await purge(db, timedelta(), dry_run=True)).deleted == 1
-        assert (await purge(db, timedelta())).deleted == 1
-    found = await service.collections.get(APP, "ada", "c")
-    assert found is not None
-    assert found.size == 5
-
-
-CHANGES = {
-    "an item was deleted": "DELETE FROM secure_events WHERE seq = 2",
-    "the last item was deleted": "DELETE FROM secure_events WHERE seq = 4",
-    "two items were exchanged": "UPDATE secure_events SET seq = 1 - seq + 100 WHERE seq < 2",
-    "the collection became a session": "UPDATE secure_sessions SET base_revision = -1",
-    "its witness was deleted": "DELETE FROM secure_witnesses WHERE number IN "
-    "(SELECT id FROM secure_sessions)",
-    "its row was deleted": "DELETE FROM secure_sessions",
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-async def test_change_behind_the_services_back_is_rejected(
-    file_url: str,  # noqa: F811
-    tmp_path: Path,
-    change: str,
-) -> None:
-    async with EncryptedSessionService(file_url, BACKEND) as service:
-        await fill(service)
-    stored = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-    run_sql(stored, change)
-    if "100" in change:
-        run_sql(stored, "UPDATE secure_events SET seq = seq - 100 WHERE seq >= 100")
-    async with EncryptedSessionService(file_url, BACKEND) as service:
-        with pytest.raises(TamperedError):
-            await service.collections.get(APP, "ada", "c")
-    async with Database(file_url, BACKEND) as db:
-        assert (await verify(db)).bad >= 1
-
-
-async def test_replay_of_an_older_row_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
-    stored = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-    async with EncryptedSessionService(file_url, BACKEND) as service:
-        await fill(service)
-        ((old, revision),) = query(stored, "SELECT state, revision FROM secure_sessions")
-        await service.collections.append(APP, "ada", "c", ITEMS[0])
-    with sa.create_engine(stored).begin() as connection:
-        row = {"old": old, "revision": revision}
-        connection.execute(
-            sa.text("UPDATE secure_sessions SET state = :old, revision = :revision"), row
-        )
-    async with EncryptedSessionService(file_url, BACKEND) as service:
-        for call in (service.collections.get, service.collections.append):
-            with pytest.raises(TamperedError):
-                await call(
-                    APP, "ada", "c", *([ITEMS[0]] if call == service.collections.append else [])
-                )
-        with pytest.raises(TamperedError):
-            await service.collections.names(APP, "ada")
 
 
 async def test_database_with_collections_names_the_feature(file_url: str, tmp_path: Path) -> None:  # noqa: F811
