@@ -30,6 +30,7 @@ _SERVER_OF_FILE: dict[str, str | None] = {
     "integrations/test_artifact_stores.py": "mariadb",
     "integrations/test_memory_attacks.py": "postgresql",
     "integrations/test_memory_contract.py": "postgresql",
+    "integrations/test_memory_growth.py": "mariadb",
     "integrations/test_memory_service.py": "mariadb",
     "maintenance/test_checkpoints.py": "postgresql",
     "maintenance/test_clearing.py": "mariadb",

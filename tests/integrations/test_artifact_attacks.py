@@ -21,10 +21,10 @@ from adk_secure_sessions.integrations.artifact_versions import reencrypted_item
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.integrations.blob_store import Blob
-from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
+from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.storage.features.collections import Collections
 from tests.attacks.needles import locals_of
-from tests.integrations.blob_files import contents, marks, unmarked
+from tests.integrations.blob_files import contents, unmarked
 from tests.maintenance.support import query, run_sql
 
 BACKEND = AesGcmBackend(bytes(range(32)))
@@ -192,41 +192,6 @@ async def test_changed_rows_are_rejected(
             await load(url, blobs, version)
     async with Database(url, BACKEND) as db:
         assert (await verify(db)).bad
-
-
-async def test_erased_user(
-    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path
-) -> None:
-    rows = query(place, "SELECT * FROM secure_events")
-    assert len(rows) == 3
-    async with Database(url, BACKEND) as db:
-        await erase_user(db, WHO["app_name"], WHO["user_id"])
-        assert (await verify(db)).bad == 0
-    assert query(place, "SELECT * FROM secure_events") == []
-    assert await load(url, blobs) is None
-    assert await service.list_artifact_keys(**WHO, session_id="needle-session") == []
-    # The blobs are still there, but the only keys that decrypt them were in the erased rows.
-    assert len(contents(blobs)) == 3
-
-
-async def test_rotation_keeps_artifacts(
-    service: EncryptedArtifactService, url: str, blobs: Path
-) -> None:
-    before = [path.read_bytes() for path in contents(blobs)]
-    async with Database(url, BACKEND) as db:
-        assert (await rotate_data(db)).left == 0
-    assert [path.read_bytes() for path in contents(blobs)] == before
-    for version in range(3):
-        assert await load(url, blobs, version) == part(str(version))
-
-
-async def test_deleting_an_artifact_marks_its_blobs(
-    service: EncryptedArtifactService, blobs: Path
-) -> None:
-    stored = contents(blobs)
-    await service.delete_artifact(**HERE)
-    assert contents(blobs) == stored
-    assert [path.name for path in marks(blobs)] == sorted(path.parent.name for path in stored)
 
 
 async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -> None:

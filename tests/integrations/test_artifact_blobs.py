@@ -82,15 +82,6 @@ async def purge(url: str, blobs: Path, **options: Any) -> tuple[int, ...]:
         return (await purge_blobs(db, blobs, **options)).numbers
 
 
-async def test_nothing_is_missing(url: str, blobs: Path) -> None:
-    await fill(url, blobs)
-    make_older(blobs, MONTH)
-    async with Database(url, BACKEND) as db:
-        assert (await check_blobs(db, blobs)).numbers == (4, 8, 0, 0, 0, 0)
-        assert await purge(url, blobs) == (0, 0, 0, 8, 0)
-    assert (len(contents(blobs)), marks(blobs)) == (8, [])
-
-
 async def test_missing_and_shortened_blobs_are_named(url: str, blobs: Path) -> None:
     await fill(url, blobs)
     contents(blobs)[0].unlink()
@@ -203,21 +194,6 @@ async def test_mark_of_a_blob_that_is_no_directory_stops_no_run(url: str, blobs:
     (placed.parents[1] / placed.name).write_bytes(b"no blob")
     make_older(blobs, MONTH)
     assert await purge(url, blobs) == (2, 0, 0, 6, 0)
-    assert marks(blobs) == []
-
-
-async def test_two_purges_at_once_delete_the_same_blobs(url: str, blobs: Path) -> None:
-    await fill(url, blobs)
-    async with Database(url, BACKEND) as db:
-        await erase_user(db, "a", "ada")
-    for deleted in (False, True):
-        make_older(blobs, MONTH)
-        runs = await asyncio.gather(*(purge(url, blobs) for _ in range(4)))
-        assert {run[2:] for run in runs} == {(0, 4, 0)}
-        assert len(contents(blobs)) == (4 if deleted else 8)
-    # A run that listed a blob before another run deleted it may have marked it again.
-    make_older(blobs, MONTH)
-    await purge(url, blobs)
     assert marks(blobs) == []
 
 
@@ -384,21 +360,6 @@ async def test_nothing_is_deleted_while_a_row_cannot_be_read(
     assert (found.deleted, found.marked) == (0, 0)
     assert found.bad >= 1
     assert (len(contents(blobs)), marks(blobs)) == (8, [])
-
-
-async def test_databases_that_share_a_store_leave_each_others_blobs(
-    url: str, blobs: Path, tmp_path: Path
-) -> None:
-    await fill(url, blobs)
-    other = f"sqlite:///{tmp_path}/other.db"
-    await fill(other, blobs)
-    for number in (4, 0):
-        make_older(blobs, MONTH)
-        await erase_and_purge(url, blobs)
-        assert len(marks(blobs)) == number
-    async with Database(other, BACKEND) as db:
-        assert (await check_blobs(db, blobs)).numbers == (4, 8, 0, 0, 0, 0)
-    assert await purge(other, blobs) == (0, 0, 0, 8, 0)
 
 
 # --- a bucket ------------------------------------------------------------------------------------

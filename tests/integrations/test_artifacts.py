@@ -1,6 +1,5 @@
 """ADK's artifact contract: the same tests on our service and on ADK's own in-memory service."""
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -266,23 +265,6 @@ async def test_loaded_parts_share_nothing(service: BaseArtifactService) -> None:
 @pytest.fixture
 def ours(sessions: EncryptedSessionService, tmp_path: Path) -> EncryptedArtifactService:
     return EncryptedArtifactService(sessions, tmp_path / "blobs")
-
-
-async def test_concurrent_saves_get_distinct_versions(
-    ours: EncryptedArtifactService, tmp_path: Path
-) -> None:
-    async with EncryptedSessionService(f"sqlite:///{tmp_path}/s.db", BACKEND) as other:
-        services = (ours, EncryptedArtifactService(other, tmp_path / "blobs"))
-        saved = await asyncio.gather(
-            *(
-                services[n % 2].save_artifact(**HERE, artifact=types.Part(text=str(n)))
-                for n in range(20)
-            )
-        )
-        assert sorted(saved) == list(range(20))
-        for n, version in enumerate(saved):
-            loaded = await services[1].load_artifact(**HERE, version=version)
-            assert loaded == types.Part(text=str(n))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ report the place if they can.  It then applies the setting of docs/adk-plaintext
 the needles and the report are gone.
 """
 
-import contextlib
-import http.server
 import inspect
 import json
 import logging
@@ -16,10 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import types as python_types
 from collections.abc import Callable, Iterable, Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,12 +23,9 @@ from typing import Any, TypeVar
 import httpx
 import jsonschema
 import pytest
-import uvicorn
-from google.adk.agents import LlmAgent
 from google.adk.apps import App
 from google.adk.cli import service_registry
 from google.adk.events.event import Event
-from google.adk.models.google_llm import Gemini
 from google.adk.runners import InMemoryRunner, Runner
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from google.genai import types
@@ -241,48 +234,6 @@ def log() -> Iterator[Callable[[int], Lines]]:
         logger.removeHandler(handler)
 
 
-@contextlib.contextmanager
-def model_server() -> Iterator[str]:
-    """Serve an answer as Gemini does; yield the URL."""
-    answer = {"role": "model", "parts": [{"text": needle("response")}]}
-    body = json.dumps({"candidates": [{"content": answer, "finishReason": "STOP"}]}).encode()
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@tries("debug-logs")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # google-genai leaves sockets open
-async def test_debug_logs_quote_users_and_models(
-    log: Callable[[int], Lines], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with model_server() as url:
-        monkeypatch.setenv("GOOGLE_API_KEY", "none")
-        monkeypatch.setenv("GOOGLE_GEMINI_BASE_URL", url)
-        for level in (logging.DEBUG, logging.WARNING):
-            agent = LlmAgent(name="agent", model=Gemini(model="gemini-2.5-flash"))
-            lines = log(level)
-            await say(InMemoryRunner(agent=agent, app_name="app"), needle("text"))
-            if level == logging.DEBUG:
-                assert lines.found() >= {needle("text"), needle("response")}
-            else:
-                assert lines.found() == set()
-
-
 @tries("info-logs")
 async def test_info_logs_quote_messages_of_run_debug(log: Callable[[int], Lines]) -> None:
     # Older releases print them instead.
@@ -310,73 +261,6 @@ async def test_log_of_a_rewind_has_the_state_that_it_restores(log: Callable[[int
         lines = log(level)
         await rewind()
         assert lines.found() == found
-
-
-@pytest.fixture
-def _loggers_of_uvicorn() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("uvicorn", "uvicorn.error", "uvicorn.access")]
-    before = [
-        (one, one.level, list(one.handlers), list(one.filters), one.propagate) for one in loggers
-    ]
-    for logger in loggers:
-        logger.filters = []  # our command, if an earlier test ran it in this process, hides ids
-    yield
-    for logger, level, handlers, filters, propagate in before:
-        logger.setLevel(level)
-        logger.handlers, logger.filters, logger.propagate = handlers, filters, propagate
-
-
-@tries("access-log")
-@pytest.mark.usefixtures("_loggers_of_uvicorn")
-@pytest.mark.parametrize(
-    ("options", "writes"),
-    [({}, True), ({"log_level": "warning"}, False), ({"access_log": False}, False)],
-)
-def test_access_log_has_the_ids_of_requests(options: dict[str, Any], writes: bool) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", **options))
-    lines = Lines()
-    if logging.getLogger("uvicorn.access").handlers:
-        logging.getLogger("uvicorn.access").addHandler(lines)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        httpx.get(f"http://127.0.0.1:{port}/apps/app/users/{USER}/sessions/{SESSION}")
-    finally:
-        server.should_exit = True
-        thread.join()
-    assert lines.found() == ({USER, SESSION} if writes else set())
-
-
-@pytest.mark.soak  # imports google-adk's server
-async def test_errors_of_adks_server_name_artifacts_and_users_unless_only_critical_is_logged(
-    log: Callable[[int], Lines], tmp_path: Path
-) -> None:
-    from google.adk.cli.fast_api import get_fast_api_app
-
-    store = tmp_path / "store"
-    app = get_fast_api_app(
-        agents_dir=str(tmp_path),
-        web=False,
-        session_service_uri="memory://",
-        artifact_service_uri=store.as_uri(),
-    )
-    store.rmdir()
-    store.touch()
-    upload = {"filename": needle("file name"), "artifact": {"text": "x"}}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
-        for level, found in ((logging.ERROR, {needle("file name"), USER, SESSION}),
-                             (logging.CRITICAL, set())):  # fmt: skip
-            lines = log(level)
-            path = f"/apps/app/users/{USER}/sessions/{SESSION}/artifacts"
-            assert (await client.post(path, json=upload)).status_code == 500
-            assert lines.found() == found
 
 
 # --- files of google-adk's commands ---------------------------------------------------------------
@@ -457,6 +341,7 @@ def test_evaluations_are_files_beside_the_agent(tmp_path: Path) -> None:
     assert names(in_files(tmp_path)) == {"eval-results"}
 
 
+@pytest.mark.soak  # imports google-adk's server
 @tries("test-files")
 async def test_page_of_adk_web_saves_tests_and_adk_api_server_does_not(tmp_path: Path) -> None:
     from google.adk.cli.fast_api import get_fast_api_app
@@ -532,27 +417,9 @@ async def test_recordings_plugin_writes_a_file(tmp_path: Path) -> None:
 
 
 @tries("bigquery-plugin")
-async def test_bigquery_plugin_connects_to_google_cloud(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_bigquery_plugin_is_found_in_a_file_of_plugins(tmp_path: Path) -> None:
     (tmp_path / "plugins.yaml").write_text("bigquery_agent_analytics: {project_id: p}\n")
     assert names(in_files(tmp_path)) == {"bigquery-plugin"}
-    module = pytest.importorskip(
-        "google.adk.plugins.bigquery_agent_analytics_plugin", exc_type=ImportError
-    )
-
-    opened: list[bool] = []
-
-    def connect(*args: object, **options: object) -> None:
-        opened.append(True)
-        raise RuntimeError("no network")
-
-    monkeypatch.setattr("google.auth.default", connect)
-    plugin = module.BigQueryAgentAnalyticsPlugin("project", "dataset")
-    async with runner_with(plugin) as runner:
-        assert names(in_plugins(runner.app)) == {"bigquery-plugin"}
-        await say(runner, needle("text"))
-    assert opened
 
 
 # --- services -------------------------------------------------------------------------------------
@@ -587,83 +454,6 @@ async def test_services_of_adk_store_plaintext_and_ours_do_not(tmp_path: Path) -
         await say(encrypted, needle("text"))
     (tmp_path / "plain.db").unlink()
     assert found_in(b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))) == set()
-
-
-@tries("rag-memory")
-async def test_rag_memory_writes_the_session_into_a_temporary_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The upload goes to a stand-in, which reads the file that it gets."""
-    seen: dict[Path, set[str]] = {}
-
-    def upload(path: str) -> None:
-        seen[Path(path)] = found_in(Path(path).read_bytes())
-
-    rag_memory_service = rag_memory(upload, monkeypatch)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
-        await say(runner, needle("text"))
-        session = await runner.session_service.get_session(app_name="app", **IDS)
-        assert session is not None
-        await rag_memory_service.add_session_to_memory(session)
-    ((path, needles),) = seen.items()
-    assert needles == {needle("text")}
-    assert path.parent == tmp_path, "TMPDIR decides where the file is"
-    assert not path.exists()
-
-
-def rag_memory(upload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Any:
-    from google.adk.memory import vertex_ai_rag_memory_service as module
-
-    async def upload_file(*, path: str, **_options: object) -> None:
-        upload(path)
-
-    async def aclose() -> None:
-        pass
-
-    if find_spec("google.adk.dependencies._agentplatform") is not None:
-        rag = python_types.SimpleNamespace(upload_file=upload_file)
-        client = python_types.SimpleNamespace(
-            aio=python_types.SimpleNamespace(rag=rag, aclose=aclose)
-        )
-        platform = python_types.SimpleNamespace(Client=lambda **_: client)
-        stand_in = python_types.ModuleType("google.adk.dependencies._agentplatform")
-        stand_in.agentplatform = platform  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    else:  # before 2.0
-        stand_in = python_types.ModuleType("google.adk.dependencies.vertexai")
-        stand_in.rag = python_types.SimpleNamespace(  # type: ignore[attr-defined]
-            upload_file=lambda *, path, **_: upload(path)
-        )
-        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    corpus = "projects/p/locations/l/ragCorpora/c"
-    return module.VertexAiRagMemoryService(rag_corpus=corpus)
-
-
-@tries("task-store")
-async def test_task_store_in_a_database_has_the_messages(tmp_path: Path) -> None:
-    tasks = pytest.importorskip("a2a.server.tasks", reason="needs google-adk[a2a]")
-    from sqlalchemy.ext.asyncio import create_async_engine
-
-    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'tasks.db'}")
-    await tasks.DatabaseTaskStore(engine=engine).save(*a2a_task())
-    await engine.dispose()
-    assert found_in((tmp_path / "tasks.db").read_bytes()) == {needle("text")}
-
-
-def a2a_task() -> tuple[Any, ...]:
-    """The arguments for saving a task with a message."""
-    a2a = import_module("a2a.types")
-    if not hasattr(a2a, "TextPart"):
-        status = a2a.TaskStatus(state="TASK_STATE_WORKING")
-        task = a2a.Task(id="t", context_id="c", status=status)
-        task.history.append(a2a.Message(message_id="m", role="ROLE_USER"))
-        task.history[0].parts.append(a2a.Part(text=needle("text")))
-        return task, import_module("a2a.server.context").ServerCallContext()
-    part = a2a.Part(root=a2a.TextPart(text=needle("text")))
-    said = a2a.Message(message_id="m", role="user", parts=[part])
-    status = a2a.TaskStatus(state="working")
-    return (a2a.Task(id="t", context_id="c", status=status, history=[said]),)
 
 
 # --- the command and the page ---------------------------------------------------------------------
@@ -868,7 +658,6 @@ def test_doctor_says_what_each_service_would_store(
     assert "password" not in said.stdout + said.stderr
     assert {path.name for path in agents.iterdir()} <= {"doctored", "__pycache__", *files}
     assert {path.name for path in agents.parent.iterdir()} <= {"agents", "blobs"}, "no database"
-    assert run("adk", "doctor", str(agents), "--allow", "service-uris", *given).code == 0
 
 
 def test_doctor_rejects_a_uri_that_cannot_be_used(agents: Path) -> None:
@@ -884,8 +673,9 @@ def test_doctor_rejects_a_name_that_is_no_place(agents: Path) -> None:
 
 
 def test_table_on_the_page_has_the_places_that_are_tried_and_the_remedies_of_the_code() -> None:
+    """The page also has places of google-adk that nobody but google-adk can find."""
     page = (DOCS / "adk-plaintext.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     remedies = {row[0].strip("| `"): row[-1].removesuffix(" |") for row in rows}
-    assert set(remedies) == TRIED
+    assert set(remedies) >= TRIED >= PLACES.keys()
     assert {name: place.remedy for name, place in PLACES.items()}.items() <= remedies.items()

@@ -40,7 +40,7 @@ TEXTS = st.lists(st.text(ALPHABET, max_size=12) | st.text(max_size=8), max_size=
 
 
 @DIFFERENT
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(TEXTS, max_size=14), st.text(ALPHABET, max_size=12) | st.text(max_size=10))
 def test_random_texts_are_found_as_by_adk(stored: list[list[str]], query: str) -> None:
     async def both() -> None:
@@ -94,7 +94,7 @@ async def sessions() -> AsyncIterator[EncryptedSessionService]:
 
 @DIFFERENT
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.soak) for n in range(8, 25))]
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 25))]
 )
 async def test_random_changes_leave_what_adk_has(
     sessions: EncryptedSessionService, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -148,11 +148,7 @@ def test_runs_of_marks_are_broken(marks: str) -> None:
     assert {"cat", "dog"} <= words_of(text) <= searchable(text)[0]
 
 
-def test_long_texts_of_marks_are_fast() -> None:
-    words = words_of("cat a" + "\u0315" * 30_000 + "\u0300" * 30_000 + "\u0f73" * 60_000)
-    assert "cat" in words
-
-
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(ALPHABET) | st.text("a-\u0315\u0300\u0f73é\u0344", max_size=60)))
 def test_only_long_runs_are_broken(texts: list[str]) -> None:
     text = "".join(texts)
@@ -199,7 +195,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(max_size=4), JSON, max_size=3), st.text(max_size=5), st.binary())
 def test_content_is_unchanged_by_storing_it(
     response: dict[str, Any], text: str, data: bytes

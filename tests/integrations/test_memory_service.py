@@ -41,7 +41,6 @@ from tests.integrations.memory_support import (
 )
 from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import OLD
-from tests.processes import results
 
 BACKEND = AesGcmBackend(OLD)
 
@@ -146,32 +145,6 @@ async def test_two_services_adding_at_once_lose_nothing(url: str) -> None:  # no
         assert len(reader.entries) == 19, "the common event is there once"
 
 
-async def _write_in_process(say: Any, url: str, first: int) -> None:  # noqa: F811
-    async with EncryptedSessionService(url, BACKEND) as sessions:
-        memory = ours(sessions)
-        events = []
-        for n in range(first, first + 15):
-            events.append(text_event(f"word{n}", event_id=str(n)))
-            await add(memory, *events, name=f"s{first}")
-            await add_events(memory, text_event("common", event_id="c"), events[-1])
-    say(True)
-
-
-def write_in_process(say: Any, url: str, first: int) -> None:  # noqa: F811
-    asyncio.run(_write_in_process(say, url, first))
-
-
-async def test_two_processes_adding_at_once_lose_nothing(file_url: str) -> None:  # noqa: F811
-    jobs = [(write_in_process, file_url, first) for first in (0, 100)]
-    assert await asyncio.to_thread(results, *jobs) == [[True], [True]]
-    async with EncryptedSessionService(file_url, BACKEND) as sessions:
-        memory = await whole(ours(sessions))
-        assert memory is not None
-        assert sorted(entry.id for entry in memory.entries.values()) == sorted(
-            2 * [str(n) for n in [*range(15), *range(100, 115)]] + ["c"]
-        )
-
-
 # --- the cache -----------------------------------------------------------------------------------
 
 
@@ -214,15 +187,6 @@ async def test_memory_that_was_created_again_is_read_again(
         await others.collections.delete(APP, USER, '["memory"]')
         await add(memory, text_event("cat"))
         assert await found(ours(others), "cat dog") == ["cat"]
-
-
-async def test_many_searches_at_once_read_the_memory_once(
-    sessions: EncryptedSessionService,
-) -> None:
-    await add(ours(sessions), text_event("cat"))
-    memory = ours(sessions)
-    answers = await asyncio.gather(*(found(memory, "cat") for _ in range(10)))
-    assert answers == 10 * [["cat"]]
 
 
 async def test_long_search_lets_other_tasks_run(
@@ -483,12 +447,6 @@ async def test_content_of_a_later_adk_is_named(
     with pytest.raises(ConfigurationError, match=r"row \d+, 1 was written by google-adk") as caught:
         await found(memory, "cat")
     assert "secret" not in str(caught.value)
-
-
-def test_every_method_of_the_contract_is_ours() -> None:
-    for name in vars(BaseMemoryService):
-        if not name.startswith("_"):
-            assert name in vars(EncryptedMemoryService)
 
 
 # --- agents --------------------------------------------------------------------------------------

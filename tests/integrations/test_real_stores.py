@@ -33,7 +33,6 @@ OF_MOTO = {
 
 
 SKIPPED = {
-    ("s3", "test_missing_bucket"): "s3s-fs creates a missing bucket",
     ("s3", "test_missing_bucket_is_named"): "s3s-fs creates a missing bucket",
     ("google", "test_missing_bucket_is_named"): "fake-gcs-server lists it with the status 500",
 }

@@ -329,17 +329,15 @@ async def test_session_that_gets_another_id_is_rejected_and_deleted(open_wrapper
     assert (session.id, session.state) == ("renamed", {"app:a": 1, "user:u": 1})
 
 
-@pytest.mark.parametrize("session_id", ["", " ", " padded", "padded\n"])
-async def test_id_that_some_services_strip_is_rejected(
-    service: EncryptedSessionWrapper, session_id: str
-) -> None:
+async def test_id_that_some_services_strip_is_rejected(service: EncryptedSessionWrapper) -> None:
     await create(service, "padded")
-    with pytest.raises(ValueError, match="spaces"):
-        await create(service, session_id)
-    if session_id:
+    for session_id in ("", " ", " padded", "padded\n"):
+        with pytest.raises(ValueError, match="spaces"):
+            await create(service, session_id)
         wanted: dict[str, Any] = {"app_name": "app", "user_id": "user", "session_id": session_id}
-        assert await service.get_session(**wanted) is None
-        await service.delete_session(**wanted)
+        if session_id:
+            assert await service.get_session(**wanted) is None
+            await service.delete_session(**wanted)
     assert [one.id for one in await listed(service)] == ["padded"]
 
 
@@ -362,11 +360,11 @@ async def test_service_without_user_state_says_so(open_wrapper: Open) -> None:
         await service.get_user_state(app_name="app", user_id="user")
 
 
-@pytest.mark.parametrize("time", [float("nan"), float("inf"), 1e13])
-async def test_impossible_time_is_rejected(service: EncryptedSessionWrapper, time: float) -> None:
+async def test_impossible_time_is_rejected(service: EncryptedSessionWrapper) -> None:
     session = await create(service)
-    with pytest.raises(ValueError, match="not a possible time"):
-        await service.append_event(session, event("text", timestamp=time))
+    for time in (float("nan"), float("inf"), 1e13):
+        with pytest.raises(ValueError, match="not a possible time"):
+            await service.append_event(session, event("text", timestamp=time))
 
 
 # --- agents --------------------------------------------------------------------------------------
