@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
@@ -71,11 +70,6 @@ def cut(data: bytes, lengths: list[int]) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_blob_has_the_length_that_its_size_requires(size: int) -> None:
-    assert len(made(size)[1]) == encrypted_size(size)
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_blob_is_decrypted_from_pieces_of_any_length(size: int) -> None:
     key, blob = made(size)
     assert opened(key, size, blob) == plaintext_of(size)
@@ -128,10 +122,6 @@ def test_bytearray_and_memoryview_are_pieces_too() -> None:
     pieces: list[Any] = [bytearray(b"ab"), memoryview(b"cd")]
     blob = b"".join(encrypt_pieces(encryptor, pieces))
     assert opened(encryptor.key, 4, blob) == b"abcd"
-
-
-def test_each_blob_has_a_key_of_its_own() -> None:
-    assert BlobEncryptor().key != BlobEncryptor().key
 
 
 def test_memory_does_not_grow_with_the_blob() -> None:
@@ -378,21 +368,6 @@ def test_page_gives_the_lengths() -> None:
     assert f"at most {blob_store.OBJECT_LENGTH:,} bytes (8 MiB)" in text
     assert blobs.MAX_SIZE == 2**48
     assert "at most 2^48" in text
-
-
-@pytest.mark.soak
-def test_soak_pieces_of_random_lengths() -> None:
-    for _ in range(200):
-        size = int.from_bytes(os.urandom(4)) % 1_000_000
-        key, blob = made(size)
-        lengths = [int.from_bytes(os.urandom(3)) % 100_000 for _ in range(20)]
-        assert opened(key, size, *cut(blob, lengths)) == plaintext_of(size)
-
-
-def test_largest_blob_can_be_read_and_no_larger_one() -> None:
-    assert blobs.BlobDecryptor(bytes(32), blobs.MAX_SIZE, 0, 1).first == 0
-    with pytest.raises(ValueError, match="are not within"):
-        blobs.BlobDecryptor(bytes(32), blobs.MAX_SIZE + 1, 0, 1)
 
 
 def test_empty_range_of_the_smallest_blob_needs_no_byte_of_it() -> None:

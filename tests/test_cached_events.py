@@ -216,19 +216,6 @@ async def test_known_events_stay_known_after_they_were_reencrypted(tmp_path: Pat
         assert texts(await get(service)) == ids(*range(21))
 
 
-async def test_stale_session_object_is_rejected_as_without_the_cache(tmp_path: Path) -> None:
-    async with service_on(tmp_path) as service, service_on(tmp_path) as other:
-        await service.create_session(**WHO)
-        await converse(service, 0, 2)
-        stale = await get(service)
-        await converse(other, 2, 1)
-        with pytest.raises(StaleSessionError):
-            await service.append_event(stale, said(9))
-        fresh = await get(service)
-        await service.append_event(fresh, said(3))
-        assert texts(await get(service)) == ids(0, 1, 2, 3)
-
-
 async def test_readers_in_one_loop_see_beginnings_of_the_history(tmp_path: Path) -> None:
     """While others append, delete and create the session again."""
     async with (

@@ -81,18 +81,6 @@ def test_number_without_a_json_form_survives_storage(number: float) -> None:
     assert loaded == number or (math.isnan(loaded) and math.isnan(number))
 
 
-def test_null_beside_such_a_number_stays_null() -> None:
-    delta = {"a": math.inf, "b": None}
-    assert roundtrip(made(actions=EventActions(state_delta=delta))).actions.state_delta == delta
-
-
-def test_lone_surrogate_survives_storage() -> None:
-    stored = roundtrip(made("a \ud83c z"))
-    assert stored.content is not None
-    assert stored.content.parts is not None
-    assert stored.content.parts[0].text == "a \ud83c z"
-
-
 def test_lone_surrogate_in_a_key_survives_storage() -> None:
     values = {"\ud800": {"\udfff": 1}, "k": "\ufffd"}
     event = made("\ufffd", actions=EventActions(state_delta=values), custom_metadata=values)
@@ -107,21 +95,6 @@ def test_lone_surrogate_in_no_more_than_a_key_survives_storage(place: str) -> No
     if place == "state_delta":
         event = made("text", actions=EventActions(state_delta=values))
     assert roundtrip(event) == event
-
-
-def test_value_without_a_json_form_becomes_text() -> None:
-    value = object()
-    stored = roundtrip(made("text", custom_metadata={"a": value, "b": 1}))
-    assert stored.custom_metadata is not None
-    assert stored.custom_metadata["b"] == 1
-    assert isinstance(stored.custom_metadata["a"], str)
-
-
-@pytest.mark.parametrize("data", [b"\xff\x00", b"hello", b"abcd"])
-def test_bytes_beside_such_a_value_survive_storage(data: bytes) -> None:
-    blob = types.Part(inline_data=types.Blob(mime_type="a/b", data=data))
-    event = made(content=types.Content(parts=[blob]), custom_metadata={"a": object()})
-    assert roundtrip(event).content == event.content
 
 
 class Inner(pydantic.BaseModel):
@@ -184,12 +157,6 @@ def test_model_whose_serializer_fails_is_stored_without_other_none_fields() -> N
     confirmation = fields["actions"]["requested_tool_confirmations"]["call"]
     assert confirmation == ToolConfirmation(hint="h").model_dump(exclude_none=True)
     assert "error_code" not in fields
-
-
-def test_none_in_a_model_beside_other_values_is_dropped_as_adk_does() -> None:
-    delta = {"m": Inner(), "n": None, "i": math.inf}
-    _, fields = parsed(events.encode(made(actions=EventActions(state_delta=delta))))
-    assert fields["actions"]["state_delta"] == {"m": {"full": 1}, "n": None, "i": math.inf}
 
 
 @pytest.fixture
@@ -368,16 +335,6 @@ def test_value_beyond_a_limit_becomes_text_with_a_warning_that_does_not_repeat_i
     assert "33162750924506332411" not in caplog.text
 
 
-@pytest.mark.parametrize("bottom", [[], {}])
-def test_empty_value_that_nests_too_deep_becomes_text(bottom: Any) -> None:
-    deepest = nested(193, bottom)
-    assert result_of(roundtrip(from_tool(deepest))) == deepest
-    result = result_of(roundtrip(from_tool(nested(194, bottom))))
-    while result and not isinstance(result, str):
-        result = result[0] if isinstance(result, list) else result["k"]
-    assert result == str(bottom), "the text of the list or object that would be level 201"
-
-
 @pytest.mark.parametrize("levels", [195, 300, 50_000])
 def test_value_that_nests_too_deep_becomes_text_at_the_limit(levels: int) -> None:
     result = result_of(roundtrip(from_tool(nested(levels, "bottom"))))
@@ -387,15 +344,6 @@ def test_value_that_nests_too_deep_becomes_text_at_the_limit(levels: int) -> Non
         depth += 1
     assert depth == 194
     assert ("bottom" in result) == (levels < 1000)
-
-
-def test_circular_value_in_a_state_change_does_not_lose_the_event() -> None:
-    event = made(
-        "kept", actions=EventActions(state_delta={"a": 1}), custom_metadata={"b": circular}
-    )
-    stored = roundtrip(event)
-    assert stored.content == event.content
-    assert stored.actions == event.actions
 
 
 def test_event_that_adk_could_not_read_back_is_not_stored() -> None:
@@ -456,12 +404,6 @@ def test_unreadable_event_names_both_versions(data: bytes) -> None:
     assert ROW in str(info.value)
     assert "99.99" in str(info.value)
     assert adk_version in str(info.value)
-
-
-@pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
-def test_error_about_an_event_does_not_repeat_it(data: bytes) -> None:
-    with pytest.raises(ConfigurationError) as info:
-        events.decode(b"\x0599.99" + data, 1, 0)
     assert "7Qx" not in str(info.value)
 
 
@@ -535,11 +477,6 @@ def test_item_of_a_collection_is_read_back(value: Any) -> None:
 @pytest.mark.parametrize("name", ["text", "null", "deepest"])
 def test_ordinary_item_is_encoded_fast(name: str) -> None:
     assert events.encode_item({"value": ITEMS[name]}).startswith(bytes([len(adk_version)]))
-
-
-def test_bytes_in_an_item_become_base64() -> None:
-    stored = events.decode_item(events.encode_item({"value": [b"\xff\x00", "\ud800"]}))
-    assert stored == {"value": ["_wA=", "\ud800"]}
 
 
 UNREADABLE_ITEMS: dict[str, tuple[Any, str]] = {

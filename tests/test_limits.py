@@ -46,7 +46,7 @@ def few(examples: int) -> settings:
     )
 
 
-EXAMPLES = [pytest.param(60, id="few"), pytest.param(2000, id="many", marks=pytest.mark.soak)]
+EXAMPLES = [pytest.param(30, id="few"), pytest.param(2000, id="many", marks=pytest.mark.soak)]
 
 
 # --- the other process ---------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import datetime
 import inspect
-import json
 import logging
 import math
 import re
@@ -56,11 +55,6 @@ def test_only_the_first_prefix_counts() -> None:
     assert scopes == ({"user:a": 1}, {"app:b": 2, "": 3}, {"apple": 4, "App:c": 5})
 
 
-def test_merge_is_the_inverse_of_split() -> None:
-    state = {"app:a": 1, "user:b": [2], "c": None}
-    assert states.merge(*states.split(state)) == state
-
-
 def test_merge_leaves_its_arguments_alone() -> None:
     session = {"a": 1}
     states.merge({"b": 2}, {"c": 3}, session)
@@ -86,17 +80,6 @@ def test_other_values_become_text_with_a_warning_that_does_not_repeat_them(
     assert "not JSON-serializable" in caplog.text
     assert "7Qx" not in caplog.text
     assert len(caplog.records) == 1
-
-
-def test_values_beside_one_without_json_form_keep_their_own() -> None:
-    when = datetime.date(2024, 1, 2)
-    state = {"bad": print, "\ud800": {when: [when, {"when": when}]}, "none": None}
-    coerced = loads(encode(state))
-    assert coerced.pop("bad") == str(print)
-    assert coerced == {
-        "\ud800": {"2024-01-02": ["2024-01-02", {"when": "2024-01-02"}]},
-        "none": None,
-    }
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -149,11 +132,6 @@ def test_value_beyond_a_limit_is_rejected_by_its_key_alone(value: Any, prefix: s
     assert len(str(info.value)) < 300
 
 
-def test_error_names_the_path_of_keys() -> None:
-    with pytest.raises(ValueError, match=re.escape("state['a']['b'][1]: an integer")):
-        encode({"a": {"b": [0, 10**5000]}})
-
-
 def test_error_shortens_the_path_of_keys() -> None:
     with pytest.raises(ValueError, match="…") as info:
         encode({"k" * 1000: nested(300)})
@@ -189,11 +167,6 @@ def test_state_that_no_record_can_hold_is_rejected(monkeypatch: pytest.MonkeyPat
         dumps(state)
     with pytest.raises(ValueError, match=re.escape("state['app:k']: 10001 bytes")):
         encode(state, "app:")
-
-
-def test_brackets_and_digits_in_text_exceed_no_limit() -> None:
-    state = {"k": "[{" * 5000, "l": "9" * 5000, "m": [[]] * 5000}
-    assert loads(encode(state)) == state
 
 
 @pytest.mark.parametrize("limit", [0, 640, 100_000])
@@ -258,22 +231,12 @@ def test_malformed_state_is_rejected_without_repeating_it(data: bytes) -> None:
     assert "7Qx" not in str(info.value)
 
 
-def test_malformed_state_is_called_the_state_by_default() -> None:
-    with pytest.raises(DecryptionError, match=r"^the state is not a JSON object"):
-        loads(b"[]")
-
-
 # --- as JSON -------------------------------------------------------------------------------------
 
 
 @given(STATES)
 def test_state_survives_storage(state: dict[str, Any]) -> None:
     assert loads(dumps(state)) == loads(encode(state)) == state
-
-
-@given(STATES)
-def test_stored_state_is_json(state: dict[str, Any]) -> None:
-    assert json.loads(dumps(state)) == state
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 2**70, -(2**63) - 1, 1e300, 5e-324, -0.0])
@@ -293,11 +256,6 @@ def test_number_without_a_json_form_survives_storage(
     assert loaded["b"] == [math.inf, -math.inf]
 
 
-def test_bytes_are_stored_as_their_text() -> None:
-    for beside in ("text", "\ud800"):
-        assert loads(encode({"a": b"abc", "b": beside})) == {"a": "abc", "b": beside}
-
-
 def test_ordinary_state_is_encoded_without_converting_each_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,18 +265,6 @@ def test_ordinary_state_is_encoded_without_converting_each_value(
     monkeypatch.setattr(json_text, "to_values", fail)
     state = {"a": [1, None, math.inf, {"b": "Grüße 🌱"}]}
     assert loads(encode(state, "user:")) == state
-
-
-@pytest.mark.parametrize("text", ["\x00", "\ud800", "a\udfffb", "🌱", "\u2028", '"\\', "ß"])
-def test_unusual_text_survives_storage(text: str) -> None:
-    assert loads(dumps({text: text})) == {text: text}
-
-
-def test_state_of_many_levels_survives_storage() -> None:
-    state: dict[str, Any] = {}
-    for _ in range(190):
-        state = {"a": state}
-    assert loads(dumps(state)) == state
 
 
 def test_empty_state_is_stored_as_an_empty_object() -> None:
@@ -336,7 +282,3 @@ def test_two_loads_share_no_values() -> None:
 
 def test_order_of_keys_is_kept() -> None:
     assert list(loads(dumps({"b": 1, "a": 2}))) == ["b", "a"]
-
-
-def test_json_has_no_spaces() -> None:
-    assert not re.search(rb"\s", dumps({"a": [1, {"b": 2}], "c": None}))
