@@ -58,7 +58,7 @@ T = TypeVar("T")
 class Package1x(AdkTables):
     """A database of adk-secure-sessions 1.x, which is another author's distribution.
 
-    docs/from-1x.md names the releases.
+    docs/migrate.md names the releases.
 
     A value that cannot be decrypted makes its session or state unreadable.  A session is also
     unreadable if the id or the invocation id of an event differs from the encrypted one.
