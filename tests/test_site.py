@@ -114,12 +114,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def html(site: Path) -> dict[str, Html]:
-    """The pages by address, such as `api/index.html`."""
+    """The pages by address, such as `api.html`."""
     found = {
         path.relative_to(site).as_posix(): Html(path.read_text(encoding="utf-8"))
         for path in site.rglob("*.html")
     }
-    assert {"index.html", "api/index.html"} <= found.keys()
+    assert {"index.html", "api.html"} <= found.keys()
     return found
 
 
@@ -169,16 +169,14 @@ def test_search_index_holds_every_page(site: Path, html: dict[str, Html]) -> Non
 
 
 def test_api_has_an_entry_for_every_public_name(html: dict[str, Html]) -> None:
-    ids = {
-        name for address, page in html.items() if address.startswith("api/") for name in page.ids
-    }
-    assert {f"adk_secure_sessions.{name}" for name in adk_secure_sessions.__all__} <= ids
+    names = {f"adk_secure_sessions.{name}" for name in adk_secure_sessions.__all__}
+    assert names <= html["api.html"].ids
 
 
 def test_long_signatures_are_broken_into_lines(site: Path) -> None:
     """mkdocstrings needs a formatter, also if only the extra [docs] is installed."""
     assert any(line.startswith("ruff") for line in PROJECT["optional-dependencies"]["docs"])
-    text = (site / "api" / "sessions.html").read_text(encoding="utf-8")
+    text = (site / "api.html").read_text(encoding="utf-8")
     signature = text.partition('class="doc-signature')[2].partition("</pre>")[0]
     lines = re.sub("<[^>]+>", "", signature).splitlines()
     assert "    create_tables: bool = True," in [line.split("&para;")[-1] for line in lines]
@@ -233,7 +231,7 @@ def test_search_works_on_any_static_server(site: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             with chromium.browser() as tab:
-                tab.open(f"http://127.0.0.1:{server.server_port}/api/index.html")
+                tab.open(f"http://127.0.0.1:{server.server_port}/api.html")
                 tab.wait_until("Boolean(document.querySelector('.md-search__input'))")
                 deadline = time.monotonic() + 60
                 # The page ignores the first keys until its scripts have loaded.
