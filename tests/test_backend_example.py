@@ -1,4 +1,4 @@
-"""The backend that docs/backends.md shows protects a real database."""
+"""The backend that docs/configuration.md shows protects a real database."""
 
 import re
 import sqlite3
@@ -21,7 +21,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "backends.md"
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 RUN = "asyncio.run(main())\n"
 WHO: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user", "session_id": "needle-id"}
 ROOT = bytes(range(32))
@@ -29,8 +29,9 @@ ROOT = bytes(range(32))
 
 @pytest.fixture(scope="module")
 def example() -> dict[str, Any]:
-    """What the page's only example defines; tests/test_examples.py runs it as it stands."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    """What the example of the section defines; tests/test_examples.py runs it as it stands."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = (block for block in blocks if "class ChaChaBackend" in block)
     assert code.count(RUN) == 1
     names: dict[str, Any] = {}
     exec(code.replace(RUN, ""), names)

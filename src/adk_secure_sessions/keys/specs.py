@@ -35,7 +35,7 @@ _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
 def key_provider(spec: str) -> KeyProvider:
     """Return the provider of the root key that `spec` names, such as `env:NAME` or `file:PATH`.
 
-    `docs/configuration.md`, "Key specs", lists all schemes.
+    `docs/key-services.md`, "Key specs", lists all schemes.
 
     Raises:
         ConfigurationError: The scheme is not known, the key cannot be read, or a library is not
