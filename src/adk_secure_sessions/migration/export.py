@@ -30,7 +30,7 @@ from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
-LINE_FORMAT = 1  # the format of the lines: docs/migrate.md#export describes it
+LINE_FORMAT = 1  # the format of the lines: docs/migrate.md describes it
 _CACHED_STATES = 64
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 

@@ -1,6 +1,6 @@
 """`PlaintextFallbackService`: use a database while its sessions are still being copied into it.
 
-The rules, which docs/migrate.md#without-downtime explains:
+The rules, which docs/migrate.md explains:
 
 - A row in `secure_migrated` supersedes a session in the source, or the state of a user or an app.
   The row is written when the session or the state is copied, deleted or erased.  The row stays.
