@@ -34,7 +34,7 @@ define make-venv
 	if $(1)/bin/python -m pip install --quiet uv; \
 	then $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(3) $(2); \
 	else $(1)/bin/python -m pip install --quiet $(2); fi || { echo "The packages were not installed. \
-	Behind a proxy, set HTTPS_PROXY: see docs/install.md" >&2; exit 1; }
+	Behind a proxy, set HTTPS_PROXY: see docs/troubleshooting.md" >&2; exit 1; }
 	touch $(1)/.installed
 endef
 

@@ -232,8 +232,8 @@ def test_danger_is_said_before_the_entry(name: str, word: str) -> None:
     assert any(word in " ".join(note.split()) for note in notes)
 
 
-def test_figures_of_the_faq_are_those_of_the_benchmarks() -> None:
-    faq = " ".join((DOCS / "faq.md").read_text(encoding="utf-8").split())
+def test_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
+    page = " ".join((DOCS / "comparison.md").read_text(encoding="utf-8").split())
     figures = Results.load(RESULTS).figures
     operations = [
         figure.value
@@ -242,7 +242,7 @@ def test_figures_of_the_faq_are_those_of_the_benchmarks() -> None:
     ]
     assert len(operations) > 30
     assert max(operations) < 0.5
-    assert "less than half the time of ADK's unencrypted" in faq
+    assert "less than half the time of ADK's unencrypted" in page
     for backend, said, most in (
         ("aesgcm", "less than 10 %", 1.1),
         ("fernet", "less than 20 %", 1.2),
@@ -254,7 +254,7 @@ def test_figures_of_the_faq_are_those_of_the_benchmarks() -> None:
         ]
         assert len(found) == 4
         assert max(found) < most
-        assert said in faq
+        assert said in page
 
 
 def test_costs_of_telemetry_are_those_of_the_benchmarks() -> None:
@@ -277,8 +277,8 @@ def test_no_page_lists_mysql_among_the_databases_that_the_tests_run_on() -> None
         assert listed == [], path.name
 
 
-def test_every_extra_is_on_the_page_of_the_installation() -> None:
-    rows = [row[0] for row in cells("install.md")]
+def test_every_extra_is_in_the_tutorial() -> None:
+    rows = [row[0] for row in cells("tutorial.md")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert named == set(PROJECT["optional-dependencies"])
 
