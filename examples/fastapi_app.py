@@ -4,7 +4,7 @@
 
 This talks to the application, starts it again, and starts it with a wrong key.  It opens no port,
 and uses a new SQLite file, unless DATABASE_URL and SESSION_KEY are set.  To serve the application,
-set both, and run `uvicorn --app-dir examples fastapi_app:app`: see docs/fastapi.md.
+set both, and run `uvicorn --app-dir examples fastapi_app:app`: see docs/adk-commands.md.
 """
 
 # --8<-- [start:app]

@@ -1,4 +1,4 @@
-"""The application that docs/fastapi.md shows, where things go wrong."""
+"""The application that docs/adk-commands.md shows, where things go wrong."""
 
 import asyncio
 import socket
@@ -37,8 +37,10 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def application() -> FastAPI:
     """As a new process would import it."""
-    regions = [region for _, region in pages.blocks(pages.DOCS / "fastapi.md").regions]
-    (source,) = [region.parsed["source"] for region in regions if region.parsed.get("title")]
+    regions = [region for _, region in pages.blocks(pages.DOCS / "adk-commands.md").regions]
+    (source,) = [
+        region.parsed["source"] for region in regions if region.parsed.get("title") == "app.py"
+    ]
     names: dict[str, Any] = {"__name__": "app"}
     exec(source, names)
     app: FastAPI = names["app"]
@@ -106,7 +108,7 @@ def served(app: FastAPI) -> Iterator[str]:
 
 def client(address: str) -> str:
     """The page's client, which repeats requests that were answered with 409."""
-    regions = [region for _, region in pages.blocks(pages.DOCS / "fastapi.md").regions]
+    regions = [region for _, region in pages.blocks(pages.DOCS / "adk-commands.md").regions]
     sources = [str(region.parsed["source"]) for region in regions]
     (source,) = [source for source in sources if source.startswith("import random")]
     assert "127.0.0.1:8000" in source
