@@ -129,9 +129,9 @@ async def test_commands_understand_an_earlier_release_and_change_nothing(
     assert restored.dump() == before
 
 
-# --- docs/upgrading.md ---------------------------------------------------------------------------
+# --- docs/operations-reference.md ----------------------------------------------------------------
 
-PAGE = (DOCS / "upgrading.md").read_text("utf-8")
+PAGE = (DOCS / "operations-reference.md").read_text("utf-8")
 
 
 def test_page_on_upgrading_names_every_frozen_database() -> None:

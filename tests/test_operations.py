@@ -1,4 +1,4 @@
-"""What docs/operations.md says of backups, restores and capacity.
+"""What docs/operations-reference.md says of backups, restores and capacity.
 
 tests/test_pages.py runs the page's drills for SQLite and PostgreSQL.  MariaDB's is run here, since
 its programs are not on every machine, and so is what the page says without a command.
@@ -36,7 +36,7 @@ from tests.benchmarks.report import RESULTS
 from tests.benchmarks.results import Results
 from tests.servers import MariaDB, unavailable
 
-PAGE = (Path(__file__).parent.parent / "docs" / "operations.md").read_text("utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "operations-reference.md").read_text("utf-8")
 KEY = bytes(32)
 IDS: dict[str, Any] = {"app_name": "clinic", "user_id": "ada", "session_id": "first"}
 
