@@ -107,7 +107,7 @@ def test_limits_on_the_page_are_those_of_the_code() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["threats.md", "errors.md", "limits.md"])
+@pytest.mark.parametrize("page", ["threats.md", "troubleshooting.md", "limits.md"])
 def test_errors_that_the_page_names_exist(page: str) -> None:
     named = set(re.findall(r"`(\w+Error)`", (DOCS / page).read_text(encoding="utf-8")))
     adks = {"AlreadyExistsError", "SessionNotFoundError", "StaleSessionError"}
@@ -300,6 +300,6 @@ def test_adks_errors_are_where_the_page_says() -> None:
     from google.adk.errors.already_exists_error import AlreadyExistsError
     from google.adk.errors.session_not_found_error import SessionNotFoundError
 
-    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     for error in (AlreadyExistsError, SessionNotFoundError):
         assert f"`{error.__name__}`, from `{error.__module__}`" in page

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has an entry for each text of an error or a warning.
+"""Each text of an error or a warning says what to do, or has an entry in docs/troubleshooting.md.
 
 The texts are those that stand in the source where an error is raised or a warning is logged.  `...`
 stands for what is not known before the program runs.
@@ -13,11 +13,23 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "adk_secure_sessions"
 PAGE = ROOT / "docs" / "troubleshooting.md"
-HEAD = "| text | cause | remedy |"
+HEADS = r"^\| text \| .* \|\n\|---\|---\|\n((?:\|.*\n)+)"
 UNKNOWN = "..."
 # A shorter entry could also match the texts of other errors, unless it is a whole text.
 SHORTEST = 14  # letters
 REPORTS = re.compile(r"\w+Error|Failure|Declined|BadParameter|warning|warn")
+# A text names an action if it has a verb in the imperative, or says what is needed or possible.
+VERBS = (
+    "add allow ask call change check choose close compare continue copy correct create delete do "
+    "drop erase export fill find free get give grant install keep leave list load log look make "
+    "move name omit open pass put raise read register remove rename replace report restart restore "
+    "run save send set start stop store switch try unset update upgrade use wait write"
+)
+ACTION = re.compile(
+    r"(?:^|[:;,.(]|\b(?:and|or|then)) ?(?:(?:first|then|otherwise|either|also),? )?"
+    rf"(?:{VERBS.replace(' ', '|')})\b|\b(?:must|needs?|only|cannot be combined)\b",
+    re.IGNORECASE,
+)
 # Raised for callers inside this package, or made of texts that stand elsewhere in the source.
 NO_ENTRY = {
     "... of the plaintext source cannot be read: ...",
@@ -32,12 +44,9 @@ NO_ENTRY = {
 def entries() -> list[str]:
     """The texts in the first column of the page's tables."""
     found = []
-    for table in PAGE.read_text("utf-8").split(HEAD)[1:]:
-        rows = re.match(r"\n\|---\|---\|---\|\n((?:\|.*\n?)*)", table)
-        assert rows, f"a table does not have three columns: {table[:100]!r}"
-        for row in rows[1].splitlines():
-            text, cause, remedy = row.strip("|").split(" | ")
-            assert cause.strip(), row
+    for table in re.findall(HEADS, PAGE.read_text("utf-8"), re.MULTILINE):
+        for row in table.splitlines():
+            text, remedy = row.strip("|").split(" | ")
             assert remedy.strip(), row
             cells = [one.removeprefix("• ") for one in text.strip().split("<br>")]
             assert all(re.fullmatch("`[^`]+`", one) for one in cells), row
@@ -96,16 +105,17 @@ def letters(text: str) -> int:
     return len(re.findall("[A-Za-z]", text))
 
 
-def test_each_text_of_an_error_has_an_entry() -> None:
+def test_each_text_of_an_error_names_an_action_or_has_an_entry() -> None:
     missing = {
         f"{text!r} ({place})"
         for text, place in reported().items()
+        if not ACTION.search(text)
         # The page may also say what stands for `...` in the source.
         if not any(pattern(one).match(text) or pattern(text).match(one) for one in entries())
     }
     assert not missing, (
-        "docs/troubleshooting.md has no entry for these texts: add a row with the text (`...` for "
-        "what differs), its cause and its remedy, or add the text to a row with the same remedy:\n"
+        "these texts do not say what to do: add that to the text, or add the text (`...` for what "
+        "differs) to docs/troubleshooting.md, in a row with the same remedy:\n"
         + "\n".join(sorted(missing))
     )
 

@@ -321,7 +321,7 @@ async def test_modified_state_that_names_an_unknown_key_is_rejected_or_omitted_w
 
 
 async def test_error_of_the_other_service_keeps_its_text(world: World) -> None:
-    """As docs/errors.md says: it may contain an id."""
+    """As docs/troubleshooting.md says: it may contain an id."""
     with pytest.raises(AlreadyExistsError, match="one"):
         await create(world.service, "one", user_id="ann")
 
