@@ -102,6 +102,7 @@ async def nothing_runs(url: URL, server: Server | None) -> None:
             await asyncio.sleep(0.05)
 
 
+@on_drivers("sqlite", "asyncpg", soak=["asyncmy", *LATER])
 async def test_endless_read_is_interrupted_after_its_time_and_the_service_goes_on(
     open_service: Open, url: URL, server: Server | None
 ) -> None:
@@ -216,7 +217,7 @@ async def test_service_closes_although_a_read_never_ends(
         await read
 
 
-@on_drivers("sqlite", "asyncpg", "asyncmy")
+@on_drivers("sqlite", soak=["asyncpg", "asyncmy"])
 async def test_start_rejects_a_view_in_the_place_of_a_table(
     open_service: Open, url: URL, server: Server | None
 ) -> None:

@@ -330,7 +330,9 @@ def erase_dave(say: Callable[[object], None], url: str, key: bytes, reversed_id:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", NOTICING)
+@pytest.mark.parametrize(
+    "name", ["get", *(pytest.param(name, marks=pytest.mark.soak) for name in list(NOTICING)[1:])]
+)
 async def test_service_that_has_noticed_an_erasure_keeps_nothing_of_the_user(
     name: str, tmp_path: Path
 ) -> None:

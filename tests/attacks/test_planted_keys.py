@@ -429,7 +429,7 @@ async def test_junk_data_key_does_not_stop_its_owner(
             assert await get(service, db, who)
 
 
-HUGE = "zeroblob(30000000)"
+HUGE = "zeroblob(16000000)"
 HUGE_VALUES = {
     "keyring, wrapped": ("secure_keyring", f"42, 'data', root_key_id, created_at, {HUGE}"),
     "keyring, purpose": ("secure_keyring", f"42, {HUGE}, root_key_id, created_at, wrapped"),
@@ -461,7 +461,7 @@ async def test_huge_junk_value_beside_the_keys_is_not_read(
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert most < 15_000_000
+    assert most < 8_000_000
 
 
 async def test_very_many_junk_rows_beside_the_keys_are_not_all_read(aes_db: Database) -> None:

@@ -659,7 +659,7 @@ def files(tmp_path: Path) -> Callable[[], AbstractContextManager[URL]]:
 def test_random_calls_have_the_results_that_a_model_predicts(
     files: Callable[[], AbstractContextManager[URL]],
 ) -> None:
-    run_conversations(files, examples=10, steps=50)
+    run_conversations(files, examples=6, steps=50)
 
 
 @pytest.mark.soak

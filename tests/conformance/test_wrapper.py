@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -9,25 +10,18 @@ from tests.conformance.services import WRAPPERS, Kind
 from tests.conformance.support import each_kind
 from tests.integrations.inner_services import FerretDB, ferretdb
 
-MODULES = [
-    import_module(f"tests.conformance.test_{subject}")
-    for subject in (
-        "append",
-        "concurrency",
-        "create",
-        "delete",
-        "events",
-        "get",
-        "list",
-        "runner",
-        "stale",
-        "state_scopes",
-        "state_values",
-        "user_state",
-    )
-]
-for _module in MODULES:
-    globals().update({n: f for n, f in vars(_module).items() if n.startswith("test_")})
+
+def tests_of(*subjects: str) -> dict[str, Any]:
+    modules = [import_module(f"tests.conformance.test_{subject}") for subject in subjects]
+    return {n: f for one in modules for n, f in vars(one).items() if n.startswith("test_")}
+
+
+# What a service returns for one call after the other.
+CALLS = tests_of(
+    *("append", "create", "delete", "events", "get", "list", "stale"),
+    *("state_scopes", "state_values", "user_state"),
+)
+globals().update(CALLS | tests_of("concurrency", "runner"))
 
 # The tests that fail behind the wrapper, and why.
 SESSION_IDS = {
@@ -81,6 +75,7 @@ ON_A_DATABASE = NO_MARKER | {
     "test_json_value_comes_back",
     "test_many_sessions_of_many_users_at_once_stay_apart",
     "test_odd_text_comes_back_wherever_it_stands",
+    "test_parallel_appends_through_one_session_object_all_arrive_in_order",
     "test_parallel_branches_append_through_one_session_object",
     "test_rich_value_is_coerced_at_creation_and_in_storage_on_append",
     "test_sessions_update_time_becomes_the_events",
@@ -88,8 +83,7 @@ ON_A_DATABASE = NO_MARKER | {
 }
 
 _kind = each_kind(
-    "wrapped-memory",
-    some={"wrapped-database": ON_A_DATABASE},
+    some={"wrapped-memory": CALLS, "wrapped-database": ON_A_DATABASE},
     soak=["wrapped-sqlite", "wrapped-mongodb"],
 )
 
