@@ -98,6 +98,7 @@ SURFACE = {
     "features.collections",
     "features.feature",
     "features.imports",
+    "features.migration_mark",
     "features.search_index",
     "features.searches",
     "meta",

@@ -282,12 +282,12 @@ async def test_made_up_or_replayed_mark_of_a_complete_migration_is_rejected(
     with closing(sqlite3.connect(another.path)) as connection:
         query = "SELECT value FROM secure_meta WHERE name = 'migration'"
         ((theirs,),) = connection.execute(query).fetchall()
-    assert not await store.migration_is_complete()
+    assert not await store.migration_end()
     insert = "REPLACE INTO secure_meta VALUES ('migration', :value)"
     for value in (theirs, "complete", "complete " + "0" * 32):
         victim.run(insert, value=value)
         with pytest.raises(WrongKeyError, match="`migration` of secure_meta was tampered with"):
-            await store.migration_is_complete()
+            await store.migration_end()
     assert await problems(victim) != []
 
 

@@ -149,7 +149,7 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
     result = await imported(store, of=second, version="2", replace=True)
     assert result is ImportStatus.OLDER
     one = (await store.imported([IDS, (APP, USER, "other")]))[IDS]
-    assert (one.number, one.is_untouched, one.is_tombstone) == (3, True, False)
+    assert (one.row.number, one.is_untouched, one.is_tombstone) == (3, True, False)
     assert (one.has_source("1"), one.has_source("2")) == (False, True)
     found = await read(service)
     assert found is not None
@@ -301,7 +301,7 @@ async def test_nothing_is_imported_after_a_tombstone(
     assert (one.is_tombstone, one.is_untouched) == (True, False)
     await imported(store, "copied", of=history(1))
     await store.tombstone(APP, USER, "copied")  # its row says so already
-    assert (await store.imported([(APP, USER, "copied")]))[APP, USER, "copied"].number == 1
+    assert (await store.imported([(APP, USER, "copied")]))[APP, USER, "copied"].row.number == 1
     assert await is_clean(db)
 
 
@@ -332,11 +332,11 @@ async def test_separated_copy_has_no_imports(
 ) -> None:
     await imported(store, of=history(2))
     await store.complete_migration()
-    assert await store.migration_is_complete()
+    assert await store.migration_end()
     await service.close()  # type: ignore[attr-defined]
     assert (await separate(db)).complete
     assert MIGRATION not in (await db.survey()).features
-    assert not await store.migration_is_complete()
+    assert not await store.migration_end()
     assert await store.imported([IDS]) == {}
     assert await imported(store, of=history(2)) is ImportStatus.SAME_ID
     assert await is_clean(db)

@@ -590,6 +590,6 @@ async def test_mark_of_a_complete_migration_moves_with_the_keys(files: Pair) -> 
     assert marks(files.keys)["migration"] == mark
     assert "migration" not in marks(files.data)
     async with database(files) as db:
-        assert await db.imports.migration_is_complete()
+        assert await db.imports.migration_end()
     await move(files, BACK)
     assert marks(files.data)["migration"] == mark

@@ -25,6 +25,7 @@ from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.search_index import IndexState
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
+    TOMBSTONE,
     apps,
     audit_records,
     bases,
@@ -201,7 +202,7 @@ async def status(
     )
 
 
-_NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")  # the row id in a tombstone
+_TOMBSTONE: sa.ColumnElement[int] = sa.literal_column(str(TOMBSTONE))
 # `secure_migrated` also has rows for copied users and apps.  `_COPIED` counts only sessions.
 _IS_OWNER = sa.or_(
     *(
@@ -212,7 +213,7 @@ _IS_OWNER = sa.or_(
 _COPIED = (
     sa.select(sa.func.count())
     .select_from(migrated)
-    .where(migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
+    .where(migrated.c.row_id != _TOMBSTONE, sa.not_(_IS_OWNER))
 )
 _INDEXED = (
     sa.select(sa.func.count())
@@ -224,7 +225,9 @@ _TRAIL = sa.select(
     sa.func.count(audit_records.c.chain.distinct()),
     sa.func.min(audit_records.c.time),
 )
-_TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _NO_ROW)
+_TOMBSTONES = (
+    sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _TOMBSTONE)
+)
 
 
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
@@ -236,7 +239,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     genuine = None
     if is_complete and await _index(db) is not None:
         try:
-            genuine = await db.imports.migration_is_complete()
+            genuine = await db.imports.migration_end() is not None
         except WrongKeyError:
             genuine = False
     return MigrationStatus(int(copied), int(tombstones), is_complete, genuine)

@@ -317,7 +317,7 @@ class _Verifier:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
         try:
-            await self._db.imports.migration_is_complete()
+            await self._db.imports.migration_end()
         except WrongKeyError as error:
             self.problems.add(meta.TABLE, meta.MIGRATION_MARK, Reason.MISMATCH, str(error))
 

@@ -178,7 +178,7 @@ class Comparing:
             self._findings.add(self._target.tag(*changed.ids), _OLDER, *changed.ids)
         async for gone in self.walk.gone():
             self._done.changed += 1
-            self._findings.add(gone.copy.tag, GONE, *gone.ids)
+            self._findings.add(gone.copy.row.tag, GONE, *gone.ids)
         self._meter.finish()
         done, imports = self._done, self._target.imports
         done.clean = done.succeeded

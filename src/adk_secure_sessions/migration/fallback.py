@@ -373,7 +373,7 @@ class PlaintextFallbackService(BaseSessionService):
         keyring = (await self._unit.keys()).keyring
         if keyring is not self._keyring:
             is_first = self._keyring is None
-            self._is_complete = await self._imports.migration_is_complete()
+            self._is_complete = await self._imports.migration_end() is not None
             if self._is_complete:
                 logger.warning(
                     "the migration is complete: PlaintextFallbackService does not read the "
@@ -730,7 +730,7 @@ class PlaintextFallbackService(BaseSessionService):
                 raise StaleSessionError(STALE)
             # `append_event` compares the marker with the stored session, which other processes may
             # have changed since it was copied.
-            session._storage_update_marker = f"{imported.row:x}.{imported.number}"
+            session._storage_update_marker = f"{imported.row.row_id:x}.{imported.row.number}"
         elif imported is None and result is None and await self._is_stored(ids):
             await self._copy_states(*ids[:2])
 

@@ -38,6 +38,7 @@ from adk_secure_sessions.migration.walk import (
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus
+from adk_secure_sessions.storage.features.migration_mark import MigrationEnd
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
@@ -153,7 +154,7 @@ async def migrate(
     if not dry_run:
         await init(db)
     target = None if dry_run and await db.is_new() else await Target.of(db)
-    if delete_gone and target is not None and await target.imports.migration_is_complete():
+    if delete_gone and target is not None and await target.imports.migration_end():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "
             "longer has are not deleted: omit delete_gone"
@@ -218,7 +219,8 @@ class _Run:
         """Copy the sessions and states that are new or have changed in the source."""
         number = _IMPORTS
         if self._target is not None:
-            self._is_erased = await self._target.imports.source_is_erased()
+            end = await self._target.imports.migration_end()
+            self._is_erased = end is MigrationEnd.SOURCE_ERASED
             executor = self._target.db.executor
             is_server = await executor.define(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
@@ -351,7 +353,7 @@ class _Run:
             if delete and self._writes and self._target is not None:
                 await self._target.delete(found)
             self._done.gone += 1
-            self._findings.add(found.copy.tag, GONE, *found.ids)
+            self._findings.add(found.copy.row.tag, GONE, *found.ids)
 
 
 class _Owners:

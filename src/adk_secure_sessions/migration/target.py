@@ -90,7 +90,7 @@ class Target:
         for one, tag in tags.items():
             if copy := copies.get(one.ids):
                 status = copy.status(is_unchanged=copy.has_source(one.version))
-                found[one] = InTarget(tag, status, copy.number)
+                found[one] = InTarget(tag, status, copy.row.number)
             else:
                 is_other = tag in others
                 found[one] = InTarget(tag, ImportStatus.SAME_ID if is_other else ImportStatus.NEW)
@@ -180,7 +180,7 @@ class Target:
         """Delete a copied session, unless a service has written to it."""
         copy = found.copy
         who = await self.db.unit.identify(*found.ids)
-        untouched = (copy.row, copy.number)
+        untouched = (copy.row.row_id, copy.row.number)
         await self.db.unit.run(
             writes.DeleteSession(who, lambda now: (now.id, now.revision) == untouched)
         )

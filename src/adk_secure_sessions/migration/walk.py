@@ -180,7 +180,7 @@ class Walk:
         target = self._target
         if target is None or self._scope.since is not None:
             return
-        if await target.imports.migration_is_complete():
+        if await target.imports.migration_end():
             return
         async for copies in target.copies(self._scope.app_name):
             self._missing |= {one.tag: one for one in copies if one.tag not in self._tags}

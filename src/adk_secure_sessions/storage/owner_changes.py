@@ -22,6 +22,17 @@ def witness_change(old: int, new: WitnessRow) -> Change:
     return Change(sql.UPDATE_WITNESS, values)
 
 
+def check_app_row(user: Owner, app_row: int) -> None:
+    """Raise TamperedError if *app_row* is not the row id of the user's app."""
+    if user.app_row != app_row:
+        raise TamperedError(
+            "it belongs to another app's row",
+            reason=Reason.WRONG_OWNER,
+            table=users.name,
+            row=user.id,
+        )
+
+
 class OwnerChanges:
     """The *changes* of apps and users that one attempt makes, in the order to apply them."""
 
@@ -68,13 +79,7 @@ class OwnerChanges:
             found_entries = search_index.entries(self._attempt, USER_PREFIX, delta)
             self.changes += search_index.insertion(search_index.row_of_user(user.id), found_entries)
             return user
-        if user.app_row != app_row:
-            raise TamperedError(
-                "it belongs to another app's row",
-                reason=Reason.WRONG_OWNER,
-                table=users.name,
-                row=user.id,
-            )
+        check_app_row(user, app_row)
         assert found.user is not None
         stored = found.user.state
         self._ensure_key(user.tag, stored, *(row.state for row in found.sessions))

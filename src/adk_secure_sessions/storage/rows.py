@@ -94,6 +94,11 @@ class MigratedRow(NamedTuple):
     source: bytes
     seal: bytes
 
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether the session or the user must not be imported."""
+        return self.row_id == schema.TOMBSTONE
+
 
 class IndexedRow(NamedTuple):
     """A row of `secure_state_index`; nothing in it is authenticated, except in a mark."""

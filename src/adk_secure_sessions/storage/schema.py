@@ -36,6 +36,8 @@ NO_SNAPSHOT = -1  # the session's row contains the whole state
 COLLECTION = -2  # the row is not a session but a collection, which has no state
 # The `row_id` in rows of `secure_state_index` that say which keys are indexed.
 INDEX_MARK = 2**63 - 1
+# The `row_id` in rows of `secure_migrated` that forbid an import.
+TOMBSTONE = 0
 
 metadata: MetaData = MetaData()
 

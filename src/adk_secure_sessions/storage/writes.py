@@ -245,26 +245,46 @@ class CreateSession(Write[Created]):
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
         who = attempt.who
-        rest: Changes = []
         session = StoredSession(
             new_row_key(), user_row, who.session_tag, who.session_id, 0,
             COLLECTION if who.is_collection else NO_SNAPSHOT, self._now, self._now,
             self._expires_at, self._state, b"{}", NO_LINK, NO_LINK, b"",
         )  # fmt: skip
-        if len(self._state) > OVERLAY_LIMIT:
+        new = NewSession.sealed(attempt, session)
+        self._witness = new.witness
+        self._sent.add(session.id)
+        return new.session, new.inserts(attempt)
+
+
+class NewSession(NamedTuple):
+    """A new session, its version witness, and *rest*, the changes that insert its other rows.
+
+    *rest* contains neither the row of the session nor events.
+    """
+
+    session: StoredSession
+    witness: WitnessRow
+    rest: Changes
+
+    @classmethod
+    def sealed(cls, attempt: Attempt, session: StoredSession) -> "NewSession":
+        """Encrypt *session*, whose state is its overlay; a large state becomes a snapshot."""
+        state, rest = session.overlay, []
+        if len(state) > OVERLAY_LIMIT:
             session = session._replace(
-                snapshot=self._state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
+                snapshot=state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
             )
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
-        witness = sealed_rows.seal_witness(attempt, who.user_tag, session.tag, session.id)
-        self._witness = witness
-        rest += claim_user(who.user_tag)
-        rest.append(Change(sql.INSERT_WITNESS, parameters(witness)))
         if attempt.keys.keyring.indexed_keys:
-            found = search_index.entries(attempt, "", loads(self._state))
+            found = search_index.entries(attempt, "", loads(state))
             rest += search_index.insertion(session.id, found)
-        self._sent.add(session.id)
-        return sealed_rows.seal_session(attempt, session), rest
+        witness = sealed_rows.seal_witness(attempt, attempt.who.user_tag, session.tag, session.id)
+        return cls(sealed_rows.seal_session(attempt, session), witness, rest)
+
+    def inserts(self, attempt: Attempt) -> Changes:
+        """Return the changes that insert all rows except those of the session and its events."""
+        witness = Change(sql.INSERT_WITNESS, parameters(self.witness))
+        return [*claim_user(attempt.who.user_tag), witness, *self.rest]
 
 
 class KnownOwners(NamedTuple):

@@ -10,11 +10,10 @@ wrong is rejected.  See docs/format-tools.md, "Migration".
 """
 
 import hmac
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -29,7 +28,6 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource
-from adk_secure_sessions.storage.clusters import claim_user
 from adk_secure_sessions.storage.features import search_index
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.migration_mark import (
@@ -39,7 +37,11 @@ from adk_secure_sessions.storage.features.migration_mark import (
     withdraw_migration,
 )
 from adk_secure_sessions.storage.features.searches import SearchIndex
-from adk_secure_sessions.storage.owner_changes import OwnerChanges, witness_change
+from adk_secure_sessions.storage.owner_changes import (
+    OwnerChanges,
+    check_app_row,
+    witness_change,
+)
 from adk_secure_sessions.storage.queries import (
     Found,
     chunks,
@@ -51,13 +53,13 @@ from adk_secure_sessions.storage.rows import (
     MigratedRow,
     Owner,
     StoredSession,
-    WitnessRow,
     naming,
     parameters,
 )
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
+    TOMBSTONE,
     apps,
     migrated,
     new_row_key,
@@ -67,23 +69,23 @@ from adk_secure_sessions.storage.schema import (
 from adk_secure_sessions.storage.survey import EXPIRY, MIGRATION
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
-    OVERLAY_LIMIT,
     Changes,
+    NewSession,
     Write,
     apply_changes,
     known_owners,
     read_found,
     replacement,
-    snapshot_change,
 )
 
+K = TypeVar("K")
+T = TypeVar("T")
 SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
 
 # One request inserts at most this many events and bytes.  A larger event is inserted alone.
 _EVENTS_AT_ONCE = 5000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 _LATEST = 9 * 10**18  # the latest time that the stored format allows, in microseconds
-_NO_ROW = 0  # the row id of a tombstone
 _NO_SOURCE = bytes(TAG_LENGTH)
 # On PostgreSQL, storing the tombstone of a user waits for running imports.  After this number of
 # seconds, it fails, and the caller repeats it.
@@ -123,69 +125,14 @@ class SourceEvent(NamedTuple):
     time: int
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A row of `secure_migrated` whose seal was checked.
-
-    Attributes:
-        tag: The blind index of the session, user or app.
-        row: The row id right after the import; 0 for a tombstone.
-        number: The revision of the session, or the version of the user or app, right after the
-            import; 0 for a tombstone.
-        source: A keyed MAC that identifies the imported version.  `has_source` and `has_state`
-            compare a version with this MAC.
-        stored: The row id, and the revision or version, that the session, user or app has now; None
-            if it is not stored.  These two numbers were not authenticated.
-    """
-
-    tag: bytes
-    row: int
-    number: int
-    source: bytes
-    stored: tuple[int, int] | None
-    _source_of: Callable[[bytes, bytes], bytes] = field(repr=False, compare=False)
-
-    @property
-    def is_tombstone(self) -> bool:
-        """Whether the row is a tombstone: the session or the user must not be imported."""
-        return self.row == _NO_ROW
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether a session is stored and no service has changed it since the import.
-
-        Do not use this property for a user or an app: a rotation of keys changes the version, too.
-        `import_state` compares the states instead.
-        """
-        return self.stored == (self.row, self.number)
-
-    def status(self, *, is_unchanged: bool) -> ImportStatus:
-        """Return the status, of which the revision or version of the stored row is a part.
-
-        *is_unchanged* says whether the session or state has not changed in the source since the
-        import.  A rotation of keys also changes the version of a user or an app, so that their
-        status `MOVED_ON` or `CONFLICT` may mean nothing but that.
-        """
-        if self.is_tombstone:
-            return ImportStatus.DELETED
-        if self.stored is None or self.stored[0] != self.row:
-            # A service has deleted the copy, and may have created the session again.  If the source
-            # has changed since the import, the service deleted an older version.
-            return ImportStatus.DELETED if is_unchanged else ImportStatus.CONFLICT
-        if self.is_untouched:
-            return ImportStatus.UNCHANGED if is_unchanged else ImportStatus.OLDER
-        return ImportStatus.MOVED_ON if is_unchanged else ImportStatus.CONFLICT
-
-    def has_source(self, version: str) -> bool:
-        """Return whether the session was imported with this *version*.
-
-        This is the case if `Imports.import_session` was given *version* as *source_version*.
-        """
-        return hmac.compare_digest(self._source_of(self.tag, encode_text(version)), self.source)
-
-    def has_state(self, state: bytes) -> bool:
-        """Return whether *state* (JSON) is the state of the user or app that was imported."""
-        return hmac.compare_digest(self._source_of(self.tag, canonical(loads(state))), self.source)
+# The status of what was imported and is still stored, by two answers: whether the source has not
+# changed it since, and whether no service has changed it since.
+_STATUS = {
+    (True, True): ImportStatus.UNCHANGED,
+    (False, True): ImportStatus.OLDER,
+    (True, False): ImportStatus.MOVED_ON,
+    (False, False): ImportStatus.CONFLICT,
+}
 
 
 class Seals(NamedTuple):
@@ -197,6 +144,10 @@ class Seals(NamedTuple):
         """Return the value of the column `source`: a MAC of *version*, bound to *tag*."""
         return self.keyring.index.migration_source(self.keyring.database_id, tag, version)
 
+    def of_state(self, tag: bytes, state: bytes) -> bytes:
+        """Return the value of the column `source` for the *state* of a user or an app."""
+        return self.source(tag, canonical(loads(state)))
+
     def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
         """Return a row with its seal."""
         seal = self.keyring.index.migrated(self.keyring.database_id, tag, row_id, number, source)
@@ -204,7 +155,7 @@ class Seals(NamedTuple):
 
     def tombstone(self, tag: bytes) -> MigratedRow:
         """Return a row that forbids the import of the session or user with *tag*."""
-        return self.row(tag, _NO_ROW, 0, _NO_SOURCE)
+        return self.row(tag, TOMBSTONE, 0, _NO_SOURCE)
 
     def check(self, row: MigratedRow) -> None:
         """Raise TamperedError if the row was modified, or was written for another database."""
@@ -223,42 +174,113 @@ class Seals(NamedTuple):
             self.check(row)
         return row
 
-    def imported(self, row: Row) -> Imported:
+    def imported(self, row: Row) -> "Imported":
         """Check a row of the query `migrated_rows`, and return it."""
         stored = MigratedRow(*row[:5])
         self.check(stored)
-        now = None if row[5] is None else (row[5], row[6])
-        return Imported(*stored[:4], now, self.source)
+        return Imported(stored, None if row[5] is None else (row[5], row[6]), self)
 
 
-class _Outcome(NamedTuple):
-    """The result of `ImportSession`, and the session that this attempt has stored.
+class Imported(NamedTuple):
+    """A row of `secure_migrated` whose seal was checked.
 
-    *witness* is the version witness of this session.  Both are None if the attempt has stored
-    nothing.
+    *stored* is the row id, and the revision or version, that the session, user or app has now; None
+    if it is not stored.  These two numbers were not authenticated.
     """
 
-    result: ImportStatus
-    session: StoredSession | None = None
-    witness: WitnessRow | None = None
+    row: MigratedRow
+    stored: tuple[int, int] | None
+    seals: Seals
+
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether the row is a tombstone: the session or the user must not be imported."""
+        return self.row.is_tombstone
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether a session is stored and no service has changed it since the import.
+
+        Do not use this property for a user or an app: a rotation of keys changes the version, too.
+        `import_state` compares the states instead.
+        """
+        return self.stored == (self.row.row_id, self.row.number)
+
+    def status(self, *, is_unchanged: bool) -> ImportStatus:
+        """Return the status, of which the revision or version of the stored row is a part.
+
+        *is_unchanged* says whether the session or state has not changed in the source since the
+        import.  A rotation of keys also changes the version of a user or an app, so that their
+        status `MOVED_ON` or `CONFLICT` may mean nothing but that.
+        """
+        if self.is_tombstone:
+            return ImportStatus.DELETED
+        if self.stored is None or self.stored[0] != self.row.row_id:
+            # A service has deleted the copy, and may have created the session again.  If the source
+            # has changed since the import, the service deleted an older version.
+            return ImportStatus.DELETED if is_unchanged else ImportStatus.CONFLICT
+        return _STATUS[is_unchanged, self.is_untouched]
+
+    def has_source(self, version: str) -> bool:
+        """Return whether `import_session` has stored the session with this *source_version*."""
+        source = self.seals.source(self.row.tag, encode_text(version))
+        return hmac.compare_digest(source, self.row.source)
+
+    def has_state(self, state: bytes) -> bool:
+        """Return whether *state* (JSON) is the state of the user or app that was imported."""
+        return hmac.compare_digest(self.seals.of_state(self.row.tag, state), self.row.source)
 
 
-class ImportSession(Write[_Outcome]):
+class _Import(Write[T]):
+    """Base class of the operations that store a session or a state of another database.
+
+    Args:
+        source: The MAC that identifies the imported version: see `Seals.source`.
+        replace: Replace what was imported from another version before, if no service has changed it
+            since.
+    """
+
+    change = "import"
+
+    def __init__(self, who: Identity, seals: Seals, source: bytes, *, replace: bool) -> None:
+        super().__init__(who)
+        self._seals = seals
+        self._source = source
+        self._replace = replace
+
+    def _status(
+        self, table: str, stored: StoredSession | Owner, row: MigratedRow, *, is_untouched: bool
+    ) -> ImportStatus:
+        """Return the status of *stored*, which has the row *row*; only if it is due, replace it.
+
+        Raises TamperedError if the stored row is older than the imported one.
+        """
+        if stored.id == row.row_id and stored.version < row.number:
+            raise TamperedError(
+                f"its version is {stored.version}, and version {row.number} was imported: an older "
+                "row was replayed",
+                reason=Reason.MISMATCH,
+                table=table,
+                row=stored.id,
+            )
+        status = _STATUS[hmac.compare_digest(row.source, self._source), is_untouched]
+        if status is ImportStatus.OLDER and not self._replace:
+            return ImportStatus.CONFLICT
+        return status
+
+
+# What an import has found, and the session that it has stored, if any.
+_Outcome = tuple[ImportStatus, NewSession | None]
+
+
+class ImportSession(_Import[_Outcome]):
     """Store a session of another database with all its events, and remember it.
 
     If its app or its user is not stored yet, store them with empty states.  See `ImportStatus` for
     the cases in which nothing is stored.
 
-    Args:
-        state: The session's own state, as JSON.
-        events: All events, oldest first.
-        times: The columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
-        source: The MAC that identifies the version: see `Seals.source`.
-        replace: Replace the session if another version was imported before, and no service has
-            changed it since.  Otherwise, an imported session is never replaced.
+    *times* are the columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
     """
-
-    change = "import"
 
     def __init__(
         self,
@@ -271,17 +293,15 @@ class ImportSession(Write[_Outcome]):
         *,
         replace: bool,
     ) -> None:
-        super().__init__(who)
+        super().__init__(who, seals, source, replace=replace)
         checked = [*times[:2], *(event.time for event in events)]
         if max(map(abs, checked)) > _LATEST or not 0 <= times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
-        self._seals = seals
         self._state = state
         self._events = events
         self._times = times
-        self._source = source
-        self._replace = replace
         self._spans = list(_spans(events))
+        self._links: list[bytes] = []  # of the events, in the last attempt
         # The result of each attempt, by the row id that the attempt has chosen for the session.  An
         # attempt that lost its connection may have been committed.  If the next attempt finds one
         # of these row ids in `secure_migrated`, it returns the result of the earlier attempt.
@@ -299,15 +319,15 @@ class ImportSession(Write[_Outcome]):
         return [sql.LOCK_SESSION, sql.LOCK_USER]
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: _Outcome) -> None:
-        if result.session is not None:
+        if (new := result[1]) is not None:
             owners.cache()
-            attempt.cache.put_session(result.session, result.witness, has_proven_head=True)
+            attempt.cache.put_session(new.session, new.witness, has_proven_head=True)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[_Outcome]:
         if attempt.is_first and attempt.key_source is KeySource.CACHE and not self._replace:
-            outcome = yield from self._import_for_known(attempt)
-            if outcome:
-                return outcome
+            new = yield from self._import_for_known(attempt)
+            if new:
+                return ImportStatus.NEW, new
         found = yield from read_found(attempt, sql.IMPORTED_SESSION)
         app = sealed_rows.open_app(attempt, found)
         user = sealed_rows.open_user(attempt, found)
@@ -315,20 +335,23 @@ class ImportSession(Write[_Outcome]):
         row = self._seals.checked(found, self.who.session_tag)
         of_user = self._seals.checked(found, self.who.user_tag)
         if row and row.row_id in self._sent:
-            return _Outcome(self._sent[row.row_id])
-        if of_user and of_user.row_id == _NO_ROW:
-            return _Outcome(ImportStatus.DELETED)
+            return self._sent[row.row_id], None
+        if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
+            return ImportStatus.DELETED, None
         if session and user and row:
-            if reason := self._reason_to_keep(session, row):
-                return _Outcome(reason)
-            return (yield from self._replace_session(attempt, owners, found, user, session, row))
+            is_untouched = (session.id, session.revision) == (row.row_id, row.number)
+            status = self._status(sessions.name, session, row, is_untouched=is_untouched)
+            if status.is_due:
+                new = yield from self._replace_session(attempt, owners, found, user, session, row)
+                return status, new
+            return status, None
         if session:
-            return _Outcome(ImportStatus.SAME_ID)
+            return ImportStatus.SAME_ID, None
         if row:
-            return _Outcome(ImportStatus.DELETED)
-        return (yield from self._create(attempt, owners, found, app, user))
+            return ImportStatus.DELETED, None
+        return ImportStatus.NEW, (yield from self._create(attempt, owners, found, app, user))
 
-    def _import_for_known(self, attempt: Attempt) -> Steps[_Outcome | None]:
+    def _import_for_known(self, attempt: Attempt) -> Steps[NewSession | None]:
         """Import the session without a read, from the cached rows of its app and its user.
 
         If a row is not cached, or differs from the stored row, import nothing and return None.
@@ -336,16 +359,14 @@ class ImportSession(Write[_Outcome]):
         known = known_owners(attempt)
         if known is None:
             return None
-        new = self._new(attempt, known.user.id, ImportStatus.NEW)
+        new, row = self._new(attempt, known.user.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | known.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_KNOWN, columns),
-            *new.inserts(),
-            Change(sql.INSERT_MIGRATED, new.row._asdict()),
+            *new.inserts(attempt),
+            Change(sql.INSERT_MIGRATED, row._asdict()),
         ]
-        if not (yield from new.apply(attempt, changes)):
-            return None
-        return new.outcome
+        return new if (yield from self._apply(attempt, new, changes)) else None
 
     def _create(
         self,
@@ -354,22 +375,24 @@ class ImportSession(Write[_Outcome]):
         found: Found,
         app: Owner | None,
         user: Owner | None,
-    ) -> Steps[_Outcome]:
+    ) -> Steps[NewSession]:
         app = owners.app(found, app, {})
         changed = owners.user(found, user, app.id, {})
-        new = self._new(attempt, changed.id, ImportStatus.NEW)
+        new, row = self._new(attempt, changed.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | {"user_tag": self.who.user_tag}
-        row = Change(sql.IMPORT_SESSION, columns)
+        insert = Change(sql.IMPORT_SESSION, columns)
         if found.user and changed == user:
             # No change of this transaction updates the user's row.  So the INSERT itself must
             # require that this row is unchanged.
-            row = Change(sql.IMPORT_SESSION_OF_USER, columns | parameters(found.user, "user_"))
-        # *mark*, the INSERT into `secure_migrated`, comes before *row*, the INSERT of the session.
-        # On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's transaction.
-        # After *mark*, *row* requires that the user has no tombstone.
-        mark = Change(sql.INSERT_MIGRATED, new.row._asdict())
-        yield from new.apply_or_conflict(attempt, [mark, *owners.changes, row, *new.inserts()])
-        return new.outcome
+            insert = Change(sql.IMPORT_SESSION_OF_USER, columns | parameters(found.user, "user_"))
+        # *mark*, the INSERT into `secure_migrated`, comes before *insert*, the INSERT of the
+        # session.  On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's
+        # transaction.  After *mark*, *insert* requires that the user has no tombstone.
+        mark = Change(sql.INSERT_MIGRATED, row._asdict())
+        changes = [mark, *owners.changes, insert, *new.inserts(attempt)]
+        if not (yield from self._apply(attempt, new, changes)):
+            raise Conflict
+        return new
 
     def _replace_session(
         self,
@@ -379,9 +402,9 @@ class ImportSession(Write[_Outcome]):
         user: Owner,
         old: StoredSession,
         row: MigratedRow,
-    ) -> Steps[_Outcome]:
+    ) -> Steps[NewSession]:
         owners.user(found, user, user.app_row, {})
-        new = self._new(attempt, user.id, ImportStatus.OLDER)
+        new, new_row = self._new(attempt, user.id, ImportStatus.OLDER)
         at_row = {"at_id": old.id}
         changes = [
             replacement(old, new.session),
@@ -392,120 +415,51 @@ class ImportSession(Write[_Outcome]):
         if old.has_snapshot:
             changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
         changes += search_index.removal_of_all(attempt, old.id)
-        changes += new.snapshot
-        changes += new.indexed
-        changes.append(_update(row, new.row))
-        yield from new.apply_or_conflict(attempt, changes)
-        return new.outcome
+        changes += new.rest
+        changes.append(_update(row, new_row))
+        if not (yield from self._apply(attempt, new, changes)):
+            raise Conflict
+        return new
 
-    def _reason_to_keep(self, session: StoredSession, row: MigratedRow) -> ImportStatus | None:
-        """Return why the stored session must not be replaced; None if it must be replaced.
-
-        Raises TamperedError if the stored session is older than the imported one.
-        """
-        if row.row_id == _NO_ROW:
-            return ImportStatus.DELETED
-        if session.id == row.row_id and session.revision < row.number:
-            raise TamperedError(
-                f"its revision is {session.revision}, and revision {row.number} was imported: an "
-                "older row was replayed",
-                reason=Reason.MISMATCH,
-                table=sessions.name,
-                row=session.id,
-            )
-        is_untouched = (session.id, session.revision) == (row.row_id, row.number)
-        if hmac.compare_digest(row.source, self._source):
-            return ImportStatus.UNCHANGED if is_untouched else ImportStatus.MOVED_ON
-        return None if is_untouched and self._replace else ImportStatus.CONFLICT
-
-    def _new(self, attempt: Attempt, user_row: int, result: ImportStatus) -> "_NewSession":
+    def _new(
+        self, attempt: Attempt, user_row: int, result: ImportStatus
+    ) -> tuple[NewSession, MigratedRow]:
+        """Return a new session and its row of `secure_migrated`."""
         who = self.who
-        links = [new_link() for _ in self._events]
-        revision = len(links)
+        self._links = links = [new_link() for _ in self._events]
         session = StoredSession(
-            new_row_key(), user_row, who.session_tag, who.session_id, revision, NO_SNAPSHOT,
+            new_row_key(), user_row, who.session_tag, who.session_id, len(links), NO_SNAPSHOT,
             *self._times, self._state, b"{}",
             links[-1] if links else NO_LINK, NO_LINK, b"",
         )  # fmt: skip
-        snapshot: Changes = []
-        if len(self._state) > OVERLAY_LIMIT:
-            session = session._replace(
-                snapshot=self._state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
-            )
-            snapshot.append(snapshot_change(attempt, session, NO_SNAPSHOT))
-        session = sealed_rows.seal_session(attempt, session)
-        witness = sealed_rows.seal_witness(attempt, who.user_tag, session.tag, session.id)
-        row = self._seals.row(session.tag, session.id, revision, self._source)
-        indexed: Changes = []
-        if attempt.keys.keyring.indexed_keys:
-            found = search_index.entries(attempt, "", loads(self._state))
-            indexed = search_index.insertion(session.id, found)
         self._sent[session.id] = result
-        return _NewSession(
-            session,
-            witness,
-            who.user_tag,
-            row,
-            snapshot,
-            indexed,
-            links,
-            self._events,
-            self._spans,
-            result,
-        )
+        row = self._seals.row(session.tag, session.id, session.revision, self._source)
+        return NewSession.sealed(attempt, session), row
 
-
-class _NewSession(NamedTuple):
-    """The rows of a session that is imported."""
-
-    session: StoredSession
-    witness: WitnessRow
-    user_tag: bytes
-    row: MigratedRow
-    snapshot: Changes
-    indexed: Changes  # of the search index
-    links: list[bytes]
-    events: Sequence[SourceEvent]
-    spans: list[slice]
-    result: ImportStatus
-
-    @property
-    def outcome(self) -> _Outcome:
-        return _Outcome(self.result, self.session, self.witness)
-
-    def inserts(self) -> Changes:
-        """Return the changes that insert all rows except those of the session and its events."""
-        witness = Change(sql.INSERT_WITNESS, self.witness._asdict())
-        return [*claim_user(self.user_tag), witness, *self.snapshot, *self.indexed]
-
-    def apply(self, attempt: Attempt, changes: Changes) -> Steps[bool]:
+    def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the events; return False if the first change matched no row.
 
         The first request contains *changes* and the first span of events.  Each further span is
         inserted by a request of its own.
         """
-        first = self._rows(attempt, self.spans[0]) if self.spans else []
+        first = self._rows(attempt, new, self._spans[0]) if self._spans else []
         inserted = [Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=first)] if first else []
         if not (yield Apply([*changes, *inserted])):
             return False
-        for span in self.spans[1:]:
-            one, *rest = self._rows(attempt, span)
+        for span in self._spans[1:]:
+            one, *rest = self._rows(attempt, new, span)
             changes = [Change(sql.INSERT_EVENT, one)]
             if rest:
                 changes.append(Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=rest))
             yield from apply_changes(changes)
         return True
 
-    def apply_or_conflict(self, attempt: Attempt, changes: Changes) -> Steps[None]:
-        if not (yield from self.apply(attempt, changes)):
-            raise Conflict
-
-    def _rows(self, attempt: Attempt, span: slice) -> list[dict[str, object]]:
+    def _rows(self, attempt: Attempt, new: NewSession, span: slice) -> list[dict[str, object]]:
         """Encrypt the events of *span*, and return their rows."""
-        links, first = self.links, span.start
+        links, first = self._links, span.start
         previous = links[first - 1] if first else NO_LINK
         rows = sealed_rows.seal_events(
-            attempt, self.session.id, first, self.events[span], links[span], previous
+            attempt, new.session.id, first, self._events[span], links[span], previous
         )
         return [parameters(row) for row in rows]
 
@@ -522,29 +476,20 @@ def _spans(events: Sequence[SourceEvent]) -> Iterator[slice]:
         yield slice(start, len(events))
 
 
-class ImportState(Write[ImportStatus]):
+class ImportState(_Import[ImportStatus]):
     """Store the state of an app, or of a user, exactly as it is in another database.
 
-    Args:
-        state: The state, as JSON.
-        of_user: Whether the state is the user's.  Otherwise, the user id of *who* is not used.
-        replace: Replace the state if another state was imported before, and no service has changed
-            it since.  Otherwise, a stored state is replaced only if it is empty and was not
-            imported.
+    If *of_user* is False, the user id of *who* is not used.  A stored state that was not imported
+    is replaced only if it is empty.
     """
-
-    change = "import"
 
     def __init__(
         self, who: Identity, seals: Seals, state: bytes, *, of_user: bool, replace: bool
     ) -> None:
-        super().__init__(who)
-        self._seals = seals
+        self._tag = who.user_tag if of_user else who.app_tag
+        super().__init__(who, seals, seals.of_state(self._tag, state), replace=replace)
         self._state = state
         self._of_user = of_user
-        self._replace = replace
-        self._tag = who.user_tag if of_user else who.app_tag
-        self._source = seals.source(self._tag, canonical(loads(state)))
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_APP, sql.LOCK_USER] if self._of_user else [sql.LOCK_APP]
@@ -555,67 +500,42 @@ class ImportState(Write[ImportStatus]):
         user = sealed_rows.open_user(attempt, found) if self._of_user else None
         owner = user if self._of_user else app
         row = self._seals.checked(found, self._tag)
-        if row and row.row_id == _NO_ROW:
+        if row and (row.is_tombstone or owner is None):
             return ImportStatus.DELETED
-        result = ImportStatus.NEW
-        if row:
-            if owner is None:
-                return ImportStatus.DELETED
-            if reason := self._reason_to_keep(owner, row):
-                return reason
-            result = ImportStatus.OLDER
+        status = ImportStatus.NEW
+        if row and owner:
+            # A service may have changed other fields of the row, such as the ids of its data keys.
+            # Therefore, the states are compared and not the versions.
+            is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
+            table = users.name if self._of_user else apps.name
+            status = self._status(table, owner, row, is_untouched=is_untouched)
+            if not status.is_due:
+                return status
         elif owner and owner.state != b"{}" and self._source_of(owner) != self._source:
             return ImportStatus.SAME_ID
-        if self._of_user:
-            changed = self._set_user(found, app, user, owners)
-        else:
-            changed = owners.app(found, None, loads(self._state)) if app is None else app
-            if app is not None and self._source_of(app) != self._source:
-                changed = owners.set_state(found, app, self._state)
+        changed = self._set(found, app, user, owners)
         new = self._seals.row(self._tag, changed.id, changed.version, self._source)
         mark = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
         yield from apply_changes([*owners.changes, mark])
-        return result
+        return status
 
-    def _set_user(
+    def _set(
         self, found: Found, app: Owner | None, user: Owner | None, owners: OwnerChanges
     ) -> Owner:
-        app = owners.app(found, app, {})
-        if user is None:
-            return owners.user(found, None, app.id, loads(self._state))
-        if user.app_row != app.id:
-            raise TamperedError(
-                "it belongs to another app's row",
-                reason=Reason.WRONG_OWNER,
-                table=users.name,
-                row=user.id,
-            )
-        if self._source_of(user) == self._source:
-            return user
-        return owners.set_state(found, user, self._state)
-
-    def _reason_to_keep(self, owner: Owner, row: MigratedRow) -> ImportStatus | None:
-        """Return why the stored state must not be replaced; None if it must be replaced.
-
-        A service may have changed other fields of the row, such as the ids of its data keys.
-        Therefore, the states are compared and not the versions.  Raises TamperedError if the stored
-        row is older than the imported state.
-        """
-        if owner.id == row.row_id and owner.version < row.number:
-            raise TamperedError(
-                f"its version is {owner.version}, and version {row.number} was imported: an older "
-                "row was replayed",
-                reason=Reason.MISMATCH,
-                table=(users if self._of_user else apps).name,
-                row=owner.id,
-            )
-        is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
-        if hmac.compare_digest(row.source, self._source):
-            return ImportStatus.UNCHANGED if is_untouched else ImportStatus.MOVED_ON
-        return None if is_untouched and self._replace else ImportStatus.CONFLICT
+        if not self._of_user and app is None:
+            return owners.app(found, None, loads(self._state))
+        owner = app = owners.app(found, app, {})
+        if self._of_user:
+            if user is None:
+                return owners.user(found, None, app.id, loads(self._state))
+            check_app_row(user, app.id)
+            owner = user
+        if self._source_of(owner) == self._source:
+            return owner
+        return owners.set_state(found, owner, self._state)
 
     def _source_of(self, owner: Owner) -> bytes:
-        return self._seals.source(owner.tag, canonical(loads(owner.state)))
+        return self._seals.of_state(owner.tag, owner.state)
 
 
 class AddTombstone(Write[None]):
@@ -751,7 +671,7 @@ class Imports:
         times = (created_at, updated_at, expiry)
         source = seals.source(who.session_tag, encode_text(source_version))
         operation = ImportSession(who, seals, state, events, times, source, replace=replace)
-        return (await self._unit.run(operation)).result
+        return (await self._unit.run(operation))[0]
 
     async def import_state(
         self, app_name: str, user_id: str | None, state: bytes, *, replace: bool = False
@@ -781,23 +701,15 @@ class Imports:
         session's user was erased, the session must not be imported: the result for the session is
         then a tombstone (see `Imported.is_tombstone`).
         """
-        wanted = list(ids)
         if not await self._feature.is_added():
             return {}
-        seals = await self._seals()
+        seals, wanted = await self._seals(), list(ids)
         index = seals.keyring.index
-        of_users = {ids[:2]: index.user(*ids[:2]) for ids in wanted}
-        erased = await self._imported(users.name, seals, of_users.values())
-        tags = {ids: index.session(*ids) for ids in wanted}
-        rows = await self._imported(sessions.name, seals, tags.values())
-        found: dict[SessionIds, Imported] = {}
-        for one, tag in tags.items():
-            of_user = erased.get(of_users[one[:2]])
-            if of_user and of_user.is_tombstone:
-                stored = rows[tag].stored if tag in rows else None
-                found[one] = replace(of_user, tag=tag, stored=stored)
-            elif tag in rows:
-                found[one] = rows[tag]
+        found = await self._imported(sessions, seals, {ids: index.session(*ids) for ids in wanted})
+        of_users = {ids: index.user(*ids[:2]) for ids in wanted}
+        for one, of_user in (await self._imported(users, seals, of_users)).items():
+            if of_user.is_tombstone:
+                found[one] = of_user._replace(stored=found[one].stored if one in found else None)
         return found
 
     async def imported_states(
@@ -809,21 +721,17 @@ class Imports:
         imported.  An element of *owners* is an app name and a user id; the user id is None for the
         state of the app.
         """
-        wanted = list(owners)
         if not await self._feature.is_added():
             return {}
-        seals = await self._seals()
+        seals, wanted = await self._seals(), list(owners)
         index = seals.keyring.index
-        found: dict[tuple[str, str | None], Imported] = {}
-        for table in (apps, users):
-            tags = {
-                (app, user): index.app(app) if user is None else index.user(app, user)
-                for app, user in wanted
-                if (user is None) is (table is apps)
-            }
-            rows = await self._imported(table.name, seals, tags.values())
-            found |= {owner: rows[tag] for owner, tag in tags.items() if tag in rows}
-        return found
+        tags: dict[tuple[str, str | None], bytes] = {}
+        for app, user in wanted:
+            tags[app, user] = index.app(app) if user is None else index.user(app, user)
+        of_apps = {owner: tag for owner, tag in tags.items() if owner[1] is None}
+        of_users = {owner: tag for owner, tag in tags.items() if owner[1] is not None}
+        found = await self._imported(apps, seals, of_apps)
+        return found | await self._imported(users, seals, of_users)
 
     async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
         """Store a tombstone: a row that forbids importing the session.
@@ -847,41 +755,25 @@ class Imports:
         """Return whether the database has the feature `migration`, which the first import adds."""
         return await self._feature.is_added()
 
-    async def complete_migration(self) -> None:
-        """Store the mark that everything was imported; see `migration_is_complete`."""
+    async def complete_migration(self, end: MigrationEnd = MigrationEnd.COMPLETE) -> None:
+        """Store the mark that everything was imported, and perhaps erased in the source.
+
+        A stored mark `SOURCE_ERASED` is never replaced.  Without this mark, a later migration from
+        the same source could replace or delete the only copies of sessions.
+        """
         await self._feature.ensure()
         keyring = (await self._unit.keys()).keyring
-        await self._unit.change_keys(partial(mark_migration, MigrationEnd.COMPLETE, keyring))
+        await self._unit.change_keys(partial(mark_migration, end, keyring))
 
     async def withdraw_migration(self) -> bool:
-        """Remove the mark that `complete_migration` has stored; return whether there was one.
-
-        A mark that `mark_source_erased` has stored is not removed.
-        """
+        """Remove the mark `COMPLETE`, and no other mark; return whether it was stored."""
         keyring = (await self._unit.keys()).keyring
-        if await self._migration_end() is not MigrationEnd.COMPLETE:
+        if await self.migration_end() is not MigrationEnd.COMPLETE:
             return False  # do not begin to write: the account may only be able to read
         return await self._unit.change_keys(partial(withdraw_migration, keyring))
 
-    async def mark_source_erased(self) -> None:
-        """Store the mark that sessions of the source may have been deleted after their import.
-
-        Without this mark, a later migration from the same source could replace or delete the only
-        copies of these sessions.  The mark is never removed again.
-        """
-        await self._feature.ensure()
-        keyring = (await self._unit.keys()).keyring
-        await self._unit.change_keys(partial(mark_migration, MigrationEnd.SOURCE_ERASED, keyring))
-
-    async def source_is_erased(self) -> bool:
-        """Return whether `mark_source_erased` was called for this database."""
-        return await self._migration_end() is MigrationEnd.SOURCE_ERASED
-
-    async def migration_is_complete(self) -> bool:
-        """Return whether a mark of `complete_migration` or of `mark_source_erased` is stored."""
-        return await self._migration_end() is not None
-
-    async def _migration_end(self) -> MigrationEnd | None:
+    async def migration_end(self) -> MigrationEnd | None:
+        """Return the mark that `complete_migration` has stored; None if there is none."""
         keyring = (await self._unit.keys()).keyring
         return await self._unit.change_keys(partial(migration_end, keyring), commit=False)
 
@@ -889,11 +781,12 @@ class Imports:
         return Seals((await self._unit.keys()).keyring)
 
     async def _imported(
-        self, table: str, seals: Seals, tags: Iterable[bytes]
-    ) -> dict[bytes, Imported]:
-        found: dict[bytes, Imported] = {}
-        for part in chunks(dict.fromkeys(tags)):
-            for row in await self._unit.read(migrated_rows(table, len(part)), numbered(part)):
+        self, table: sa.Table, seals: Seals, tags: Mapping[K, bytes]
+    ) -> dict[K, Imported]:
+        rows: dict[bytes, Imported] = {}
+        for part in chunks(dict.fromkeys(tags.values())):
+            query = migrated_rows(table.name, len(part))
+            for row in await self._unit.read(query, numbered(part)):
                 one = seals.imported(row)
-                found[one.tag] = one
-        return found
+                rows[one.row.tag] = one
+        return {key: rows[tag] for key, tag in tags.items() if tag in rows}
