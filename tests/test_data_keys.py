@@ -16,7 +16,14 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.formats.flags import Packing
-from adk_secure_sessions.formats.records import pack, unpack
+from adk_secure_sessions.formats.records import (
+    FLAGS,
+    open_record,
+    open_whole,
+    open_without_flags,
+    pack,
+    unpack,
+)
 from adk_secure_sessions.keys.data_keys import (
     DataKeyRow,
     DataKeys,
@@ -527,13 +534,13 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
         b"text",
     ),
     "link of a witness": (
-        lambda staged, text: staged.seal_witness(ADA, CONTEXT, text),
-        lambda staged, stored: staged.open_witness(ADA, CONTEXT, stored),
+        lambda staged, text: staged.seal(ADA, CONTEXT, FLAGS + text, is_packed=True),
+        lambda staged, stored: staged.open(ADA, CONTEXT, stored, open_without_flags),
         b"text",
     ),
     "plaintext with flags": (
-        lambda staged, text: staged.seal_whole(ADA, CONTEXT, text),
-        lambda staged, stored: staged.open_whole(ADA, CONTEXT, stored),
+        lambda staged, text: staged.seal(ADA, CONTEXT, text, is_packed=True),
+        lambda staged, stored: staged.open(ADA, CONTEXT, stored, open_whole),
         b"\x00text",
     ),
 }
@@ -582,20 +589,22 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
     stored = staged.seal(ADA, CONTEXT, content)
     assert len(stored) < 200
     assert staged.open(ADA, CONTEXT, stored) == content
-    witness = staged.seal_witness(ADA, CONTEXT, content)
+    witness = staged.seal(ADA, CONTEXT, FLAGS + content, is_packed=True)
     assert len(witness) > 5000
-    assert staged.open_witness(ADA, CONTEXT, witness) == content
+    assert staged.open(ADA, CONTEXT, witness, open_without_flags) == content
     with pytest.raises(DecryptionError) as rejected:
-        staged.open_witness(ADA, CONTEXT, stored)
+        staged.open(ADA, CONTEXT, stored, open_without_flags)
     assert rejected.value.reason == Reason.UNKNOWN_FLAGS
 
 
 @pytest.mark.parametrize("change", [{"owner": BOB}, {"context": b"another"}], ids=str)
-@pytest.mark.parametrize("kind", ["open", "open_witness", "open_whole"])
-def test_record_of_another_owner_or_context_is_rejected(kind: str, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("open_record", [open_record, open_without_flags, open_whole])
+def test_record_of_another_owner_or_context_is_rejected(
+    open_record: Callable[..., bytes], change: dict[str, Any]
+) -> None:
     staged = StagedKeys(data_keys())
     staged.new(ADA), staged.new(BOB)
     stored = staged.seal(ADA, CONTEXT, b"text")
     arguments = {"owner": ADA, "context": CONTEXT, "stored": stored} | change
     with pytest.raises(TamperedError):
-        getattr(staged, kind)(**arguments)
+        staged.open(**arguments, open_record=open_record)

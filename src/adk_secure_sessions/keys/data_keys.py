@@ -18,6 +18,7 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -69,19 +70,17 @@ class DataKeyRow(NamedTuple):
         return records.context(parts, self.id, self.generation, self.backend_id, self.created_at)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DataKey(KeyMaterial):
     """An unwrapped data key.  Only its cipher contains the bytes of the key."""
 
-    __slots__ = ("backend_id", "cipher", "created_at", "generation", "id", "master_id", "owner")
-
-    def __init__(self, row: DataKeyRow, master_id: int, cipher: Cipher) -> None:
-        self.id: int = row.id
-        self.owner: bytes = row.owner
-        self.generation: int = row.generation
-        self.backend_id: int = row.backend_id
-        self.created_at: int = row.created_at
-        self.master_id: int = master_id  # the id of the data master that wraps this key
-        self.cipher: Cipher = cipher
+    id: int
+    owner: bytes
+    generation: int
+    backend_id: int
+    created_at: int
+    master_id: int  # the id of the data master that wraps this key
+    cipher: Cipher
 
 
 class StaleKeyring(Exception):
@@ -91,23 +90,20 @@ class StaleKeyring(Exception):
     """
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OwnerKeys(KeyMaterial):
-    """All known data keys of one owner."""
+    """All known data keys of one owner.
 
-    __slots__ = ("by_id", "current", "newest_generation")
+    Attributes:
+        by_id: The data keys; None for one whose backend this process was not given.
+        current: None if the owner's row names no usable key, or has not been decrypted yet.
+        newest_generation: Also of keys whose backend this process was not given; -1 if there is no
+            key.
+    """
 
-    def __init__(
-        self,
-        by_id: Mapping[int, DataKey | None],
-        current: DataKey | None,
-        newest_generation: int,
-    ) -> None:
-        # None for a data key whose backend this process was not given.
-        self.by_id: Mapping[int, DataKey | None] = by_id
-        # None if the owner's row names no usable key, or has not been decrypted yet.
-        self.current: DataKey | None = current
-        # Also of keys whose backend this process was not given; -1 if there is no key.
-        self.newest_generation: int = newest_generation
+    by_id: Mapping[int, DataKey | None]
+    current: DataKey | None
+    newest_generation: int
 
 
 def _kinds(backends: Mapping[int, CipherFactory], direction: str) -> dict[int, telemetry.WorkKind]:
@@ -284,7 +280,7 @@ class StagedKeys:
         row = DataKeyRow(new_key_id(), owner, generation, writer.backend_id, now, b"")
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)
-        made = DataKey(row, master_id, writer.cipher(key))
+        made = DataKey(*row[:-1], master_id, writer.cipher(key))
         self._by_owner[owner] = OwnerKeys({**known.by_id, made.id: made}, made, generation)
         self._owners[made.id] = owner
         self.new_rows.append(row)
@@ -336,54 +332,37 @@ class StagedKeys:
         keys = (known.by_id.get(records.unpack(one)[1]) for one in stored)
         return all(key is not None and key.generation <= newest for key in keys)
 
-    def seal(self, owner: bytes, context: bytes, content: bytes) -> bytes:
+    def seal(
+        self, owner: bytes, context: bytes, content: bytes, *, is_packed: bool = False
+    ) -> bytes:
         """Encrypt *content* with the owner's current data key, and return the record.
 
-        The content is first compressed and padded as `packing` says.
+        The content is first compressed and padded as `packing` says.  If *is_packed* is True, it
+        is not: it begins with its flags already.
         """
         began = perf_counter()
-        plaintext = self.packing.pack(content)
-        return self._seal(owner, context, plaintext, len(content), began)
-
-    def seal_witness(self, owner: bytes, context: bytes, link: bytes) -> bytes:
-        """Encrypt *link*, the content of a version witness, which is never compressed or padded."""
-        return self._seal(owner, context, records.FLAGS + link, len(link), perf_counter())
-
-    def seal_whole(self, owner: bytes, context: bytes, plaintext: bytes) -> bytes:
-        """Encrypt *plaintext*, which `open_whole` has returned, without a change."""
-        return self._seal(owner, context, plaintext, len(plaintext) - 1, perf_counter())
-
-    def _seal(
-        self, owner: bytes, context: bytes, plaintext: bytes, size: int, began: float
-    ) -> bytes:
+        plaintext = content if is_packed else self.packing.pack(content)
         key = self.current(owner)
         assert key is not None
         record = records.seal_whole(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             seconds = perf_counter() - began
             kind = self._keys.encrypting[key.backend_id]
-            self.operation.values.append((kind, size, seconds))
+            self.operation.values.append((kind, len(content) - is_packed, seconds))
         return record
 
-    def open(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Decrypt *stored*, a record of *owner*, and return the content."""
-        return self._open(owner, context, stored, records.open_record)
-
-    def open_witness(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Decrypt *stored*, a version witness of *owner*, and return the link in it."""
-        return self._open(owner, context, stored, records.open_without_flags)
-
-    def open_whole(self, owner: bytes, context: bytes, stored: bytes) -> bytes:
-        """Decrypt *stored*, a record of *owner*, and return the plaintext with its flags."""
-        return self._open(owner, context, stored, records.open_whole)
-
-    def _open(
+    def open(
         self,
         owner: bytes,
         context: bytes,
         stored: bytes,
-        open_record: Callable[[bytes, bytes, Cipher], bytes],
+        open_record: Callable[[bytes, bytes, Cipher], bytes] = records.open_record,
     ) -> bytes:
+        """Decrypt *stored*, a record of *owner*, and return the content.
+
+        *open_record* is a function of `formats.records`: `open_without_flags` for a version
+        witness, which is never compressed or padded, or `open_whole`, which keeps the flags.
+        """
         key = self.key_of(owner, stored)
         began = perf_counter()
         opened = open_record(stored, context, key.cipher)
@@ -460,7 +439,8 @@ class StagedKeys:
         key = unwrap_data_key(row, keyring)
         if backend is None:
             return None
-        return DataKey(row, records.unpack(row.wrapped)[1], make_cipher(backend, key))
+        master_id = records.unpack(row.wrapped)[1]
+        return DataKey(*row[:-1], master_id, make_cipher(backend, key))
 
 
 def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:

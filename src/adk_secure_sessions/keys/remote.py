@@ -108,8 +108,8 @@ class RemoteKey(KeyMaterial):
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` in the key service, and bind the result to `associated_data`."""
-        bound = self._kind + associated_data
-        return self._kind + await self._with_retries("wrap", lambda: self._encrypt(key, bound))
+        context = self._kind + associated_data
+        return self._kind + await self._with_retries("wrap", lambda: self._encrypt(key, context))
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
         """Return the key in `wrapped`, which `wrap` returned."""
@@ -117,8 +117,8 @@ class RemoteKey(KeyMaterial):
             raise TamperedError(
                 "not a key wrapped by this kind of key service", reason=Reason.MALFORMED
             )
-        bound = self._kind + associated_data
-        return await self._with_retries("unwrap", lambda: self._decrypt(wrapped[1:], bound))
+        context = self._kind + associated_data
+        return await self._with_retries("unwrap", lambda: self._decrypt(wrapped[1:], context))
 
     @abstractmethod
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:

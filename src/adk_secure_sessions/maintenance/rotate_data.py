@@ -11,7 +11,15 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError
-from adk_secure_sessions.formats.records import FLAGS, HEADER_LENGTH, binary, header, pack
+from adk_secure_sessions.formats.records import (
+    FLAGS,
+    HEADER_LENGTH,
+    binary,
+    header,
+    open_whole,
+    open_without_flags,
+    pack,
+)
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_events, count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
@@ -314,14 +322,14 @@ class Reencryptor:
         if self._dry_run or not old:
             self.count += len(old)
             return
-        new = [keys.seal_whole(owner, one.context, one.plaintext) for one in old]
+        new = [keys.seal(owner, one.context, one.plaintext, is_packed=True) for one in old]
         changes = [(one.record, sealed) for one, sealed in zip(old, new, strict=True)]
         await self._db.change(partial(_replace, changes))
         stored = await self._read_back([one.record for one in old])
         for one, sealed in zip(old, new, strict=True):
             table = one.record.column.table.name
             if stored.get((table, one.record.key)) == sealed:
-                if keys.open_whole(owner, one.context, sealed) != one.plaintext:
+                if keys.open(owner, one.context, sealed, open_whole) != one.plaintext:
                     raise SecureSessionError(
                         f"{table} row {one.record.name} does not read back as it was written"
                     )
@@ -339,8 +347,8 @@ class Reencryptor:
 def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:
     """Decrypt *record*, check its flags as a reader does, and return its plaintext with them."""
     if record.column is WITNESSES:
-        return FLAGS + keys.open_witness(owner, context, record.stored)
-    return keys.open_whole(owner, context, record.stored)
+        return FLAGS + keys.open(owner, context, record.stored, open_without_flags)
+    return keys.open(owner, context, record.stored, open_whole)
 
 
 def _key_id(stored: object) -> int | None:

@@ -393,7 +393,7 @@ def _owner_column(owner: Owner) -> SealedColumn[Any]:
 def packing_of_owner(attempt: Attempt, owner: Owner, stored: bytes) -> Packing:
     """Return how *stored*, the record in the row of *owner*, is compressed and padded."""
     context = _owner_column(owner).context(attempt.who.ids, _owner_row(attempt, owner))
-    return packing_of(attempt.keys.open_whole(owner.tag, context, stored))
+    return packing_of(attempt.keys.open(owner.tag, context, stored, records.open_whole))
 
 
 def seal_witness(
@@ -404,7 +404,8 @@ def seal_witness(
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.who.ids, row)
-    return WitnessRow(tag, number, attempt.keys.seal_witness(owner, context, link))
+    seal = attempt.keys.seal(owner, context, records.FLAGS + link, is_packed=True)
+    return WitnessRow(tag, number, seal)
 
 
 def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
@@ -477,7 +478,7 @@ def _check_witness(
         )
     try:
         context = WITNESSES.context(attempt.who.ids, witness)
-        proven = attempt.keys.open_witness(owner, context, witness.seal)
+        proven = attempt.keys.open(owner, context, witness.seal, records.open_without_flags)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:
