@@ -638,7 +638,7 @@ def test_operation_may_end_in_another_context(monkeypatch: pytest.MonkeyPatch) -
     assert telemetry.current_operation() is None
 
 
-@pytest.mark.parametrize("fails", ["_begin", "_end"])
+@pytest.mark.parametrize("fails", ["__enter__", "__exit__"])
 async def test_span_processor_that_raises_leaves_no_operation_behind(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -649,7 +649,7 @@ async def test_span_processor_that_raises_leaves_no_operation_behind(
         pass
 
     monkeypatch.setattr(telemetry, "_is_on", lambda: True)
-    monkeypatch.setattr(telemetry, fails, fail)
+    monkeypatch.setattr(telemetry._Measured, fails, fail)
     with pytest.raises(ZeroDivisionError):
         await telemetry.measured(method)()
     assert telemetry.current_operation() is None

@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
@@ -189,19 +190,14 @@ def _records(provider: object) -> bool:
 _is_on = _Switch().is_on
 
 
-class _Names:
-    """Limits how many names an attribute can have."""
+class _Names(set[str]):
+    """The names that an attribute has had, at most `_MOST_NAMES`."""
 
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def __call__(self, name: str) -> str:
+    def limited(self, name: str) -> str:
         """Return *name*, or `_OTHER` if the attribute already has too many other names."""
-        if name in self._known:
-            return name
-        if len(self._known) >= _MOST_NAMES:
+        if name not in self and len(self) >= _MOST_NAMES:
             return _OTHER
-        self._known.add(name)
+        self.add(name)
         return name
 
 
@@ -211,21 +207,19 @@ _error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
 _Attributes = dict[str, str | bool]
 
 
+@dataclass(slots=True, eq=False)
 class WorkKind:
     """What an operation has done: encrypt or decrypt with one backend, or look up in one cache."""
 
-    __slots__ = ("of_amount", "of_duration")
-
     # The SDK only reads attributes, so that all records can share them.
-    def __init__(self, of_amount: _Attributes, of_duration: list[_Attributes] | None) -> None:
-        self.of_amount: _Attributes = of_amount  # of bytes of plaintext, or lookups
-        self.of_duration: list[_Attributes] | None = of_duration  # by size class; not of lookups
+    of_amount: _Attributes  # of bytes of plaintext, or lookups
+    of_duration: list[_Attributes] | None  # by size class; not of lookups
 
 
 @lru_cache(maxsize=256)  # two databases in one operation have the same kinds
 def cipher_kind(backend: str, direction: str) -> WorkKind:
     """Return the kind of an encryption or a decryption: *direction* is `encrypt` or `decrypt`."""
-    of_amount: _Attributes = {BACKEND: _backend_names(backend), DIRECTION: direction}
+    of_amount: _Attributes = {BACKEND: _backend_names.limited(backend), DIRECTION: direction}
     return WorkKind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
 
 
@@ -312,39 +306,44 @@ _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", defaul
 current_operation: Callable[[], Operation | None] = _current.get
 
 
-# A span and, if it is recorded, the token that ends its part as parent of other spans.
-_Span = tuple["Span", "Token[Context] | None"]
+@dataclass(slots=True)
+class _Measured:
+    """A context manager that records a duration and a span for its block.
 
+    The span is the parent of the spans that start in the block.
+    """
 
-def _begin(otel: _Instruments, name: str, kind: "SpanKind", attributes: dict[str, str]) -> _Span:
-    """Start a span, which becomes the parent of the spans that start before `_end`."""
-    span = otel.tracer.start_span(name, kind=kind, attributes=attributes)
-    if not span.is_recording():
-        return span, None  # without a tracer provider, no span needs to find its parent
-    return span, otel.context.attach(otel.trace.set_span_in_context(span))
+    otel: _Instruments
+    name: str
+    kind: "SpanKind"
+    duration: "Histogram"
+    attributes: dict[str, str]
+    span: "Span" = field(init=False)
+    token: "Token[Context] | None" = field(init=False)
+    began: float = field(init=False)
 
+    def __enter__(self) -> None:
+        otel = self.otel
+        span = otel.tracer.start_span(self.name, kind=self.kind, attributes=self.attributes)
+        self.span, self.token = span, None
+        if span.is_recording():  # without a tracer provider, no span needs to find its parent
+            self.token = otel.context.attach(otel.trace.set_span_in_context(span))
+        self.began = perf_counter()
 
-def _end(
-    otel: _Instruments,
-    begun: _Span,
-    duration: "Histogram",
-    seconds: float,
-    attributes: dict[str, str],
-    failed: type[BaseException] | None,
-) -> None:
-    """Record the duration of what the span *begun* covers, and end the span."""
-    span, token = begun
-    if failed is not None:
-        attributes = {**attributes, ERROR: _error_names(failed.__qualname__)}
-    duration.record(seconds, attributes)
-    if token is not None:
-        otel.context.detach(token)
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        seconds = perf_counter() - self.began
+        attributes = self.attributes
         if failed is not None:
-            # Do not call `record_exception`, which records the text of the error: an error from
-            # other code may contain plaintext.
-            span.set_attribute(ERROR, attributes[ERROR])
-            span.set_status(otel.trace.StatusCode.ERROR)
-    span.end()
+            attributes = {**attributes, ERROR: _error_names.limited(failed.__qualname__)}
+        self.duration.record(seconds, attributes)
+        if self.token is not None:
+            self.otel.context.detach(self.token)
+            if failed is not None:
+                # Do not call `record_exception`, which records the text of the error: an error from
+                # other code may contain plaintext.
+                self.span.set_attribute(ERROR, attributes[ERROR])
+                self.span.set_status(self.otel.trace.StatusCode.ERROR)
+        self.span.end()
 
 
 def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -374,18 +373,11 @@ async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[
     operation, attributes = Operation(method.__name__), {OPERATION: method.__name__}
     before = _current.get()
     _current.set(operation)  # as `loops.bound` does, which takes longer
-    failed = None
     try:
-        span = _begin(otel, method.__qualname__, otel.internal, attributes)
-        began = perf_counter()
-        try:
+        with _Measured(
+            otel, method.__qualname__, otel.internal, otel.operation_duration, attributes
+        ):
             return await call()
-        except BaseException as error:
-            failed = type(error)
-            raise
-        finally:
-            seconds = perf_counter() - began
-            _end(otel, span, otel.operation_duration, seconds, attributes, failed)
     finally:
         _current.set(before)
         operation.record(otel)
@@ -395,19 +387,11 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
     """Await *call*, one request (`wrap` or `unwrap`) to a key service, and measure it."""
     if not _is_on():
         return await call()
-    otel, provider = _instruments(), _provider_names(provider)
+    otel, provider = _instruments(), _provider_names.limited(provider)
     attributes = {PROVIDER: provider, OPERATION: operation}
-    failed = None
-    span = _begin(otel, f"{provider}.{operation}", otel.client, attributes)
-    began = perf_counter()
-    try:
+    name = f"{provider}.{operation}"
+    with _Measured(otel, name, otel.client, otel.key_service_duration, attributes):
         return await call()
-    except BaseException as error:
-        failed = type(error)
-        raise
-    finally:
-        seconds = perf_counter() - began
-        _end(otel, span, otel.key_service_duration, seconds, attributes, failed)
 
 
 def count_rejected(error: DecryptionError) -> None:
