@@ -40,7 +40,7 @@ async def test_service_reads_the_collections_as_the_vector_says(database: Path) 
             assert [decode_item(item) for item in found.items] == expected["items"]
         for user in DATABASE["users"]:
             ids = (user["app_name"], user["user_id"])
-            names = {one.name for one in await service.collections.names(*ids)}
+            names = {one.name for one in await service.collections.of_user(*ids)}
             assert names == {one["name"] for one in COLLECTIONS if who(one)[:2] == ids}
 
 
@@ -109,7 +109,7 @@ async def use(path: Path, case: Json) -> None:
         elif case["when"] == "get session":
             assert await service.get_session(app_name=app, user_id=user, session_id=name)
         elif case["when"] == "names":
-            await service.collections.names(app, user)
+            await service.collections.of_user(app, user)
         else:
             limit = 1 if case["when"] == "last" else None
             assert await service.collections.get(app, user, name, limit=limit)

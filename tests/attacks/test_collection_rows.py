@@ -159,7 +159,7 @@ async def assert_rejected(victim: Victim, *names: str) -> None:
 
 
 async def names(service: EncryptedSessionService, user: str = "ada") -> list[str]:
-    return sorted(one.name for one in await service.collections.names(APP, user))
+    return sorted(one.name for one in await service.collections.of_user(APP, user))
 
 
 async def listed(service: EncryptedSessionService) -> list[str]:
@@ -182,7 +182,7 @@ async def test_session_made_a_collection_is_rejected_wherever_it_is_read(
         with pytest.raises(TamperedError):
             await service.get_session(app_name=APP, user_id="ada", session_id="session")
         with pytest.raises(TamperedError):
-            await service.collections.names(APP, "ada")
+            await service.collections.of_user(APP, "ada")
         with pytest.raises(TamperedError):
             await listed(service)
     async with victim.maintained() as db:
@@ -238,7 +238,7 @@ async def test_collection_given_to_another_user_is_rejected(victim: Victim) -> N
     await assert_rejected(victim, "one")
     async with victim.service() as service:
         with pytest.raises(MISPLACED):
-            await service.collections.names(APP, "bob")
+            await service.collections.of_user(APP, "bob")
 
 
 # --- items ---------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ async def all_keys_rotated(database: Any, service: Any) -> None:
         assert erased.witnesses == 3
         assert counts(await verify(db)) == (0, 0, 2, 6, 0, 0)
     async with service(NEW) as reader:
-        assert await reader.collections.names(APP, "ada") == []
+        assert await reader.collections.of_user(APP, "ada") == []
         assert await reader.collections.get(APP, "ada", "c") is None
         await assert_whole(reader, "bob")
 

@@ -55,14 +55,14 @@ async def test_collections_and_sessions_of_one_name_are_kept_apart(
     for user_id in ("ada", None):
         listing = await service.list_sessions(app_name=APP, user_id=user_id)
         assert [one.id for one in listing.sessions] == ["same"]
-    assert [one.name for one in await service.collections.names(APP, "ada")] == ["same"]
+    assert [one.name for one in await service.collections.of_user(APP, "ada")] == ["same"]
     await service.delete_session(app_name=APP, user_id="ada", session_id="same")
     found = await service.collections.get(APP, "ada", "same")
     assert found is not None
     assert found.size == 5
     assert await service.collections.delete(APP, "ada", "same")
     assert not await service.collections.delete(APP, "ada", "same")
-    assert await service.collections.names(APP, "ada") == []
+    assert await service.collections.of_user(APP, "ada") == []
 
 
 async def test_concurrent_appends_lose_no_item(service: EncryptedSessionService, url: str) -> None:  # noqa: F811
@@ -142,7 +142,7 @@ async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) 
     longest = character * (MAX_NAME_BYTES // len(character.encode("utf-8", "surrogatepass")))
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await service.collections.append(APP, "ada", longest, ITEMS[0])
-        assert [one.name for one in await service.collections.names(APP, "ada")] == [longest]
+        assert [one.name for one in await service.collections.of_user(APP, "ada")] == [longest]
         with pytest.raises(ValueError, match="at most"):
             await service.collections.append(APP, "ada", longest + character, ITEMS[0])
 
@@ -151,7 +151,7 @@ async def test_collection_without_items_is_not_there(file_url: str) -> None:  # 
     """The process that was creating it has stopped before it stored the first item."""
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await service.collections._position(APP, "ada", "c")
-        assert await service.collections.names(APP, "ada") == []
+        assert await service.collections.of_user(APP, "ada") == []
         assert await service.collections.get(APP, "ada", "c") is None
         await fill(service)
-        assert [one.size for one in await service.collections.names(APP, "ada")] == [5]
+        assert [one.size for one in await service.collections.of_user(APP, "ada")] == [5]

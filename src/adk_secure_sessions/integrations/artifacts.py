@@ -195,7 +195,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         """
         check_ids(app_name, user_id, session_id or "")
         names = []
-        for collection in await self._collections.names(app_name, user_id):
+        for collection in await self._collections.of_user(app_name, user_id):
             found = scope_and_name(collection.name)
             if found is not None and collection.size and found[0] in (None, session_id):
                 names.append(found[1])

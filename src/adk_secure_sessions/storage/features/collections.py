@@ -112,15 +112,11 @@ class Collections:
         """
         return await self._unit.attached(key, make)
 
-    async def names(self, app_name: str, user_id: str) -> list[Collection]:
+    async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
         who = await self._unit.identify(app_name, user_id)
         found = await self._unit.run(ListCollections(who))
-        return [
-            Collection(one.session_id, Expected(one.id, one.revision))
-            for one in found
-            if one.revision
-        ]
+        return [Collection(one.session_id, _at(one)) for one in found if one.revision]
 
     async def get(
         self, app_name: str, user_id: str, name: str, *, limit: int | None = None
@@ -131,11 +127,8 @@ class Collections:
         had stored the collection and before it could append an item.
         """
         who = await self._unit.identify(app_name, user_id, name, True)
-        found = await self._unit.run(GetSession(who, _item, limit))
-        if found is None or not found[0].session.revision:
-            return None
-        view, items = found
-        return Collection(name, Expected(view.session.id, view.session.revision), tuple(items))
+        found = await self._read(who, limit)
+        return found if found and found.size else None
 
     async def append(
         self,
@@ -189,8 +182,7 @@ class Collections:
             if replaced:
                 append = ReplaceItems(who, after, new, stored.append, replaced)
             try:
-                session = await self._unit.run(append)
-                return Expected(session.id, session.revision)
+                return _at(await self._unit.run(append))
             except (StaleRevision, MissingSession):
                 if expected is not None:
                     raise
@@ -212,21 +204,29 @@ class Collections:
         who = await self._unit.identify(app_name, user_id, name, True)
         return await self._unit.run(DeleteSession(who))
 
+    async def _read(self, who: Identity, limit: int | None) -> Collection | None:
+        found = await self._unit.run(GetSession(who, _item, limit))
+        if found is None:
+            return None
+        view, items = found
+        return Collection(who.session_id, _at(view.session), tuple(items))
+
     async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
         """Return the collection and its last *limit* items; create a missing collection."""
         who = await self._unit.identify(app_name, user_id, name, True)
         while True:
-            found = await self._unit.run(GetSession(who, _item, limit))
-            if found is not None:
-                view, items = found
-                at = Expected(view.session.id, view.session.revision)
-                return Collection(name, at, tuple(items))
+            if (found := await self._read(who, limit)) is not None:
+                return found
             try:
                 now = time.time_ns() // 1000
                 created = await self._unit.run(CreateSession(who, {}, {}, b"{}", now))
-                return Collection(name, Expected(created.session.id, created.session.revision))
+                return Collection(who.session_id, _at(created.session))
             except DuplicateSession:
                 pass  # another task or process has just created the collection
+
+
+def _at(session: StoredSession) -> Expected:
+    return Expected(session.id, session.revision)
 
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:

@@ -227,13 +227,7 @@ class Differences(NamedTuple):
         The row of the session or user must be locked.
         """
         return [
-            *(
-                Change(sql.INSERT_INDEXED, IndexedRow(row_id, tag, value)._asdict())
-                for tag, value in self.missing.items()
-            ),
-            *(
-                Change(sql.UPDATE_INDEXED, {"at_id": row_id, "at_key": tag, "value_tag": value})
-                for tag, value in self.wrong.items()
-            ),
-            *(Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}) for tag in self.surplus),
+            *insertion(row_id, self.missing),
+            *update(row_id, self.wrong),
+            *removal(row_id, self.surplus),
         ]
