@@ -171,7 +171,7 @@ async def test_accesses_are_recorded_only_on_request(log: Log, url: str) -> None
 async def test_accesses_that_are_not_recorded_are_a_warning(
     caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
-    audit._warn_that_it_is_off.cache_clear()
+    audit.warn_once.cache_clear()
     async with service_of(url, audit=Audit("blind")) as service:
         await service.create_session(**IDS)
         await service.get_session(**IDS)

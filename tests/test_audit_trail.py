@@ -551,7 +551,7 @@ async def test_head_is_logged_after_a_minute(url: sa.URL, heads: Callable[[], li
 async def test_heads_that_are_not_logged_are_a_warning(
     url: sa.URL, caplog: pytest.LogCaptureFixture
 ) -> None:
-    audit.warn_of_heads.cache_clear()
+    audit.warn_once.cache_clear()
     async with service_of(url) as service:
         await service.create_session(**IDS)
         await service.get_session(**IDS)

@@ -38,6 +38,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MOST_KEPT = 1000
 
 logger: logging.Logger = logging.getLogger(__name__)
+_package_logger = logging.getLogger("adk_secure_sessions")
 if logger.level == logging.NOTSET:  # the application has not configured the logger before
     # Otherwise, a root logger with the level INFO would switch the audit log on.
     logger.setLevel(logging.WARNING)
@@ -222,7 +223,9 @@ def add_facts(**facts: object) -> None:
         known.update(facts)
 
 
-def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def command(
+    function: Callable[P, Awaitable[T]], *, is_stored: bool = True
+) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command: measure each call, and write an audit record at its end.
 
     The audit record contains the numbers and booleans in the function's result, and
@@ -231,7 +234,17 @@ def command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
     If a database that the function opens has an audit trail, a record is stored there before the
     function can use the keys, and another one at its end.
     """
-    return _command(function, is_stored=True)
+
+    async def recorded(*args: P.args, **kwargs: P.kwargs) -> T:
+        facts: dict[str, object] = {"command": function.__name__, "account": account()}
+        if kwargs.get("dry_run"):
+            facts["dry_run"] = True
+        # A command that another command calls stores no records of its own.
+        call = CommandCall(facts, is_stored=is_stored and _facts.get() is None)
+        with bound(_facts, facts):
+            return await call.run(partial(function, *args, **kwargs))
+
+    return starting(function, partial(measuring, function, recorded))
 
 
 def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -239,38 +252,7 @@ def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
 
     Do the same as `command`, but store no records in the audit trail.
     """
-    return _command(function, is_stored=False)
-
-
-def _command(
-    function: Callable[P, Awaitable[T]], *, is_stored: bool
-) -> Callable[P, Coroutine[Any, Any, T]]:
-    async def recorded(*args: P.args, **kwargs: P.kwargs) -> T:
-        facts: dict[str, object] = {"command": function.__name__, "account": account()}
-        if kwargs.get("dry_run"):
-            facts["dry_run"] = True
-        # A command that another command calls stores no records of its own.
-        is_outer = _facts.get() is None
-        running = CommandCall(facts) if is_stored and is_outer else _call.get()
-        try:
-            with bound(_facts, facts), bound(_call, running):
-                result = await function(*args, **kwargs)
-        except BaseException as error:
-            with bound(_call, running):
-                if isinstance(error, DecryptionError):
-                    record_rejected(error)
-            made = entry("command", **facts, outcome="failure", error=type(error).__name__)
-            write(made)
-            if isinstance(running, CommandCall) and is_outer and isinstance(error, Exception):
-                await running.end_failed(made)
-            raise
-        made = entry("command", **facts, outcome="success", result=_numbers(result))
-        if isinstance(running, CommandCall) and is_outer:
-            await running.end(made)
-        write(made)
-        return result
-
-    return starting(function, partial(measuring, function, recorded))
+    return command(function, is_stored=False)
 
 
 def _numbers(result: object) -> dict[str, object] | None:
@@ -336,30 +318,19 @@ def accessed(
         signature = inspect.signature(method)
 
         async def recorded(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            read_ids = service._access_ids
-            if read_ids is not None and service._audit_trail is not None:
-                ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
-                access = AccessCall(service._audit_trail, action, read_ids, ids)
-                return await access.run(partial(method, service, *args, **kwargs))
-            if read_ids is not None and not is_on():
-                _warn_that_it_is_off()
+            read_ids, trail = service._access_ids, service._audit_trail
+            if read_ids is not None and trail is None and not is_on():
+                warn_once(_IS_OFF)
                 read_ids = None
-            ids = ("", "", "")
-            if read_ids is not None:
-                ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
-            try:
-                result = await method(service, *args, **kwargs)
-            except BaseException as error:
-                if isinstance(error, DecryptionError):
-                    record_rejected(error)
-                if read_ids is not None:
-                    record(action, **read_ids(*ids), outcome="failure", error=type(error).__name__)
-                raise
             if read_ids is None:
-                return result
-            facts = read_ids(*_with_new_id(ids, result))
-            record(action, **facts, outcome=_outcome(action, result))
-            return result
+                try:
+                    return await method(service, *args, **kwargs)
+                except DecryptionError as error:
+                    record_rejected(error)
+                    raise
+            ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
+            access = AccessCall(trail, action, read_ids, ids)
+            return await access.run(partial(method, service, *args, **kwargs))
 
         async def covering(inner: object, service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
             with bound(_covered, inner):
@@ -376,24 +347,16 @@ def accessed(
     return decorate
 
 
-def _with_new_id(ids: tuple[str, str, str], result: object) -> tuple[str, str, str]:
-    """Return *ids*; if the service has chosen the id of a new session, with the id of *result*."""
-    return (*ids[:2], ids[2] or str(getattr(result, "id", "") or ""))
-
-
-def _outcome(action: str, result: object) -> str:
-    return "missing" if result is None and action.endswith(".read") else "success"
+_IS_OFF = (
+    "the service has audit=, but no access is recorded: switch the logger "
+    "adk_secure_sessions.audit on with setLevel(logging.INFO)"
+)
 
 
 @cache
-def _warn_that_it_is_off() -> None:
-    """Log a warning, once in this process, that accesses are not recorded."""
-    # This is not a record of the audit log, whose messages are JSON.
-    logger = logging.getLogger("adk_secure_sessions")
-    logger.warning(
-        "the service has audit=, but no access is recorded: switch the logger "
-        "adk_secure_sessions.audit on with setLevel(logging.INFO)"
-    )
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process; it is no audit record, which would be JSON."""
+    _package_logger.warning(text)
 
 
 def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -408,143 +371,137 @@ def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
     return str(app or ""), str(user or ""), str(arguments.get("session_id") or "")
 
 
-# --- Calls whose records are stored in the audit trail --------------------------------------------
+# --- Calls ----------------------------------------------------------------------------------------
 
 
 class Trail(Protocol):
     """The audit trail of a database: `storage.features.audit_trail.AuditTrail`."""
 
     @property
-    def executor(self) -> object:
-        """The executor of the data database."""
-        ...
+    def executor(self) -> object: ...
 
-    async def prepare(self) -> None:
-        """Open the database, and create the table if it is missing."""
-        ...
+    async def prepare(self) -> None: ...
 
-    async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None:
-        """Store *entries* in a transaction of their own."""
-        ...
+    async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None: ...
 
     async def write(
         self,
         transaction: Callable[[], Any],
-        made: AuditEntry,
+        entries: Sequence[AuditEntry],
         on_commit_after_cancel: Callable[[Any], None] | None,
         *,
         holds_locks: bool,
-    ) -> tuple[Any, bool]:
-        """Run *transaction*, and store *made* in it if the transaction changes something.
-
-        Return the result, and whether *made* was stored.
-        """
-        ...
+    ) -> tuple[Any, bool]: ...
 
 
-class _Call:
-    """A running call that stores records in the audit trail.
+class SecurityCall:
+    """A call whose security events are stored in audit trails.
 
-    Attributes:
-        kept: The records of security events that happened during the call.
+    Subclasses add the record of the call itself, which is also logged.  Without *trail*, the
+    security events belong to the call that this one is a part of, if any.
     """
 
-    def __init__(self) -> None:
-        self.kept: list[AuditEntry] = []
+    def __init__(self, trail: Trail | None) -> None:
+        self._trail = trail
+        self._is_stored = trail is not None
+        self._trails: list[Trail] = []  # those that could be opened
+        self._kept: list[AuditEntry] = []
         self._omitted = 0
+        # The record of this call that its last transaction has stored; None if it stored none.
+        self._stored: AuditEntry | None = None
 
     def keep(self, made: AuditEntry) -> None:
-        """Keep *made* for the audit trail, unless `_MOST_KEPT` records are kept already."""
-        if len(self.kept) < _MOST_KEPT:
-            self.kept.append(made)
+        """Keep *made*, a security event, unless `_MOST_KEPT` records are kept already."""
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append(made)
         else:
             self._omitted += 1
 
-    def _all_kept(self) -> list[AuditEntry]:
-        if not self._omitted:
-            return self.kept
-        return [*self.kept, entry("records.omitted", number=self._omitted)]
+    async def run(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Await *function*, record its outcome, and return its result.
 
-
-# What the running call stores in the audit trail; None if it stores nothing.
-_call: ContextVar[_Call | None] = ContextVar("audit_call", default=None)
-
-
-class SecurityCall(_Call):
-    """A call that is no access, and stores only the records of security events."""
-
-    def __init__(self, trail: Trail) -> None:
-        super().__init__()
-        self._trail = trail
-        self._is_ready = False  # whether the trail could be opened
-
-    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Await *call*, store the kept records, and return the result of *call*.
-
-        Raises the errors of *call*, and those of storing the records.
+        Raises the errors of *function*, and those of storing the records.
         """
+        running = self if self._is_stored else _call.get()
         try:
-            with bound(_call, self):
-                await self._trail.prepare()
-                self._is_ready = True
-                result = await call()
+            with bound(_call, running):
+                if self._trail is not None:
+                    await self._trail.prepare()
+                    self._trails.append(self._trail)
+                result = await function()
         except BaseException as error:
-            with bound(_call, self):
+            with bound(_call, running):
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
-            made = self._failed(error)
+            made = self._entry(None, type(error).__name__)
             if made is not None:
                 write(made)
             if isinstance(error, Exception):
-                await self._store_failed(made)
+                await self._store(made, has_failed=True)
             raise
-        made = self._succeeded(result)
-        await self._trail.store([*self._all_kept(), *self._unstored(made)])
+        made = self._stored or self._entry(result, None)
+        await self._store(made)
         if made is not None:
             write(made)
         return result
 
-    def _failed(self, error: BaseException) -> AuditEntry | None:
+    async def store_rejected(self, error: DecryptionError) -> None:
+        """Record a stored value that was rejected after the call of the service had ended."""
+        with bound(_call, self):
+            record_rejected(error)
+        self._trails = [] if self._trail is None else [self._trail]
+        await self._store(None, has_failed=True)
+
+    def _entry(self, result: object, error: str | None) -> AuditEntry | None:
+        """Return the record of this call; *error* is the name of the error's class."""
         return None
 
-    def _succeeded(self, result: object) -> AuditEntry | None:
-        return None
+    async def _store(self, made: AuditEntry | None, *, has_failed: bool = False) -> None:
+        """Store the kept records and *made*, unless a transaction has stored *made*.
 
-    def _unstored(self, made: AuditEntry | None) -> list[AuditEntry]:
-        return []
-
-    async def _store_failed(self, made: AuditEntry | None) -> None:
-        """Store the records of a call that has failed.
-
-        If they cannot be stored either, log that: the caller gets the first error.
+        After a failure, only log that they could not be stored: the caller gets the first error.
         """
-        if self._is_ready:
-            await _store_after_failure(self._trail, [*self._all_kept(), *([made] if made else [])])
+        entries = list(self._kept)
+        if self._omitted:
+            entries.append(entry("records.omitted", number=self._omitted))
+        if made is not None and made is not self._stored:
+            entries.append(made)
+        for trail in self._trails:
+            try:
+                await trail.store(entries, retries=not has_failed)
+            except Exception as error:
+                if not has_failed:
+                    raise
+                _package_logger.error(
+                    "the audit record of a failed call could not be stored: %s", error
+                )
+
+
+# The running call that stores its records in audit trails; None if there is none.
+_call: ContextVar[SecurityCall | None] = ContextVar("audit_call", default=None)
 
 
 class AccessCall(SecurityCall):
     """An access to a session, a state, an artifact or a memory.
 
     Args:
-        trail: Stores the records.
+        trail: Stores the records; None if they are only logged.
         action: The event in the record, for example `session.read`.
         read_ids: Converts the ids to the form that records show.
         ids: The app name, the user id and the session id.
     """
 
     def __init__(
-        self, trail: Trail, action: str, read_ids: ReadIds, ids: tuple[str, str, str]
+        self, trail: Trail | None, action: str, read_ids: ReadIds, ids: tuple[str, str, str]
     ) -> None:
         super().__init__(trail)
         self._action = action
         self._read_ids = read_ids
         self._ids = ids
-        # The record that the last transaction of the call has stored; None if it stored none.
-        self._stored: AuditEntry | None = None
 
     def records_on(self, executor: object) -> bool:
         """Return whether the changes of this call that run on *executor* must store a record."""
-        return self._trail.executor is executor
+        return self._trail is not None and self._trail.executor is executor
 
     async def write(
         self,
@@ -557,44 +514,41 @@ class AccessCall(SecurityCall):
     ) -> Any:
         """Run *transaction* with the record of this access, and return its result.
 
-        Args:
-            change: What the transaction changes, for the record.
-            session_id: The id of the session, in case the caller of the service has given none.
-            transaction: See `Executor.write`.
-            on_commit_after_cancel: See `Executor.write`.
-            holds_locks: See `Executor.write`.
+        *change* says what the transaction changes.  *session_id* is the id of the session, in case
+        the caller of the service has given none.  The other arguments are those of
+        `Executor.write`.
         """
-        ids = (*self._ids[:2], self._ids[2] or session_id)
+        assert self._trail is not None
+        ids = self._with_session(session_id)
         made = entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
         self._stored = None
         result, was_stored = await self._trail.write(
-            transaction, made, on_commit_after_cancel, holds_locks=holds_locks
+            transaction, [made], on_commit_after_cancel, holds_locks=holds_locks
         )
         if was_stored:
             self._stored = made
         return result
 
-    def _failed(self, error: BaseException) -> AuditEntry | None:
-        facts = self._read_ids(*self._ids)
-        return entry(self._action, **facts, outcome="failure", error=type(error).__name__)
+    def _with_session(self, session_id: str) -> tuple[str, str, str]:
+        """Return the ids; if the service has chosen the id of a new session, with *session_id*."""
+        return (*self._ids[:2], self._ids[2] or session_id)
 
-    def _succeeded(self, result: object) -> AuditEntry | None:
-        if self._stored is not None:
-            return self._stored
-        facts = self._read_ids(*_with_new_id(self._ids, result))
-        return entry(self._action, **facts, outcome=_outcome(self._action, result))
-
-    def _unstored(self, made: AuditEntry | None) -> list[AuditEntry]:
-        return [] if made is None or made is self._stored else [made]
+    def _entry(self, result: object, error: str | None) -> AuditEntry:
+        facts = self._read_ids(*self._with_session(str(getattr(result, "id", "") or "")))
+        outcome = "failure" if error else "success"
+        if result is None and error is None and self._action.endswith(".read"):
+            outcome = "missing"
+        return entry(self._action, **facts, outcome=outcome, error=error)
 
 
-class CommandCall(_Call):
+class CommandCall(SecurityCall):
     """A command.  Each database that it opens and that has an audit trail stores its records."""
 
-    def __init__(self, facts: dict[str, object]) -> None:
-        super().__init__()
+    def __init__(self, facts: dict[str, object], *, is_stored: bool) -> None:
+        super().__init__(None)
+        self._is_stored = is_stored
+        self._facts = facts
         self._began = entry("command", **facts, outcome="started")
-        self._trails: list[Trail] = []
 
     def is_recorded_in(self, trail: Trail) -> bool:
         """Return whether *trail* has the record that the command has started."""
@@ -616,24 +570,10 @@ class CommandCall(_Call):
         """Store nothing more in the trails, whose rows the command has deleted."""
         self._trails.clear()
 
-    async def end(self, made: AuditEntry) -> None:
-        """Store *made*, the last record, and the records of security events."""
-        for trail in self._trails:
-            await trail.store([*self._all_kept(), made])
-
-    async def end_failed(self, made: AuditEntry) -> None:
-        """Do the same as `end` after a failure; only log that a record could not be stored."""
-        for trail in self._trails:
-            await _store_after_failure(trail, [*self._all_kept(), made])
-
-
-async def _store_after_failure(trail: Trail, entries: Sequence[AuditEntry]) -> None:
-    try:
-        await trail.store(entries, retries=False)
-    except Exception as error:
-        logging.getLogger("adk_secure_sessions").error(
-            "the audit record of a failed call could not be stored: %s", error
-        )
+    def _entry(self, result: object, error: str | None) -> AuditEntry:
+        outcome = "failure" if error else "success"
+        numbers = None if error else _numbers(result)
+        return entry("command", **self._facts, outcome=outcome, error=error, result=numbers)
 
 
 def running_access(executor: object) -> AccessCall | None:
@@ -649,34 +589,3 @@ def running_command() -> CommandCall | None:
     """Return the running command, whose records are stored; None if there is none."""
     call = _call.get()
     return call if isinstance(call, CommandCall) else None
-
-
-async def store_rejected(trail: Trail | None, error: DecryptionError) -> None:
-    """Do the same as `record_rejected`, outside a call of a service; also store the record."""
-    call = None if trail is None else SecurityCall(trail)
-    with bound(_call, call):
-        record_rejected(error)
-    if call is not None and trail is not None:
-        await _store_after_failure(trail, call.kept)
-
-
-async def storing(trail: Trail | None, call: Callable[[], Awaitable[T]]) -> T:
-    """Await *call* and return its result; store its security events in *trail* if it is given."""
-    return await (call() if trail is None else SecurityCall(trail).run(call))
-
-
-def record_head(**facts: object) -> None:
-    """Write the number and the link of the last record of a chain of the audit trail."""
-    if is_on():
-        write(entry("audit.head", **facts))
-
-
-@cache
-def warn_of_heads() -> None:
-    """Log a warning, once in this process, that the heads of chains are not logged."""
-    logger = logging.getLogger("adk_secure_sessions")
-    logger.warning(
-        "the heads of the audit trail's chains are not logged, so removed last records "
-        "are not detected: switch the logger adk_secure_sessions.audit on with "
-        "setLevel(logging.INFO)"
-    )

@@ -17,7 +17,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, ReadIds, accessed, record_rejected, storing
+from adk_secure_sessions.audit import Audit, ReadIds, SecurityCall, accessed, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
@@ -212,7 +212,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             KeyServiceError: The key provider failed.
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
-        await storing(self._audit_trail, self._unit.keys)
+        if self._audit_trail is None:
+            await self._unit.keys()
+        else:
+            await SecurityCall(self._audit_trail).run(self._unit.keys)
 
     @accessed("session.create")
     async def create_session(

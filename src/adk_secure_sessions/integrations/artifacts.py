@@ -16,7 +16,7 @@ from google.adk.errors.input_validation_error import InputValidationError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions.audit import Trail, accessed, store_rejected
+from adk_secure_sessions.audit import SecurityCall, Trail, accessed
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
@@ -441,7 +441,7 @@ async def _recording_rejections(
             async for piece in pieces:
                 yield piece
     except DecryptionError as error:
-        await store_rejected(trail, error)
+        await SecurityCall(trail).store_rejected(error)
         raise
 
 

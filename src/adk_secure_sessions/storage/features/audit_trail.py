@@ -24,7 +24,8 @@ from weakref import WeakMethod
 
 from sqlalchemy import insert
 
-from adk_secure_sessions.audit import AuditEntry, is_on, record_head, warn_of_heads
+from adk_secure_sessions import audit
+from adk_secure_sessions.audit import AuditEntry
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import (
     Apply,
@@ -55,6 +56,11 @@ _MAX_AGE = 24 * 60 * 60
 # The head of a chain is logged after this number of records, or after this number of seconds.
 _HEAD_RECORDS = 100
 _HEAD_SECONDS = 60.0
+
+_HEADS_ARE_OFF = (
+    "the heads of the audit trail's chains are not logged, so removed last records are not "
+    "detected: switch the logger adk_secure_sessions.audit on with setLevel(logging.INFO)"
+)
 
 _INSERT = insert(audit_records)
 
@@ -196,8 +202,8 @@ class AuditTrail(KeyMaterial):
 
         Raises the errors of `Feature.ensure`.
         """
-        if self._warns and not is_on():
-            warn_of_heads()
+        if self._warns and not audit.is_on():
+            audit.warn_once(_HEADS_ARE_OFF)
         await self._feature.ensure()
 
     async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None:
@@ -210,7 +216,7 @@ class AuditTrail(KeyMaterial):
             return
 
         async def attempt() -> None:
-            _, is_stored = await self._write(_nothing, entries, None, holds_locks=False)
+            _, is_stored = await self.write(_nothing, entries)
             if not is_stored:  # a trigger or a rule can discard rows without an error
                 raise DatabaseError(
                     "the database did not store the records of the audit trail: remove triggers "
@@ -218,25 +224,6 @@ class AuditTrail(KeyMaterial):
                 )
 
         await (repeated(attempt, writes=True) if retries else attempt())
-
-    async def write(
-        self,
-        transaction: Transaction[T],
-        made: AuditEntry,
-        on_commit_after_cancel: Callable[[T], None] | None,
-        *,
-        holds_locks: bool,
-    ) -> tuple[T, bool]:
-        """Run *transaction*, and store *made* in it if the transaction changes something.
-
-        The arguments are those of `Executor.write`, and this method raises the same errors.
-
-        Returns:
-            The result of *transaction*, and whether *made* was stored.
-        """
-        return await self._write(
-            transaction, [made], on_commit_after_cancel, holds_locks=holds_locks
-        )
 
     async def purge(self, made: AuditEntry, changes: Sequence[Change]) -> bool:
         """Make *changes* in one transaction, and store *made* in it.
@@ -249,7 +236,7 @@ class AuditTrail(KeyMaterial):
             applied: bool = yield Apply(changes)
             return applied
 
-        applied, _ = await self._write(transaction, [made], None, holds_locks=False)
+        applied, _ = await self.write(transaction, [made])
         return applied
 
     def log_heads(self) -> None:
@@ -266,14 +253,21 @@ class AuditTrail(KeyMaterial):
         with self._lock:
             self._free.clear()
 
-    async def _write(
+    async def write(
         self,
         transaction: Transaction[T],
         entries: Sequence[AuditEntry],
-        on_commit_after_cancel: Callable[[T], None] | None,
+        on_commit_after_cancel: Callable[[T], None] | None = None,
         *,
-        holds_locks: bool,
+        holds_locks: bool = False,
     ) -> tuple[T, bool]:
+        """Run *transaction*, and store *entries* in it if the transaction changes something.
+
+        The other arguments and the errors are those of `Executor.write`.
+
+        Returns:
+            The result of *transaction*, and whether *entries* were stored.
+        """
         chain = self._take((await self._unit.keys()).keyring)
         draft = _Draft(chain)
         is_committed = False
@@ -357,6 +351,12 @@ def _log_head(chain: _Chain) -> None:
     if count == chain.logged:
         return
     chain.logged = count
-    record_head(
-        database=chain.database_id.hex(), chain=chain.id.hex(), number=count - 1, head=link.hex()
-    )
+    if audit.is_on():
+        made = audit.entry(
+            "audit.head",
+            database=chain.database_id.hex(),
+            chain=chain.id.hex(),
+            number=count - 1,
+            head=link.hex(),
+        )
+        audit.write(made)
