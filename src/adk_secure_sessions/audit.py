@@ -278,20 +278,16 @@ _covered: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
 class Audited(Protocol):
-    """A service whose accesses can be recorded."""
+    """A service whose accesses are recorded, unless `_access_ids` is None.
+
+    Without an audit trail, the records are only logged.
+    """
 
     @property
-    def _access_ids(self) -> ReadIds | None:
-        """A function that converts ids to the form that audit records show.
-
-        None if accesses are not recorded.
-        """
-        ...
+    def _access_ids(self) -> ReadIds | None: ...
 
     @property
-    def _audit_trail(self) -> "Trail | None":
-        """The audit trail that stores the records; None if they are only logged."""
-        ...
+    def _audit_trail(self) -> "Trail | None": ...
 
 
 A = TypeVar("A", bound=Audited)

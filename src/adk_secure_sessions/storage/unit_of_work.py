@@ -465,7 +465,7 @@ class UnitOfWork:
         row = keys.new(owner, not_before)
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
-        if not await self.executors.keys.write(partial(_apply, changes)):
+        if not await self.executors.keys.write(partial(apply_once, changes)):
             await self._renew_keyring(known, seen)
             raise Conflict
         return row
@@ -495,7 +495,7 @@ def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
     audit.record_new_key(keyring.database_id, "data key", row.id, owner=owner)
 
 
-def _apply(changes: Sequence[Change]) -> Steps[bool]:
+def apply_once(changes: Sequence[Change]) -> Steps[bool]:
     applied: bool = yield Apply(changes)
     return applied
 

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakMethod
@@ -47,7 +48,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import AUDIT
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork, apply_once
 
 T = TypeVar("T")
 
@@ -111,28 +112,16 @@ class _Chain(KeyMaterial):
         return rows, Head(count, link)
 
 
+@dataclass
 class _Draft:
-    """The records that a transaction adds to a chain.
+    """The rows that a transaction adds to a chain.
 
-    Attributes:
-        is_in_doubt: Whether the rows were sent, and the transaction may have been committed.
-        is_applied: Whether the transaction has inserted the rows.
-        head: The head of the chain after the commit.
+    *is_in_doubt* is whether the rows were sent, and the transaction may have been committed.
     """
 
-    def __init__(self, chain: _Chain) -> None:
-        self.is_in_doubt = False
-        self.is_applied = False
-        self.head: Head = chain.head
-        self._chain = chain
-        self._rows: list[dict[str, object]] = []
-
-    def seal(self, entries: Sequence[AuditEntry]) -> None:
-        """Encrypt *entries*, the records to add.
-
-        Raises ValueError if a record is too long.
-        """
-        self._rows, self.head = self._chain.seal(entries)
+    rows: list[dict[str, object]] = field(default_factory=list)
+    is_in_doubt: bool = False
+    is_applied: bool = False
 
     def steps(self, transaction: Transaction[T]) -> Steps[T]:
         """Run *transaction*, and insert the rows together with its first changes."""
@@ -158,7 +147,7 @@ class _Draft:
         With a check of each row, the text of the statements would depend on the number of rows.
         `verify` reports a missing row between two others.
         """
-        first, *between = self._rows
+        first, *between = self.rows
         last = between.pop() if between else None
         changes = [Change(_INSERT, first)]
         if between:
@@ -216,7 +205,7 @@ class AuditTrail(KeyMaterial):
             return
 
         async def attempt() -> None:
-            _, is_stored = await self.write(_nothing, entries)
+            _, is_stored = await self.write(partial(apply_once, ()), entries)
             if not is_stored:  # a trigger or a rule can discard rows without an error
                 raise DatabaseError(
                     "the database did not store the records of the audit trail: remove triggers "
@@ -231,12 +220,7 @@ class AuditTrail(KeyMaterial):
         Return False and change nothing if the first change matched no row.  After a lost
         connection, this method raises the error: the changes may have been made.
         """
-
-        def transaction() -> Steps[bool]:
-            applied: bool = yield Apply(changes)
-            return applied
-
-        applied, _ = await self.write(transaction, [made])
+        applied, _ = await self.write(partial(apply_once, changes), [made])
         return applied
 
     def log_heads(self) -> None:
@@ -269,7 +253,7 @@ class AuditTrail(KeyMaterial):
             The result of *transaction*, and whether *entries* were stored.
         """
         chain = self._take((await self._unit.keys()).keyring)
-        draft = _Draft(chain)
+        draft, head = _Draft(), chain.head
         is_committed = False
 
         def commit_after_cancel(result: T) -> None:
@@ -279,7 +263,7 @@ class AuditTrail(KeyMaterial):
                 on_commit_after_cancel(result)
 
         try:
-            draft.seal(entries)
+            draft.rows, head = chain.seal(entries)  # ValueError: a record is too long
             result = await self.executor.write(
                 partial(draft.steps, transaction), commit_after_cancel, holds_locks=holds_locks
             )
@@ -292,7 +276,7 @@ class AuditTrail(KeyMaterial):
             # After a UniqueViolation, too, the chain is not used again: if somebody has inserted
             # rows into the chain, each attempt would fail.
             if is_committed and draft.is_applied:
-                chain.head = draft.head
+                chain.head = head
                 self._return(chain)
             elif draft.is_in_doubt:
                 _log_head(chain)
@@ -333,11 +317,6 @@ class AuditTrail(KeyMaterial):
             loop.call_later(_HEAD_SECONDS, _call_if_alive, WeakMethod(self.log_heads))
         elif due is not None and now >= due:  # the event loop of the timer has ended
             self.log_heads()
-
-
-def _nothing() -> Steps[None]:
-    """A transaction that changes nothing else."""
-    yield Apply([])
 
 
 def _call_if_alive(method: "WeakMethod[Callable[[], Any]]") -> None:
