@@ -34,7 +34,7 @@ from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.feature import Feature
-from adk_secure_sessions.storage.features.searches import SearchIndex
+from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.rows import StoredSession
 from adk_secure_sessions.storage.schema import NEVER, bases, sessions, users

@@ -14,7 +14,6 @@ from adk_secure_sessions.migration import Comparison, Scope, Source, compare
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.storage.features.migration_mark import MigrationEnd
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.support import run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event
@@ -118,7 +117,7 @@ async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
     source = filled()
     await copy(source, file_url)
     async with database(file_url) as db:
-        await db.imports.complete_migration(MigrationEnd.SOURCE_ERASED)
+        await db.imports.complete_migration(source_is_erased=True)
     source.put("carol", "later")
     done = await compared(source, file_url)
     assert (done.clean, done.withdrawn) == (False, False)

@@ -35,7 +35,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS, claim_data_key
 from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.features.searches import CorrectIndexed
+from adk_secure_sessions.storage.features.search_index import CorrectIndexed
 from adk_secure_sessions.storage.queries import HOLD_KEY
 from tests.galera import NODES, Galera
 from tests.processes import children, results

@@ -22,7 +22,7 @@ from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.maintenance.description import Description, describe
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
-from adk_secure_sessions.storage.features.searches import SearchIndex
+from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_existing, survey_existing
 from adk_secure_sessions.storage.schema import (
     COLLECTION,

@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance.database import Database, Limits
 from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import clusters
-from adk_secure_sessions.storage.features.search_index import row_of_user
+from adk_secure_sessions.storage.features.index_rows import row_of_user
 from adk_secure_sessions.storage.rows import identify
 from adk_secure_sessions.storage.schema import (
     COLLECTION,

@@ -23,13 +23,13 @@ from adk_secure_sessions.maintenance.walk import (
     read_tagged_user,
 )
 from adk_secure_sessions.results import Result, count, listing
-from adk_secure_sessions.storage.features.search_index import (
+from adk_secure_sessions.storage.features.index_rows import (
     IndexState,
     check_key,
     state_of_mark,
     withdraw,
 )
-from adk_secure_sessions.storage.features.searches import CorrectIndexed
+from adk_secure_sessions.storage.features.search_index import CorrectIndexed
 from adk_secure_sessions.storage.pages import Span, spans
 from adk_secure_sessions.storage.schema import (
     COLLECTION,

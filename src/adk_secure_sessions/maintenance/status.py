@@ -22,10 +22,9 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.features.search_index import IndexState
+from adk_secure_sessions.storage.features.index_rows import IndexState
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
-    TOMBSTONE,
     apps,
     audit_records,
     bases,
@@ -202,7 +201,7 @@ async def status(
     )
 
 
-_TOMBSTONE: sa.ColumnElement[int] = sa.literal_column(str(TOMBSTONE))
+_NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")  # the row id in a tombstone
 # `secure_migrated` also has rows for copied users and apps.  `_COPIED` counts only sessions.
 _IS_OWNER = sa.or_(
     *(
@@ -213,7 +212,7 @@ _IS_OWNER = sa.or_(
 _COPIED = (
     sa.select(sa.func.count())
     .select_from(migrated)
-    .where(migrated.c.row_id != _TOMBSTONE, sa.not_(_IS_OWNER))
+    .where(migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
 )
 _INDEXED = (
     sa.select(sa.func.count())
@@ -225,9 +224,7 @@ _TRAIL = sa.select(
     sa.func.count(audit_records.c.chain.distinct()),
     sa.func.min(audit_records.c.time),
 )
-_TOMBSTONES = (
-    sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _TOMBSTONE)
-)
+_TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _NO_ROW)
 
 
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:

@@ -34,8 +34,8 @@ from adk_secure_sessions.maintenance.walk import (
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.imports import Seals
-from adk_secure_sessions.storage.features.search_index import IndexState
-from adk_secure_sessions.storage.features.searches import CheckIndexed
+from adk_secure_sessions.storage.features.index_rows import IndexState
+from adk_secure_sessions.storage.features.search_index import CheckIndexed
 from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import (
     DATA_KEYS,

@@ -17,7 +17,6 @@ from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.sources import EVERYTHING, Source
 from adk_secure_sessions.migration.walk import encode_states, packed
 from adk_secure_sessions.results import Result, count
-from adk_secure_sessions.storage.features.migration_mark import MigrationEnd
 
 _LOCK_WAIT = 5  # the maximum number of seconds to wait for the lock that rewriting a table needs
 
@@ -102,7 +101,7 @@ async def erase_source(
     # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
-    await db.imports.complete_migration(MigrationEnd.SOURCE_ERASED)
+    await db.imports.complete_migration(source_is_erased=True)
     work = partial(_delete_unchanged, source, await source.tables(), run)
     writer = source.writer()
     try:

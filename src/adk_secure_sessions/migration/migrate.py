@@ -38,7 +38,6 @@ from adk_secure_sessions.migration.walk import (
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.features.migration_mark import MigrationEnd
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
@@ -220,7 +219,7 @@ class _Run:
         number = _IMPORTS
         if self._target is not None:
             end = await self._target.imports.migration_end()
-            self._is_erased = end is MigrationEnd.SOURCE_ERASED
+            self._is_erased = end is not None and end.source_is_erased
             executor = self._target.db.executor
             is_server = await executor.define(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE

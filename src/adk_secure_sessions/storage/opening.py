@@ -30,7 +30,7 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import REPLACED, check_features, feature_mark
-from adk_secure_sessions.storage.features.search_index import state_of_mark
+from adk_secure_sessions.storage.features.index_rows import state_of_mark
 from adk_secure_sessions.storage.queries import INDEX_MARKS
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, keyring, metadata
 from adk_secure_sessions.storage.survey import (

@@ -10,7 +10,7 @@ from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, l
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring
-from adk_secure_sessions.storage.features import search_index
+from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.queries import Found
 from adk_secure_sessions.storage.rows import AppRow, Owner, UserRow, WitnessRow, parameters
 from adk_secure_sessions.storage.schema import new_row_key, users
@@ -76,8 +76,8 @@ class OwnerChanges:
         if user is None:
             who = self._attempt.who
             user = self._insert(who.user_tag, app_row, who.user_id, delta)
-            found_entries = search_index.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += search_index.insertion(search_index.row_of_user(user.id), found_entries)
+            found_entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
+            self.changes += index_rows.insertion(index_rows.row_of_user(user.id), found_entries)
             return user
         check_app_row(user, app_row)
         assert found.user is not None
@@ -85,8 +85,8 @@ class OwnerChanges:
         self._ensure_key(user.tag, stored, *(row.state for row in found.sessions))
         if delta or not self._names_current_key(user):
             user = self._update(user, stored, delta)
-            changed = search_index.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += search_index.update(search_index.row_of_user(user.id), changed)
+            changed = index_rows.entries(self._attempt, USER_PREFIX, delta)
+            self.changes += index_rows.update(index_rows.row_of_user(user.id), changed)
         return user
 
     def set_state(self, found: Found, owner: Owner, state: bytes) -> Owner:
@@ -101,11 +101,11 @@ class OwnerChanges:
     def _index_user(self, user: Owner, state: bytes) -> None:
         if not self._keys.keyring.indexed_keys:
             return
-        old = search_index.entries(self._attempt, USER_PREFIX, loads(user.state))
-        new = search_index.entries(self._attempt, USER_PREFIX, loads(state))
-        row_id = search_index.row_of_user(user.id)
-        self.changes += search_index.update(row_id, new)
-        self.changes += search_index.removal(row_id, old.keys() - new.keys())
+        old = index_rows.entries(self._attempt, USER_PREFIX, loads(user.state))
+        new = index_rows.entries(self._attempt, USER_PREFIX, loads(state))
+        row_id = index_rows.row_of_user(user.id)
+        self.changes += index_rows.update(row_id, new)
+        self.changes += index_rows.removal(row_id, old.keys() - new.keys())
 
     def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
         """Ensure that the owner's row names only one data key, created at *since* or later

@@ -23,7 +23,7 @@ from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource
 from adk_secure_sessions.storage.clusters import claim_user
-from adk_secure_sessions.storage.features import search_index
+from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
@@ -276,8 +276,8 @@ class NewSession(NamedTuple):
             )
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_keys:
-            found = search_index.entries(attempt, "", loads(state))
-            rest += search_index.insertion(session.id, found)
+            found = index_rows.entries(attempt, "", loads(state))
+            rest += index_rows.insertion(session.id, found)
         witness = sealed_rows.seal_witness(attempt, attempt.who.user_tag, session.tag, session.id)
         return cls(sealed_rows.seal_session(attempt, session), witness, rest)
 
@@ -427,8 +427,8 @@ class AppendEvent(Write[StoredSession]):
         changes = [Change(sql.UPDATE_SESSION, row)]
         if new.snapshot is not None:
             changes.append(snapshot_change(attempt, new, session.base_revision))
-        indexed = search_index.entries(attempt, "", event.session_delta)
-        changes += search_index.update(session.id, indexed)
+        indexed = index_rows.entries(attempt, "", event.session_delta)
+        changes += index_rows.update(session.id, indexed)
         new = new._replace(snapshot=None)
         one = (event.plaintext, event.time)
         (stored,) = sealed_rows.seal_events(attempt, session.id, seq, [one], [link], session.head)
@@ -502,7 +502,7 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     ]
     if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-    return changes + search_index.removal_of_all(attempt, session.id)
+    return changes + index_rows.removal_of_all(attempt, session.id)
 
 
 class RenewKey(Write[bool]):

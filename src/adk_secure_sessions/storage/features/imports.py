@@ -28,7 +28,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource
-from adk_secure_sessions.storage.features import search_index
+from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.migration_mark import (
     MigrationEnd,
@@ -36,7 +36,7 @@ from adk_secure_sessions.storage.features.migration_mark import (
     migration_end,
     withdraw_migration,
 )
-from adk_secure_sessions.storage.features.searches import SearchIndex
+from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.owner_changes import (
     OwnerChanges,
     check_app_row,
@@ -414,7 +414,7 @@ class ImportSession(_Import[_Outcome]):
         ]
         if old.has_snapshot:
             changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-        changes += search_index.removal_of_all(attempt, old.id)
+        changes += index_rows.removal_of_all(attempt, old.id)
         changes += new.rest
         changes.append(_update(row, new_row))
         if not (yield from self._apply(attempt, new, changes)):
@@ -755,12 +755,13 @@ class Imports:
         """Return whether the database has the feature `migration`, which the first import adds."""
         return await self._feature.is_added()
 
-    async def complete_migration(self, end: MigrationEnd = MigrationEnd.COMPLETE) -> None:
+    async def complete_migration(self, *, source_is_erased: bool = False) -> None:
         """Store the mark that everything was imported, and perhaps erased in the source.
 
         A stored mark `SOURCE_ERASED` is never replaced.  Without this mark, a later migration from
         the same source could replace or delete the only copies of sessions.
         """
+        end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
         await self._feature.ensure()
         keyring = (await self._unit.keys()).keyring
         await self._unit.change_keys(partial(mark_migration, end, keyring))

@@ -16,6 +16,11 @@ class MigrationEnd(Enum):
     COMPLETE = "complete"  # everything was imported
     SOURCE_ERASED = "erased"  # and since then, rows of the source may have been deleted
 
+    @property
+    def source_is_erased(self) -> bool:
+        """Whether rows of the source may have been deleted."""
+        return self is MigrationEnd.SOURCE_ERASED
+
 
 def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connection) -> None:
     """Store the mark *end*, which replaces a stored mark, even one that was tampered with.

@@ -1,233 +1,287 @@
-"""The rows of `secure_state_index`, which find sessions by a value of their state.
+"""The search index: which keys are indexed, searches, and correcting the rows."""
 
-A row contains a keyed hash of the value of one key of the state of one session or user.  A *mark*
-is a row that says that a key is indexed, and whether each session has its row: see docs/format.md,
-"State index".  The tags of the indexed keys that this process knows are in `Keyring.indexed_keys`.
-"""
-
-import hmac
-from collections.abc import Container, Iterable, Mapping
-from enum import Enum
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Change, Conflict
-from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats import states
-from adk_secure_sessions.formats.json_text import JsonObject, canonical
-from adk_secure_sessions.formats.records import encode_text
-from adk_secure_sessions.formats.states import APP_PREFIX, TEMP_PREFIX, USER_PREFIX
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.db.protocol import Executors, Steps
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.formats.json_text import canonical
+from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt
-from adk_secure_sessions.storage.rows import IndexedRow, StoredSession
-from adk_secure_sessions.storage.schema import INDEX_MARK, apps, indexed
-
-Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
-
-
-class IndexState(Enum):
-    """What the mark of a key says."""
-
-    DECLARED = "writers store the rows of the key; rows of older sessions may be missing"
-    COMPLETE = "each session, or each user, that has the key has its row"
-
-
-def check_key(key: object) -> None:
-    """Raise ConfigurationError if *key* cannot be an indexed key of the state."""
-    if not isinstance(key, str) or key in ("", USER_PREFIX):
-        raise ConfigurationError("an indexed state key must be a text that is not empty")
-    if key.startswith((APP_PREFIX, TEMP_PREFIX)):
-        raise ConfigurationError(
-            f"the state key {key!r} cannot be indexed: only keys of sessions, and keys that begin "
-            f"with {USER_PREFIX!r}, can"
-        )
-    if len(encode_text(key)) > states.MAX_KEY_BYTES:
-        raise ConfigurationError(
-            f"an indexed state key has at most {states.MAX_KEY_BYTES} bytes in UTF-8"
-        )
+from adk_secure_sessions.storage.clusters import claim_session, claim_user
+from adk_secure_sessions.storage.features import index_rows
+from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
+from adk_secure_sessions.storage.owner_changes import OwnerChanges
+from adk_secure_sessions.storage.queries import (
+    Found,
+    QueryForms,
+)
+from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation, View
+from adk_secure_sessions.storage.rows import Identity
+from adk_secure_sessions.storage.survey import STATE_INDEX
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
 
 
-def row_of_user(user_row: int) -> int:
-    """Return `row_id` in the rows of a user."""
-    return -1 - user_row
-
-
-# --- Marks ----------------------------------------------------------------------------------------
-
-
-def mark_of(index: BlindIndex, key_tag: bytes, state: IndexState) -> IndexedRow:
-    """Return the mark of the key with *key_tag*."""
-    mac_of = index.state_key_complete
-    if state is IndexState.DECLARED:
-        mac_of = index.state_key_declared
-    return IndexedRow(INDEX_MARK, key_tag, mac_of(key_tag))
-
-
-def state_of_mark(index: BlindIndex, key_tag: object, mac: object) -> IndexState | None:
-    """Return what a mark says; None if it is not authentic."""
-    if type(key_tag) is not bytes or type(mac) is not bytes:  # SQLite stores any type
-        return None
-    for state in IndexState:
-        if hmac.compare_digest(mark_of(index, key_tag, state).value_tag, mac):
-            return state
-    return None
-
-
-def declare(
-    keyring: Keyring, app_tag: bytes, key_tags: Iterable[bytes], connection: sa.Connection
-) -> None:
-    """Store the mark that writers maintain the rows of these keys, if they have no authentic mark.
-
-    If the app with *app_tag* is not stored, it has no sessions, so the mark says that the rows are
-    complete.
-    """
-    is_stored = connection.scalar(sa.select(apps.c.id).where(apps.c.tag == app_tag)) is not None
-    state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
-    for tag in sorted(key_tags):
-        stored = connection.scalar(_stored_mark(tag))
-        if state_of_mark(keyring.index, tag, stored) is None:
-            _put_mark(mark_of(keyring.index, tag, state), stored, connection)
-
-
-def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:
-    """Store the mark that each session or user has its rows of these keys."""
-    for tag in sorted(key_tags):
-        stored = connection.scalar(_stored_mark(tag))
-        if state_of_mark(keyring.index, tag, stored) is None:
-            raise Conflict
-        _put_mark(mark_of(keyring.index, tag, IndexState.COMPLETE), stored, connection)
-
-
-def withdraw(key_tags: Iterable[bytes], connection: sa.Connection) -> None:
-    """Delete the marks of these keys."""
-    for tag in key_tags:
-        connection.execute(
-            sa.delete(indexed).where(indexed.c.row_id == INDEX_MARK, indexed.c.key_tag == tag)
-        )
-
-
-def _stored_mark(key_tag: bytes) -> sa.Select[Any]:
-    c = indexed.c
-    query = sa.select(c.value_tag).where(c.row_id == INDEX_MARK, c.key_tag == key_tag)
-    return query.with_for_update()
-
-
-def _put_mark(mark: IndexedRow, stored: object, connection: sa.Connection) -> None:
-    """Store *mark*; *stored* is the MAC in the stored mark of the key, or None."""
-    if stored is None:
-        connection.execute(sa.insert(indexed).values(**mark._asdict()))
-        return
-    c = indexed.c
-    own = sa.update(indexed).where(c.row_id == INDEX_MARK, c.key_tag == mark.key_tag)
-    connection.execute(own.values(value_tag=mark.value_tag))
-
-
-# --- Rows -----------------------------------------------------------------------------------------
-
-
-def entries(
-    attempt: Attempt, prefix: str, state: JsonObject, keys: Container[bytes] | None = None
-) -> Entries:
-    """Return the tags of the indexed keys in *state*, and the tags of their values.
+class SearchIndex:
+    """The search index of a database.
 
     Args:
-        attempt: The attempt that reads or writes the state.
-        prefix: `user:` for the state of a user, and empty for that of a session.
-        state: The state, or changes of the state.
-        keys: The tags of the keys; None for all indexed keys that this process knows.
-    """
-    index, app_name = attempt.keys.keyring.index, attempt.who.app_name
-    keys = attempt.keys.keyring.indexed_keys if keys is None else keys
-    found: Entries = {}
-    if keys and not attempt.who.is_collection:
-        for name, value in state.items():
-            key = prefix + name
-            if (tag := index.state_key(app_name, key)) in keys:
-                found[tag] = index.state_value(app_name, key, canonical(value))
-    return found
-
-
-def insertion(row_id: int, found: Entries) -> list[Change]:
-    """Return the changes that store the rows of a new session or user."""
-    rows = [IndexedRow(row_id, *entry)._asdict() for entry in found.items()]
-    return [Change(sql.INSERT_INDEXED, {}, must_match_row=False, rows=rows)] if rows else []
-
-
-def update(row_id: int, found: Entries) -> list[Change]:
-    """Return the changes that store these rows, or update rows that are stored already.
-
-    A change of the same transaction must lock the row of the session or the user.
-    """
-    changes = []
-    for key_tag, value_tag in found.items():
-        at = {"at_id": row_id, "at_key": key_tag, "value_tag": value_tag}
-        changes.append(Change(sql.UPDATE_INDEXED, at, must_match_row=False))
-        row = IndexedRow(row_id, key_tag, value_tag)._asdict()
-        changes.append(Change(sql.INSERT_MISSING_INDEXED, row, must_match_row=False))
-    return changes
-
-
-def removal(row_id: int, key_tags: Iterable[bytes]) -> list[Change]:
-    """Return the changes that delete the rows of these keys, which may be missing."""
-    return [
-        Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}, must_match_row=False)
-        for tag in key_tags
-    ]
-
-
-def removal_of_all(attempt: Attempt, row_id: int) -> list[Change]:
-    """Return the changes that delete all rows of a session that is deleted."""
-    if not attempt.keys.keyring.indexed_keys or attempt.who.is_collection:
-        return []
-    return [Change(sql.DELETE_ALL_INDEXED, {"at_id": row_id}, must_match_row=False)]
-
-
-def state_of(session: StoredSession) -> JsonObject:
-    """Return the own state of a session whose snapshot was read."""
-    assert session.snapshot is not None, "the query must read snapshots"
-    return states.loads(session.snapshot) | states.loads(session.overlay)
-
-
-class Differences(NamedTuple):
-    """The differences between the stored rows of a session or user and its state.
-
-    Attributes:
-        missing: The rows to insert.
-        wrong: The rows to update, with the right values.
-        surplus: The tags of keys that are indexed and that the state does not contain.
+        unit: Runs the operations.
+        keys: Keys of the state that are indexed for each app to which this process writes.
+        create_table: Whether the table of the index may be created.
     """
 
-    missing: Entries
-    wrong: Entries
-    surplus: tuple[bytes, ...]
+    def __init__(
+        self, unit: UnitOfWork, keys: Sequence[str] = (), *, create_table: bool = True
+    ) -> None:
+        if isinstance(keys, str):
+            raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
+        self.keys: tuple[str, ...] = tuple(keys)
+        for key in self.keys:
+            index_rows.check_key(key)
+        self._unit = unit
+        self._feature = Feature(unit, STATE_INDEX, create_table=create_table)
+        # The apps whose keys were declared, and the keyring that was current then.
+        self._declared: tuple[Keyring | None, set[str]] = (None, set())
 
-    @classmethod
-    def between(
-        cls, stored: Iterable[IndexedRow], right: Mapping[bytes, bytes], keys: frozenset[bytes]
-    ) -> "Differences":
-        """Compare the *stored* rows with the *right* entries, for the keys with the tags *keys*."""
-        there = {row.key_tag: row.value_tag for row in stored if row.key_tag in keys}
-        return cls(
-            {tag: value for tag, value in right.items() if tag not in there},
-            {tag: value for tag, value in right.items() if there.get(tag, value) != value},
-            tuple(tag for tag in there if tag not in right),
+    async def find(
+        self,
+        app_name: str,
+        key: str,
+        value: object,
+        after: Position | None,
+        *,
+        limit: int,
+        newest: bool,
+        skip: bool,
+    ) -> Page:
+        """Return at most *limit* sessions of an app whose state contains *key* with *value*.
+
+        *key* is a key of the session's state, or `user:` and a key of the user's state.  *value* is
+        a JSON value, as it would be stored.  The other arguments are those of `ListPage`.
+        """
+        index_rows.check_key(key)
+        who = await self._unit.identify(app_name)
+        lookup = Lookup((await self._unit.keys()).keyring, app_name, key, value)
+        for declares in (False, key in self.keys):  # perhaps the app has no sessions yet
+            if declares:
+                await self.declare_configured(app_name)
+            if await self._feature.is_added():
+                operation = FindPage(who, after, lookup, limit=limit, newest=newest, skip=skip)
+                try:
+                    return await self._unit.run(operation)
+                except NotIndexed:
+                    pass
+        raise ConfigurationError(
+            f"the search index of the state key {key!r} of the app {app_name!r} is not complete: "
+            "name the key in indexed_state_keys of all services, restart them, and run "
+            "`adk-secure-sessions index fill`"
         )
 
-    @property
-    def total(self) -> int:
-        """The number of rows that differ."""
-        return len(self.missing) + len(self.wrong) + len(self.surplus)
+    async def declare(self, app_name: str, keys: Iterable[str]) -> frozenset[bytes]:
+        """Store that *keys* of the state are indexed, and return their tags.
 
-    def changes(self, row_id: int) -> list[Change]:
-        """Return the changes that correct the rows.
-
-        The row of the session or user must be locked.
+        From now on, this process and each process that opens the database later maintains the rows
+        of these keys.  If the app has no sessions yet, it can be searched by these keys at once.
         """
-        return [
-            *insertion(row_id, self.missing),
-            *update(row_id, self.wrong),
-            *removal(row_id, self.surplus),
-        ]
+        wanted = list(keys)
+        for key in wanted:
+            index_rows.check_key(key)
+        await self._feature.ensure()
+        opened = await self._unit.keys()
+        keyring = opened.keyring
+        tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
+        if tags:
+            app_tag = keyring.index.app(app_name)
+            await self._unit.change(partial(index_rows.declare, keyring, app_tag, tags))
+        # The keyring may have been read again, by now or before the marks were committed.
+        for one in (keyring, opened.keyring):
+            one.indexed_keys.update(tags)
+        return tags
+
+    async def complete(self, tags: Iterable[bytes]) -> None:
+        """Store that each session or user has its rows of the keys with these *tags*."""
+        keyring = (await self._unit.keys()).keyring
+        await self._unit.change(partial(index_rows.complete, keyring, list(tags)))
+
+    async def declare_configured(self, app_name: str) -> None:
+        """Declare the keys that this process is configured to index, once for each app."""
+        if not self.keys:
+            return
+        keyring = (await self._unit.keys()).keyring
+        seen, declared = self._declared
+        if seen is not keyring:
+            declared = set()
+        elif app_name in declared:
+            return
+        await self.declare(app_name, self.keys)
+        self._declared = (keyring, {*declared, app_name})
+
+
+class NotIndexed(Exception):
+    """The search index does not have all sessions with the key that a search asks for."""
+
+
+class Lookup:
+    """A search for the sessions whose state has a value, with the tags of the key and the value.
+
+    Args:
+        keyring: The keyring of the database.
+        app_name: The app of the sessions.
+        key: A key that `index_rows.check_key` accepts.
+        value: The value: a JSON value, as it would be stored.
+    """
+
+    def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
+        self.of_users: bool = key.startswith(USER_PREFIX)
+        self.key_tag: bytes = keyring.index.state_key(app_name, key)
+        self._canonical = canonical(value)
+        self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
+        self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
+
+    def matches(self, view: View) -> bool:
+        """Return whether the state of *view* has the value.
+
+        If a state is malformed, return True, so that the caller finds the error.
+        """
+        session = view.session
+        states = (
+            [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
+        )
+        try:
+            for state in map(loads, states):
+                if self._name in state:
+                    return canonical(state[self._name]) == self._canonical
+        except DecryptionError:
+            return True
+        return False
+
+
+class FindPage(ListPage):
+    """Read at most *limit* sessions whose state has the value of *lookup*; see `ListPage`.
+
+    The index is not authenticated, so the state of each session that it lists is compared.  The
+    page says nothing about sessions that the index does not list.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        after: Position | None,
+        lookup: Lookup,
+        *,
+        limit: int,
+        newest: bool,
+        skip: bool,
+    ) -> None:
+        super().__init__(
+            who, after, of_app=True, limit=limit, newest=newest, with_state=True, skip=skip
+        )
+        self._lookup = lookup
+
+    def _forms(self) -> QueryForms:
+        found_by = "user" if self._lookup.of_users else "session"
+        return sql.page_of_sessions(
+            of_app=True, newest=self._newest, snapshots=True, found_by=found_by
+        )
+
+    def _parameters(self, after: Position) -> dict[str, object]:
+        tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
+        return super()._parameters(after) | tags
+
+    async def _part(self, attempt: Attempt, executors: Executors, position: Position) -> Page:
+        page = await super()._part(attempt, executors, position)
+        return page._replace(views=list(filter(self._lookup.matches, page.views)))
+
+    def _check(self, attempt: Attempt, found: Found) -> None:
+        index = attempt.keys.keyring.index
+        marks = (index_rows.state_of_mark(index, *mark[1:]) for mark in found.indexed)
+        if IndexState.COMPLETE not in marks:
+            raise NotIndexed
+
+
+class CheckIndexed(ReadOperation):
+    """Compare the rows of a session, or of a user, with the state.
+
+    `attempt` returns the row id in `secure_state_index` and the differences; None if the session
+    or the user does not exist.
+
+    Args:
+        who: The ids of the session.
+        keys: The tags of the keys to compare.
+        of_user: Whether to compare the rows of the user, and not those of the session.
+    """
+
+    reads_keys = True
+
+    def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
+        super().__init__(who)
+        self._keys = frozenset(keys)
+        self._of_user = of_user
+
+    async def attempt(
+        self, attempt: Attempt, executors: Executors
+    ) -> tuple[int, Differences] | None:
+        forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
+        found = await self._read(attempt, executors, forms)
+        return _differences(attempt, found, self._keys, of_user=self._of_user)
+
+
+class CorrectIndexed(Write[int]):
+    """Correct the rows of a session, or of a user, and return the number of changed rows.
+
+    The arguments are those of `CheckIndexed`.
+    """
+
+    change = "index"
+
+    def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
+        super().__init__(who)
+        self._keys = frozenset(keys)
+        self._of_user = of_user
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> int:
+        # No other transaction may change the state between the read and the changes.
+        return await super().attempt(attempt._replace(locks_rows=True), executors)
+
+    def contended(self) -> list[sa.Executable]:
+        return [sql.LOCK_USER] if self._of_user else [sql.LOCK_SESSION]
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
+        forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
+        found = yield from read_found(attempt, forms)
+        compared = _differences(attempt, found, self._keys, of_user=self._of_user)
+        if compared is None or not compared[1].total:
+            return 0
+        row_id, differences = compared
+        first, *rest = differences.changes(row_id)
+        # On a cluster, the lock of the row is known to one node only.
+        who = attempt.who
+        claim = claim_user(who.user_tag) if self._of_user else claim_session(who.session_tag)
+        yield from apply_changes([*claim, first, *rest])
+        return differences.total
+
+
+def _differences(
+    attempt: Attempt, found: Found, keys: frozenset[bytes], *, of_user: bool
+) -> tuple[int, Differences] | None:
+    user = sealed_rows.open_user(attempt, found)
+    if of_user:
+        if user is None:
+            return None
+        row_id = index_rows.row_of_user(user.id)
+        right = index_rows.entries(attempt, USER_PREFIX, loads(user.state), keys)
+    else:
+        session = sealed_rows.open_session(attempt, found, user)
+        if session is None:
+            return None
+        row_id = session.id
+        right = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
+    return row_id, Differences.between(found.indexed, right, keys)

@@ -1,0 +1,233 @@
+"""The rows of `secure_state_index`, which find sessions by a value of their state.
+
+A row contains a keyed hash of the value of one key of the state of one session or user.  A *mark*
+is a row that says that a key is indexed, and whether each session has its row: see docs/format.md,
+"State index".  The tags of the indexed keys that this process knows are in `Keyring.indexed_keys`.
+"""
+
+import hmac
+from collections.abc import Container, Iterable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from adk_secure_sessions.db.protocol import Change, Conflict
+from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats import states
+from adk_secure_sessions.formats.json_text import JsonObject, canonical
+from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.formats.states import APP_PREFIX, TEMP_PREFIX, USER_PREFIX
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.attempts import Attempt
+from adk_secure_sessions.storage.rows import IndexedRow, StoredSession
+from adk_secure_sessions.storage.schema import INDEX_MARK, apps, indexed
+
+Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
+
+
+class IndexState(Enum):
+    """What the mark of a key says."""
+
+    DECLARED = "writers store the rows of the key; rows of older sessions may be missing"
+    COMPLETE = "each session, or each user, that has the key has its row"
+
+
+def check_key(key: object) -> None:
+    """Raise ConfigurationError if *key* cannot be an indexed key of the state."""
+    if not isinstance(key, str) or key in ("", USER_PREFIX):
+        raise ConfigurationError("an indexed state key must be a text that is not empty")
+    if key.startswith((APP_PREFIX, TEMP_PREFIX)):
+        raise ConfigurationError(
+            f"the state key {key!r} cannot be indexed: only keys of sessions, and keys that begin "
+            f"with {USER_PREFIX!r}, can"
+        )
+    if len(encode_text(key)) > states.MAX_KEY_BYTES:
+        raise ConfigurationError(
+            f"an indexed state key has at most {states.MAX_KEY_BYTES} bytes in UTF-8"
+        )
+
+
+def row_of_user(user_row: int) -> int:
+    """Return `row_id` in the rows of a user."""
+    return -1 - user_row
+
+
+# --- Marks ----------------------------------------------------------------------------------------
+
+
+def mark_of(index: BlindIndex, key_tag: bytes, state: IndexState) -> IndexedRow:
+    """Return the mark of the key with *key_tag*."""
+    mac_of = index.state_key_complete
+    if state is IndexState.DECLARED:
+        mac_of = index.state_key_declared
+    return IndexedRow(INDEX_MARK, key_tag, mac_of(key_tag))
+
+
+def state_of_mark(index: BlindIndex, key_tag: object, mac: object) -> IndexState | None:
+    """Return what a mark says; None if it is not authentic."""
+    if type(key_tag) is not bytes or type(mac) is not bytes:  # SQLite stores any type
+        return None
+    for state in IndexState:
+        if hmac.compare_digest(mark_of(index, key_tag, state).value_tag, mac):
+            return state
+    return None
+
+
+def declare(
+    keyring: Keyring, app_tag: bytes, key_tags: Iterable[bytes], connection: sa.Connection
+) -> None:
+    """Store the mark that writers maintain the rows of these keys, if they have no authentic mark.
+
+    If the app with *app_tag* is not stored, it has no sessions, so the mark says that the rows are
+    complete.
+    """
+    is_stored = connection.scalar(sa.select(apps.c.id).where(apps.c.tag == app_tag)) is not None
+    state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
+    for tag in sorted(key_tags):
+        stored = connection.scalar(_stored_mark(tag))
+        if state_of_mark(keyring.index, tag, stored) is None:
+            _put_mark(mark_of(keyring.index, tag, state), stored, connection)
+
+
+def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:
+    """Store the mark that each session or user has its rows of these keys."""
+    for tag in sorted(key_tags):
+        stored = connection.scalar(_stored_mark(tag))
+        if state_of_mark(keyring.index, tag, stored) is None:
+            raise Conflict
+        _put_mark(mark_of(keyring.index, tag, IndexState.COMPLETE), stored, connection)
+
+
+def withdraw(key_tags: Iterable[bytes], connection: sa.Connection) -> None:
+    """Delete the marks of these keys."""
+    for tag in key_tags:
+        connection.execute(
+            sa.delete(indexed).where(indexed.c.row_id == INDEX_MARK, indexed.c.key_tag == tag)
+        )
+
+
+def _stored_mark(key_tag: bytes) -> sa.Select[Any]:
+    c = indexed.c
+    query = sa.select(c.value_tag).where(c.row_id == INDEX_MARK, c.key_tag == key_tag)
+    return query.with_for_update()
+
+
+def _put_mark(mark: IndexedRow, stored: object, connection: sa.Connection) -> None:
+    """Store *mark*; *stored* is the MAC in the stored mark of the key, or None."""
+    if stored is None:
+        connection.execute(sa.insert(indexed).values(**mark._asdict()))
+        return
+    c = indexed.c
+    own = sa.update(indexed).where(c.row_id == INDEX_MARK, c.key_tag == mark.key_tag)
+    connection.execute(own.values(value_tag=mark.value_tag))
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+def entries(
+    attempt: Attempt, prefix: str, state: JsonObject, keys: Container[bytes] | None = None
+) -> Entries:
+    """Return the tags of the indexed keys in *state*, and the tags of their values.
+
+    Args:
+        attempt: The attempt that reads or writes the state.
+        prefix: `user:` for the state of a user, and empty for that of a session.
+        state: The state, or changes of the state.
+        keys: The tags of the keys; None for all indexed keys that this process knows.
+    """
+    index, app_name = attempt.keys.keyring.index, attempt.who.app_name
+    keys = attempt.keys.keyring.indexed_keys if keys is None else keys
+    found: Entries = {}
+    if keys and not attempt.who.is_collection:
+        for name, value in state.items():
+            key = prefix + name
+            if (tag := index.state_key(app_name, key)) in keys:
+                found[tag] = index.state_value(app_name, key, canonical(value))
+    return found
+
+
+def insertion(row_id: int, found: Entries) -> list[Change]:
+    """Return the changes that store the rows of a new session or user."""
+    rows = [IndexedRow(row_id, *entry)._asdict() for entry in found.items()]
+    return [Change(sql.INSERT_INDEXED, {}, must_match_row=False, rows=rows)] if rows else []
+
+
+def update(row_id: int, found: Entries) -> list[Change]:
+    """Return the changes that store these rows, or update rows that are stored already.
+
+    A change of the same transaction must lock the row of the session or the user.
+    """
+    changes = []
+    for key_tag, value_tag in found.items():
+        at = {"at_id": row_id, "at_key": key_tag, "value_tag": value_tag}
+        changes.append(Change(sql.UPDATE_INDEXED, at, must_match_row=False))
+        row = IndexedRow(row_id, key_tag, value_tag)._asdict()
+        changes.append(Change(sql.INSERT_MISSING_INDEXED, row, must_match_row=False))
+    return changes
+
+
+def removal(row_id: int, key_tags: Iterable[bytes]) -> list[Change]:
+    """Return the changes that delete the rows of these keys, which may be missing."""
+    return [
+        Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}, must_match_row=False)
+        for tag in key_tags
+    ]
+
+
+def removal_of_all(attempt: Attempt, row_id: int) -> list[Change]:
+    """Return the changes that delete all rows of a session that is deleted."""
+    if not attempt.keys.keyring.indexed_keys or attempt.who.is_collection:
+        return []
+    return [Change(sql.DELETE_ALL_INDEXED, {"at_id": row_id}, must_match_row=False)]
+
+
+def state_of(session: StoredSession) -> JsonObject:
+    """Return the own state of a session whose snapshot was read."""
+    assert session.snapshot is not None, "the query must read snapshots"
+    return states.loads(session.snapshot) | states.loads(session.overlay)
+
+
+class Differences(NamedTuple):
+    """The differences between the stored rows of a session or user and its state.
+
+    Attributes:
+        missing: The rows to insert.
+        wrong: The rows to update, with the right values.
+        surplus: The tags of keys that are indexed and that the state does not contain.
+    """
+
+    missing: Entries
+    wrong: Entries
+    surplus: tuple[bytes, ...]
+
+    @classmethod
+    def between(
+        cls, stored: Iterable[IndexedRow], right: Mapping[bytes, bytes], keys: frozenset[bytes]
+    ) -> "Differences":
+        """Compare the *stored* rows with the *right* entries, for the keys with the tags *keys*."""
+        there = {row.key_tag: row.value_tag for row in stored if row.key_tag in keys}
+        return cls(
+            {tag: value for tag, value in right.items() if tag not in there},
+            {tag: value for tag, value in right.items() if there.get(tag, value) != value},
+            tuple(tag for tag in there if tag not in right),
+        )
+
+    @property
+    def total(self) -> int:
+        """The number of rows that differ."""
+        return len(self.missing) + len(self.wrong) + len(self.surplus)
+
+    def changes(self, row_id: int) -> list[Change]:
+        """Return the changes that correct the rows.
+
+        The row of the session or user must be locked.
+        """
+        return [
+            *insertion(row_id, self.missing),
+            *update(row_id, self.wrong),
+            *removal(row_id, self.surplus),
+        ]
