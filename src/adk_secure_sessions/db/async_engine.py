@@ -1,8 +1,4 @@
-"""The executor for a SQLAlchemy `AsyncEngine` that the application or this package has created.
-
-`AsyncEngineExecutor` runs transactions on the engine.  `LoopBinding` prevents two event loops from
-using the engine's connections at the same time.
-"""
+"""The executor for a SQLAlchemy `AsyncEngine` that the application or this package has created."""
 
 import asyncio
 import os
@@ -49,13 +45,11 @@ _CANCEL_REQUESTS = 5  # maximum number for one query; one or two seconds pass be
 # A key of `Connection.info`, set once we have checked whether the connection is behind a pooler.
 _CHECKED = "adk_secure_sessions.pooler"
 
-# The option of `create_async_engine` that disables prepared statements, by driver.  An error text
-# recommends the option: see `_needs_option`.
-_UNPREPARED = {
-    "asyncpg": "connect_args={'prepared_statement_cache_size': 0, "
-    "'prepared_statement_name_func': lambda: ''}",
-    "psycopg": "connect_args={'prepare_threshold': None}",
-}
+# For an engine of the application with asyncpg: with psycopg, we disable prepared statements.
+_POOLER = (
+    "there is a connection pooler in transaction mode before the database: give the engine "
+    "connect_args={'prepared_statement_cache_size': 0, 'prepared_statement_name_func': lambda: ''}"
+)
 
 
 class AsyncEngineExecutor:
@@ -155,7 +149,7 @@ class AsyncEngineExecutor:
     async def _translating(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
     ) -> T:
-        """Do the same as `_run`, but raise the errors that `failures.meaning` returns."""
+        """Do the same as `_run`, with the errors that `failures.meaning` returns."""
         try:
             return await self._run(work, commit=commit, exclusive=exclusive)
         except Exception as error:
@@ -165,16 +159,8 @@ class AsyncEngineExecutor:
             if meant is error:
                 raise
             if needs_unprepared(error):
-                meant = self._needs_option()
+                meant = ConfigurationError(_POOLER)
             raise meant from None
-
-    def _needs_option(self) -> Exception:
-        """Return the error that names the engine option that disables prepared statements."""
-        option = _UNPREPARED.get(self._engine.dialect.driver, "options that prepare no statements")
-        return ConfigurationError(
-            "there is a connection pooler in transaction mode before the database: give the "
-            f"engine {option}"
-        )
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
         """Run *work* in a transaction on a connection of the pool, and return its result.
@@ -221,12 +207,9 @@ class AsyncEngineExecutor:
         *,
         interruptible: bool = False,
     ) -> T:
-        """Run *work* in its own task and return its result.
+        """Run *work* in its own task, to its end: an interrupted transaction would stay open.
 
-        If the caller is cancelled, *work* continues to its end, because an interrupted transaction
-        would stay open.  If *interruptible* is True, the executor also interrupts the query of
-        *work* at the database, so that *work* ends sooner.  *interruptible* may be True only if
-        *work* writes nothing.
+        If *work* is *interruptible*, because it writes nothing, a cancellation ends its query.
         """
         try:
             self._enter()
@@ -248,7 +231,7 @@ class AsyncEngineExecutor:
     def _change(
         self, connection: sa.Connection, statement: sa.Executable, parameters: Parameters | Rows
     ) -> int:
-        """Run one INSERT, UPDATE or DELETE and return how many rows it matched."""
+        """Return how many rows the statement matched."""
         rows = [parameters] if isinstance(parameters, Mapping) else parameters
         self._dialect.check_sizes(connection, rows)
         return connection.execute(statement, parameters, execution_options=_COUNT_ROWS).rowcount
@@ -261,11 +244,7 @@ class AsyncEngineExecutor:
     def _in_time(
         self, connection: sa.Connection, work: Callable[[], T], *, writes: bool = False
     ) -> T:
-        """Run *work*; if it takes too long, interrupt it at the database and raise DatabaseError.
-
-        If *writes* is True, *work* must be one statement that writes, and the limit is
-        `write_timeout`.
-        """
+        """Run *work*; if it takes too long, interrupt it and raise DatabaseError."""
         task = asyncio.current_task()
         seconds = write_timeout(self._read_timeout) if writes else self._read_timeout
         if seconds is None or task is None:
@@ -292,8 +271,7 @@ class AsyncEngineExecutor:
     def _interrupt(self, task: asyncio.Task[Any]) -> None:
         """Interrupt the statement that *task* has sent to the database.
 
-        A time limit of the connection or the server is not used instead: behind a pooler, this
-        setting would also apply to other clients.
+        A time limit that the server is told would also apply to other clients behind a pooler.
         """
         driver = self._begun[task]
         if driver is None:
@@ -340,7 +318,7 @@ class AsyncEngineExecutor:
         return task in self._interrupted
 
     def _enter(self) -> bool:
-        """Register a call, and return whether it is the first call in its event loop."""
+        """Register a call, as `LoopBinding.enter` does."""
         is_first = self._binding.enter()
         if is_first:
             self._binding.close_at_end_of_loop(self._end_of_loop)
@@ -367,8 +345,8 @@ class AsyncEngineExecutor:
 async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
     """Send cancel requests to the server until *task*, which waits for a query of psycopg, ends.
 
-    If *task* were cancelled instead, psycopg would send a single cancel request.  A pooler ignores
-    this request if the query has not reached the server yet.
+    A pooler ignores a request if the query has not reached the server yet.  If *task* were
+    cancelled instead, psycopg would send only one.
     """
     for _ in range(_CANCEL_REQUESTS):
         try:
@@ -383,18 +361,14 @@ async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
 def _discard_read_only(context: sa.engine.ExceptionContext) -> None:
     """Make SQLAlchemy's pool replace all its connections if the server is read-only.
 
-    If a URL names several hosts, new connections lead to the new primary.  The old connections
-    would stay in the pool, because they work.
+    If a URL names several hosts, new connections lead to the new primary.
     """
     if is_read_only(context.original_exception):
         context.is_disconnect = True
 
 
 def rejected_option(error: Exception) -> Exception:
-    """Return the error for an option that the driver has rejected when it connected.
-
-    If *error* has another cause, return *error* itself.
-    """
+    """Return our error if *error* says that the driver rejects an option, else *error*."""
     if isinstance(error, SecureSessionError) or not isinstance(error, TypeError | ValueError):
         return error
     # The text of a TypeError contains names of functions and arguments, but no values.
@@ -408,12 +382,9 @@ def rejected_option(error: Exception) -> Exception:
 def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
     """Keep psycopg from preparing statements if this connection is behind a pooler.
 
-    In transaction mode, a pooler may run each transaction on another connection to the server.  All
-    psycopg processes use the same names for prepared statements.  So an EXECUTE could run the
-    statement of another client.
-
-    When a client connects, the server sends the id of the server process for this connection.  A
-    pooler sends another number, which differs from `pg_backend_pid()`.
+    All psycopg processes use the same names for prepared statements.  So behind a pooler in
+    transaction mode, an EXECUTE could run the statement of another client.  To a new client, a
+    server sends the number `pg_backend_pid()`, and a pooler sends another number.
     """
     driver: Any = connection.connection.driver_connection
     number = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar()
@@ -443,11 +414,7 @@ class LoopBinding:
         self._at_end: AsyncGenerator[None] | None = None
 
     def enter(self) -> bool:
-        """Register a call, and return whether it is the first call in its event loop.
-
-        Raises ConfigurationError if another event loop uses the engine, or if the application's own
-        engine still has connections of another event loop, which we must not discard.
-        """
+        """Register a call, and return whether it is the first call in its event loop."""
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._guard:
             is_first = loop is not self._loop or pid != self._pid
@@ -458,18 +425,14 @@ class LoopBinding:
         return is_first
 
     def leave(self) -> None:
-        """Register the end of a call that `enter` has registered."""
         with self._guard:
             self._calls -= 1
 
     def close_at_end_of_loop(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Make the running event loop await *close* before it ends.
+        """Make the running event loop await *close*, a bound method, before it ends.
 
-        ADK's `Runner.run` runs each call in a new event loop.  The connections that were opened in
-        this event loop must be closed before it ends.
-
-        *close* is a bound method.  The event loop gets only a weak reference to this method.  A
-        strong reference would keep a service in memory that the application no longer uses.
+        ADK's `Runner.run` runs each call in a new event loop, which must close its connections.
+        The loop gets only a weak reference, so that it does not keep an unused service in memory.
         """
         self._at_end = generator = _until_end_of_loop(WeakMethod(close))
         try:

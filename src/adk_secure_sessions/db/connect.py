@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from adk_secure_sessions.db.failures import overdue
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
 from adk_secure_sessions.errors import ConfigurationError, install_command
+from adk_secure_sessions.loops import bound
 
 # `sqlalchemy.ext.asyncio` is imported on first use.  It imports SQLAlchemy's ORM, which takes a
 # third of a second.  A SQLite database given by URL does not need it.
@@ -56,8 +57,7 @@ def executors_for(
 ) -> Executors:
     """Create the executors for the data tables and for the key tables, without connecting.
 
-    *engine_kwargs* are options of `sqlalchemy.create_engine` for *db_url*.  *read_timeout* is how
-    many seconds one query may take.
+    *engine_kwargs* are for *db_url*.  *read_timeout* is how many seconds one query may take.
     """
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
@@ -78,25 +78,15 @@ def executors_for(
     )
 
 
-@contextmanager
-def wrapping_executors(wrap: Wrap) -> Iterator[None]:
+def wrapping_executors(wrap: Wrap) -> AbstractContextManager[object]:
     """During the block, make `executors_for` return *wrap*(executor) instead of each executor.
 
-    Tests use it to make an executor raise errors, or to let another process write between two
-    statements.  Other threads and tasks are not affected.
+    Tests use it to make an executor raise errors, or to write between two statements.
     """
-    token = _wrap.set(wrap)
-    try:
-        yield
-    finally:
-        _wrap.reset(token)
+    return bound(_wrap, wrap)
 
 
 def _source(name: str, url: object | None, engine: object | None) -> Source:
-    """Return *engine* if it is given, otherwise the parsed *url*.
-
-    Error texts call the two arguments *name*_engine and *name*_url.
-    """
     if engine is None:
         return _parse(f"{name}_url", url)
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -123,7 +113,7 @@ def _parse(name: str, url: object) -> sa.URL:
 
 
 def _with_driver(url: sa.URL) -> sa.URL:
-    """Return *url*, with an installed async driver if *url* names only the kind of server."""
+    """Return *url*, with an installed async driver if it names only the kind of server."""
     backend, _, driver = url.drivername.partition("+")
     if backend == "postgres":  # some hosting companies write postgres:// in their URLs
         backend = "postgresql"
@@ -148,9 +138,7 @@ def _is_installed(module: str) -> bool:
 def _identity(source: Source) -> object:
     """Return a value by which to compare two sources; equal values mean the same database.
 
-    If one database has two names, such as two hard links, the values of the names may differ.
-    Using both names, one for the data and one for the keys, raises ConfigurationError later, when
-    the databases are opened.
+    If one database has two names, such as two hard links, opening it raises ConfigurationError.
     """
     url = source if isinstance(source, sa.URL) else source.url
     backend = url.get_backend_name()
@@ -205,7 +193,6 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
 
 
 def _install(driver: str) -> str:
-    """Return the command that installs *driver*."""
     if driver in _EXTRAS:
         return install_command(_EXTRAS[driver])
     return f"pip install '{_PACKAGES.get(driver, driver)}'"
@@ -231,8 +218,7 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
 def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
     """Make each attempt of *engine* to connect end within *seconds*.
 
-    Drivers limit only a part of connecting.  If a server accepts a connection and then sends
-    nothing, asyncmy would wait forever.
+    If a server accepts a connection and then sends nothing, asyncmy would wait forever.
     """
 
     def set_function(

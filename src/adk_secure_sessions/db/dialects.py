@@ -42,27 +42,21 @@ _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the
 
 @functools.cache
 def sqlite_sql(statement: sa.Executable) -> str:
-    """Return *statement* as SQL for SQLite, with named parameters; the result is cached."""
     assert isinstance(statement, sa.ClauseElement)
     return str(statement.compile(dialect=_sqlite))
 
 
 def any_text(data: bytes) -> str:
-    """Decode text from SQLite, even if the text is not UTF-8.
+    """Decode text from SQLite, even if an attacker has written it into a binary column.
 
-    SQLite stores text in any column, so an attacker may have written text into a binary column.
-    The default decoder would raise an error that quotes this text.  With this function, the text is
-    read, and our own checks reject the row.
+    The default decoder would raise an error that quotes this text.  Our own checks reject the row.
     """
     return data.decode("utf-8", "backslashreplace")
 
 
 def has_table(connection: sa.Connection, table: sa.Table) -> bool:
-    """Return whether *table* exists.
-
-    `Inspector.has_table` raises an error on MySQL and MariaDB if the table does not exist, and the
-    account has permissions on single tables only.
-    """
+    # `Inspector.has_table` raises an error on MySQL and MariaDB if the table does not exist and the
+    # account has permissions on single tables only.
     return table.name in sa.inspect(connection).get_table_names()
 
 
@@ -96,18 +90,14 @@ class Dialect:
         connection.exec_driver_sql(text).close()
 
     def see_what_is_committed(self, connection: sa.Connection) -> None:
-        """Let each statement see what had been committed when the statement began.
-
-        Call this at the start of a transaction.
-        """
+        """Let each statement of the new transaction see what was committed when it began."""
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
 
     def exclusively(self, connection: sa.Connection) -> AbstractContextManager[None]:
-        """Hold a lock during the block, so that only one process creates tables at a time.
+        """Hold a lock in a new transaction, so that only one process creates tables at a time.
 
-        Not every database has such a lock, and on a cluster each node may have a lock of its own.
-        So callers must also handle the error of `already_exists`.  *connection* must not have run a
-        statement in its transaction yet.  On MySQL and MariaDB, the end of the block commits.
+        Not every database and cluster has such a lock, so callers must also handle the error of
+        `already_exists`.  On MySQL and MariaDB, the end of the block commits.
         """
         return nullcontext()
 
@@ -116,31 +106,25 @@ class Dialect:
     ) -> None:
         """On PostgreSQL, wait for the transactions that write to *tables*, and let no other begin.
 
-        There, a query does not see what an open transaction will commit.  The lock ends with the
-        transaction.  *timeout* is in seconds.
+        There, a query does not see what an open transaction will commit.  *timeout* is in seconds.
         """
 
     def locks_per_node(self, connection: sa.Connection) -> bool:
         """Return whether the server is a node of a cluster whose other nodes do not see its locks.
 
-        Several nodes of such a cluster accept writes.  At the commit, the cluster rejects a
-        transaction if another node has written one of the same rows.  A row that was only locked,
-        or updated to the same value, is not compared.
+        Such a cluster rejects a commit if another node has written one of the same rows.  It does
+        not compare a row that was only locked, or updated to the same value.
         """
         return False
 
     def run_triggers_at_once(self, connection: sa.Connection) -> None:
-        """Let no trigger of PostgreSQL wait for the end of this transaction.
-
-        Otherwise a deferred trigger could undo a change at the commit, after the last check.
-        """
+        """Let no trigger of PostgreSQL undo a change at the commit, after the last check."""
 
     # --- statements and values ---
 
     def fetch(
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
-        """Run *query* and return its rows."""
         return connection.execute(query, parameters).all()
 
     def decoding(
@@ -358,11 +342,7 @@ class _MySql(Dialect):
 
 @contextmanager
 def _setting(connection: sa.Connection, show: str, change: str, value: object) -> Iterator[None]:
-    """Change a setting of *connection* during the block, and restore the old value afterwards.
-
-    *show* is the statement that reads the setting.  *change* is the statement that sets it, with
-    `{}` for the value.
-    """
+    """During the block, change the setting that *show* reads and *change* sets."""
     before = connection.exec_driver_sql(show).scalar()
     connection.exec_driver_sql(change.format(value)).close()
     try:
@@ -382,6 +362,5 @@ _DIALECTS = {
 
 
 def dialect_of(connection: Any) -> Dialect:
-    """Return the dialect of a SQLAlchemy connection or engine."""
     name = connection.dialect.name
     return _DIALECTS.get(name) or Dialect(name)

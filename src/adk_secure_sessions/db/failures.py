@@ -1,7 +1,7 @@
 """Translate the errors of drivers to the exceptions of `protocol` or to a `DatabaseError`.
 
-Executors raise no exception of SQLAlchemy or of a driver: its text and its attributes may contain
-statement parameters and stored values.
+The text and the attributes of a driver's exception may contain statement parameters and stored
+values.
 """
 
 import sqlite3
@@ -21,7 +21,7 @@ _READ_ONLY: tuple[str | int, ...] = (
 # The first error means that a prepared statement does not exist on the connection, and the second
 # that its name is already used.  Both happen behind a pooler, where each transaction may run on
 # another connection.  With both errors, the server has executed nothing.
-_PREPARED: set[object] = {"26000", "42P05"}
+_PREPARED = ("26000", "42P05")
 # While psycopg connects, its errors have no codes, and some of their texts quote options of the
 # URL.  After the prefixes in _PSYCOPG are removed, a text that begins with one of _UNCONNECTED
 # quotes no option.
@@ -152,15 +152,13 @@ _OTHER = _Kind((), "look for this error in the log of the database", is_quotable
 
 
 def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
-    """Translate an error that a driver or SQLAlchemy raised.
+    """Return UniqueViolation, Conflict, Disconnected or DatabaseError for *error* of a driver.
 
-    Return UniqueViolation, Conflict, Disconnected or DatabaseError; *error* itself if neither a
-    driver nor SQLAlchemy nor the operating system raised it.  *connection_lost* is True if the
-    driver says that its connection is closed.
+    Return *error* itself if neither a driver nor SQLAlchemy nor the operating system raised it.
     """
     if isinstance(error, sa.exc.TimeoutError):
         return no_free_connection()
-    driver: Any = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+    driver = _of_driver(error)
     system = isinstance(driver, OSError | EOFError)
     if not (system or isinstance(error, sa.exc.SQLAlchemyError) or _is_of_driver(driver)):
         return error
@@ -180,30 +178,25 @@ def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Return whether *error* shows that the server rejects writes, like a former primary.
-
-    Its other connections are of no use for writes either.
-    """
-    driver = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-    return not _codes(driver).isdisjoint(_READ_ONLY)
+    """Return whether *error* shows that the server rejects writes, like a former primary."""
+    return not _codes(_of_driver(error)).isdisjoint(_READ_ONLY)
 
 
 def needs_unprepared(error: BaseException) -> bool:
     """Return whether *error* shows that prepared statements must be disabled: see `_PREPARED`."""
-    driver = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-    return bool(_codes(driver) & _PREPARED)
+    return not _codes(_of_driver(error)).isdisjoint(_PREPARED)
+
+
+def _of_driver(error: BaseException) -> Any:
+    return error.orig if isinstance(error, sa.exc.DBAPIError) else error
 
 
 def write_timeout(read_timeout: float | None) -> float | None:
-    """Return how many seconds one statement that writes may take; None for no limit.
-
-    This is ten times *read_timeout*: on a server, such a statement may have to wait for locks.
-    """
+    """Return how many seconds a statement that writes may take: it may have to wait for locks."""
     return None if read_timeout is None else 10 * read_timeout
 
 
 def overdue(seconds: float, what: str = "a read") -> DatabaseError:
-    """Return the error for an operation, named *what*, that was interrupted after *seconds*."""
     return DatabaseError(
         f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",
@@ -212,7 +205,6 @@ def overdue(seconds: float, what: str = "a read") -> DatabaseError:
 
 
 def no_free_connection(seconds: float | None = None) -> DatabaseError:
-    """Return the error for an operation that waited too long for a connection of the pool."""
     within = "in time" if seconds is None else f"within {seconds:g} s"
     return DatabaseError(
         f"none of the pool's connections was free {within}: try again, or raise pool_size",
@@ -231,7 +223,6 @@ def _starts(code: object, start: str | int) -> bool:
 
 
 def _codes(driver: Any) -> set[object]:
-    """Return the codes of a driver's error; an empty set if it has none."""
     codes = {getattr(driver, "sqlstate", None), getattr(driver, "sqlite_errorname", None)}
     if not isinstance(driver, OSError):
         codes.update(arg for arg in getattr(driver, "args", ()) if isinstance(arg, int))
@@ -254,10 +245,7 @@ def _database_error(driver: Any, codes: set[object], kind: _Kind) -> DatabaseErr
 
 
 def _text(driver: Any) -> str:
-    """Return the first line of the driver's text.
-
-    The other lines are omitted, because PostgreSQL quotes values in them.
-    """
+    """Return the first line of the driver's text: in others, PostgreSQL quotes values."""
     texts = [arg for arg in getattr(driver, "args", ()) if isinstance(arg, str)]
     lines = texts[0].splitlines() if texts else []
     # SQLAlchemy may put the driver's class before its text.
@@ -265,10 +253,7 @@ def _text(driver: Any) -> str:
 
 
 def _connecting(driver: Any) -> str:
-    """Return the text of *driver* if it says why no connection could be made; otherwise "".
-
-    Other texts may quote options of the URL or stored values.
-    """
+    """Return the text of *driver* if it says why no connection could be made; otherwise ""."""
     if isinstance(driver, OSError):
         return driver.strerror or str(driver)
     text = _text(driver)

@@ -54,9 +54,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _PLAN_IS_OUTDATED = "0A000"  # SQLSTATE: a table has changed since the statement was prepared
 _CLOSE_TIMEOUT = 5.0  # seconds to close a connection, including the cancel request
-# The key, in a connection's `info`, of the statements that were prepared on the connection.
+# Two keys of a connection's `info`: the statements that were prepared on the connection, and the
+# executor's `_disposals` at the time of the checkout.
 _PREPARED = "adk_secure_sessions.prepared"
-# The key of the executor's `_disposals` at the time of the connection's checkout.
 _DISPOSALS = "adk_secure_sessions.disposals"
 # Two options of a connection.  If one of them is 0, the application has disabled prepared
 # statements.
@@ -170,7 +170,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 meant = _translated(error, connection_lost=driver.is_closed())
                 usable = not isinstance(meant, Disconnected) and not session.is_overdue
                 if is_read_only(error):
-                    self._close_idle()  # new connections may lead to another server
+                    while self._idle:  # new connections may lead to another server
+                        self._discard(self._idle.pop())
                 raise meant from None
             finally:
                 await self._release(pooled, usable=usable)
@@ -178,8 +179,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _acquire(self) -> PoolProxiedConnection:
         """Wait for a slot (see `_new_slots`); return a connection that the driver has not closed.
 
-        Checking the connection with the server would take a round trip.  If the server has closed
-        the connection, the first statement raises Disconnected, and the operation is repeated.
+        If the server has closed it, the first statement raises Disconnected and is repeated:
+        asking the server first would take a round trip.
         """
         await self._take_slot()
         try:
@@ -206,10 +207,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _release(self, pooled: PoolProxiedConnection, *, usable: bool) -> None:
         try:
             if not usable or pooled.info[_DISPOSALS] != self._disposals:
-                driver = pooled.driver_connection
-                # Remove the connection from the pool, so that the pool may open another one.
-                pooled.detach()
-                self._in_background(_close(driver))
+                self._discard(pooled)
             elif self._keep:
                 self._idle.append(pooled)
             else:
@@ -217,20 +215,16 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         finally:
             self._slots.release()
 
-    def _close_idle(self) -> None:
-        """Close all idle connections, in the background."""
-        while self._idle:
-            pooled = self._idle.pop()
-            driver = pooled.driver_connection
-            pooled.detach()
-            self._in_background(_close(driver))
+    def _discard(self, pooled: PoolProxiedConnection) -> None:
+        """Remove a connection from the pool, which may then open another, and close it."""
+        driver = pooled.driver_connection
+        pooled.detach()
+        self._in_background(_close(driver))
 
     def _new_slots(self) -> asyncio.Semaphore:
         """Return a semaphore with one slot for each connection that may be in use.
 
-        If *keep* is 0, the semaphore has no limit in practice, because SQLAlchemy's pool limits how
-        many connections are in use.  If connections are kept, the pool cannot limit them, because
-        it counts every kept connection as in use.
+        SQLAlchemy's pool cannot limit kept connections: it counts them as in use.
         """
         return asyncio.Semaphore(self._keep or sys.maxsize)
 
@@ -246,10 +240,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 
 
 def _close_idle(idle: list[PoolProxiedConnection], pid: int) -> None:
-    """Close idle connections when their executor is garbage-collected or Python exits.
-
-    *pid* is the process that opened the connections.  A child process does not close them.
-    """
+    """Close idle connections when their executor is garbage-collected or Python exits."""
     for pooled in idle:
         driver: Any = pooled.driver_connection
         pooled.detach()  # otherwise the pool warns that the connection was not returned
@@ -268,10 +259,7 @@ def _is_open(pooled: PoolProxiedConnection) -> bool:
 
 
 async def _close(driver: Any) -> None:
-    """Close a connection whose last statement may still be running.
-
-    asyncpg first cancels that statement: it opens another connection and sends a cancel request.
-    """
+    """Close a connection; asyncpg first sends a cancel request for a statement that still runs."""
     try:
         await driver.close(timeout=_CLOSE_TIMEOUT)
     except Exception:
@@ -281,9 +269,8 @@ async def _close(driver: Any) -> None:
 class _Pooler:
     """Records whether there is a pooler in transaction mode between this process and the server.
 
-    Such a pooler may run each transaction on another connection to the server.  If there is one,
-    each operation is one transaction, and its statements are prepared without names.  An operation
-    then takes four round trips instead of one.
+    If there is one, each operation is one transaction of four round trips instead of one, and its
+    statements are prepared without names.
     """
 
     def __init__(self) -> None:
@@ -300,10 +287,7 @@ class _Pooler:
     def set_options(
         self, dialect: object, record: object, args: list[Any], options: dict[str, Any]
     ) -> None:
-        """Set how SQLAlchemy prepares its statements on a new connection.
-
-        SQLAlchemy calls this method before it opens a connection with *options*.
-        """
+        """Set how SQLAlchemy prepares its statements on a new connection."""
         if any(options.get(name) == 0 for name in _NO_CACHE):
             self.is_found = True  # the application disabled prepared statements: assume a pooler
         if self.is_found:
@@ -318,10 +302,7 @@ class _Pooler:
 
 
 class _Session:
-    """Runs the statements of one operation on a connection of asyncpg.
-
-    *prepared* are the statements that were prepared on the connection, by their text.
-    """
+    """Runs the statements of one operation; *prepared* are those of the connection, by text."""
 
     __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "is_overdue")
 
@@ -346,7 +327,6 @@ class _Session:
     async def _in_time(
         self, text: str, values: list[object], *, writes: bool = False
     ) -> Sequence[Row]:
-        """Run a statement and return its rows; raise DatabaseError if it takes too long."""
         seconds = write_timeout(self._timeout) if writes else self._timeout
         try:
             return await self._execute(text, values, seconds)
@@ -359,12 +339,7 @@ class _Session:
             raise overdue(seconds, "a write" if writes else "a read") from None
 
     async def follow(self, steps: Steps[T], holds_locks: bool) -> T:
-        """Run *steps* and return their result.
-
-        Each Read or Apply is one statement.  If *holds_locks* is True, or if there is a pooler in
-        transaction mode, all statements run in one transaction.  Otherwise, each statement commits
-        by itself.
-        """
+        """Run *steps* and return their result; each Read or Apply is one statement."""
         if not (holds_locks or self._pooler.is_found):
             return await self._follow(steps)
         async with self._driver.transaction(isolation="read_committed"):
@@ -428,7 +403,6 @@ class _Session:
 
 
 def _value(change: Change, name: str) -> object:
-    """Return the value of a parameter, or the list of its values in all rows of *change*."""
     if change.rows:
         return [row[name] for row in change.rows]
     return change.parameters[name]
@@ -436,12 +410,10 @@ def _value(change: Change, name: str) -> object:
 
 @functools.cache
 def _name(text: str) -> str:
-    """Return the name for the prepared statement *text*; all processes use the same name."""
     return f"aks_{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
 def _translated(error: Exception, *, connection_lost: bool) -> Exception:
-    """Translate an error of asyncpg with `meaning`."""
     state: str | None = getattr(error, "sqlstate", None)
     if state == DIVISION_BY_ZERO:  # a later change matched no row: see `postgresql_sql`
         return Conflict()

@@ -1,7 +1,7 @@
 """Compile SQLAlchemy statements to SQL for asyncpg, with parameters `$1`, `$2` and so on.
 
-Each statement is compiled once per process.  All changes of an `Apply` become one statement, which
-takes one round trip.  Shortened example of an UPDATE and an INSERT:
+All changes of an `Apply` become one statement, which takes one round trip.  A shortened
+example of an UPDATE and an INSERT:
 
     WITH change_0 AS (UPDATE sessions SET ... WHERE ... RETURNING 1),
          change_1 AS (INSERT INTO events (...) SELECT $5, $6
@@ -19,7 +19,7 @@ takes one round trip.  Shortened example of an UPDATE and an INSERT:
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY, asyncpg
@@ -34,39 +34,26 @@ _ONE: sa.ColumnElement[int] = sa.literal_column("1", sa.Integer)
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0", sa.Integer)
 
 
-class PreparedSql(NamedTuple):
-    """SQL text, and the names of its parameters in the order of `$1`, `$2` and so on."""
-
-    text: str
-    names: Sequence[str]
-
-
-class PreparedChanges(NamedTuple):
-    """SQL text of several changes, and the sources of the values of `$1`, `$2` and so on.
-
-    A source is the index of a change and the name of a parameter of that change.
-    """
-
-    text: str
-    sources: Sequence[tuple[int, str]]
+# Compiling takes 1 to 5 ms, so the results of the next two functions are cached.
 
 
 @functools.cache
-def read_sql(query: sa.Executable) -> PreparedSql:
-    """Compile *query* to SQL for asyncpg; the result is cached."""
-    return PreparedSql(*_compiled(query))
+def read_sql(query: sa.Executable) -> tuple[str, Sequence[str]]:
+    """Compile *query*; return it and the names of its parameters in the order of `$1`, `$2`..."""
+    assert isinstance(query, sa.ClauseElement)
+    compiled: Any = query.compile(dialect=_dialect)
+    return compiled.string, compiled.positiontup
 
 
 @functools.cache
 def apply_sql(
     changes: tuple[tuple[sa.Executable, bool], ...], with_rows: frozenset[int] = frozenset()
-) -> PreparedChanges:
-    """Compile *changes* into one statement.
+) -> tuple[str, Sequence[tuple[int, str]]]:
+    """Compile *changes*, the statement and the *must_match_row* of each, into one statement.
 
-    The statement returns 1 if all changes were made, and 0 if the first change matched no row.
-    Compiling takes 1 to 5 ms, so the result is cached.  *changes* are the statement and the
-    *must_match_row* of each change.  Each parameter of the changes with the indexes *with_rows* is
-    an array, which contains the values of one column.
+    Return it and the sources of `$1`, `$2` and so on: the index of a change, and the name of its
+    parameter.  The statement returns 1 if all changes were made, and 0 if the first change matched
+    no row.  Each parameter of the changes *with_rows* is an array of the values of one column.
     """
     if not changes or not changes[0][1]:
         raise ValueError("the first change must have must_match_row")
@@ -84,22 +71,14 @@ def apply_sql(
     assert guard is not None
     count = sa.select(sa.func.count()).select_from(guard).scalar_subquery()
     answer = sa.case((_has_rows(members[0]), _ONE // count), else_=_ZERO)
-    text, names = _compiled(sa.select(answer).add_cte(*members))
-    return PreparedChanges(text, [sources[name] for name in names])
-
-
-def _compiled(statement: sa.Executable) -> tuple[str, Sequence[str]]:
-    assert isinstance(statement, sa.ClauseElement)
-    compiled: Any = statement.compile(dialect=_dialect)
-    return compiled.string, compiled.positiontup
+    text, names = read_sql(sa.select(answer).add_cte(*members))
+    return text, [sources[name] for name in names]
 
 
 def _changing(statement: sa.Executable, has_rows: bool) -> _Statement:
-    """Return *statement* in a form to which `_only_if` can add a WHERE clause.
+    """Return *statement* in a form that can have a WHERE clause.
 
-    INSERT ... VALUES has no WHERE clause, so it becomes INSERT ... SELECT of the same parameters.
-    If *has_rows* is True, each parameter is an array, and the SELECT returns one row for each
-    position in these arrays.
+    INSERT ... VALUES becomes INSERT ... SELECT of the same parameters, or of the rows in arrays.
     """
     if not isinstance(statement, sa.Insert | sa.Update | sa.Delete):
         raise TypeError(f"a change is an INSERT, UPDATE or DELETE, not {type(statement).__name__}")
@@ -121,9 +100,8 @@ def _changing(statement: sa.Executable, has_rows: bool) -> _Statement:
 def _with_own_parameters(
     statement: _Statement, index: int, sources: dict[str, tuple[int, str]]
 ) -> _Statement:
-    """Return a copy of *statement* whose parameter names begin with *index*.
+    """Return a copy of *statement* whose parameters have new names, which are unique.
 
-    The index makes the names unique, since two changes may use the same name for different values.
     For each new name, add *index* and the old name to *sources*.
     """
 

@@ -12,8 +12,8 @@ and sends back True, or False if the first change matched no row:
 
     renamed = await executor.write(partial(rename, 7, "Ada"))
 
-The generator does not depend on threads, event loops or drivers.  The same generator runs on a
-thread for SQLite, as single statements on asyncpg, and inside a SQLAlchemy transaction.
+The same generator runs on a thread for SQLite, as single statements on asyncpg, and inside a
+SQLAlchemy transaction.
 """
 
 import asyncio
@@ -56,38 +56,25 @@ class Read(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An INSERT, UPDATE or DELETE with its parameters.
-
-    If *must_match_row* is True, the statement must match exactly one row; `Apply` says what happens
-    otherwise.  If *must_match_row* is False, the statement may match any number of rows, or none.
-
-    If *rows* is not empty, the statement must be the INSERT that `sqlalchemy.insert(table)` returns
-    and *must_match_row* must be False.  All *rows* are then inserted, and *parameters* are not
-    used.
-
-    If *only_on_cluster* is True, the change is made only on a cluster whose nodes lock rows
-    separately: see `storage.clusters`.
-    """
+    """An INSERT, UPDATE or DELETE with its parameters."""
 
     statement: sa.Executable
     parameters: Parameters
+    # Whether the statement must match exactly one row: `Apply` says what happens otherwise.
     must_match_row: bool = True
+    # If not empty, `statement` is what `sqlalchemy.insert(table)` returns, and inserts these rows.
+    # `parameters` are then not used, and `must_match_row` must be False.
     rows: Rows = ()
-    only_on_cluster: bool = False
+    only_on_cluster: bool = False  # whose nodes lock rows separately: see `storage.clusters`
 
 
 class Apply(NamedTuple):
     """Request to make all *changes*, in this order.
 
-    *must_match_row* must be True for the first change.  (A change that is made only on a cluster
-    does not count as the first.)
-
-    If all changes were made, the answer is True.  If the first change matched no row, nothing was
-    changed, and the answer is False.  In two other cases the transaction is rolled back, and
-    `Executor.write` raises an error:
-
-    - If a later change with *must_match_row* matched no row, the error is Conflict.
-    - If an inserted row already exists, the error is UniqueViolation.
+    *must_match_row* must be True for the first change that is not *only_on_cluster*.  If this
+    change matched no row, nothing was changed, and the answer is False; otherwise it is True.  If a
+    later change with *must_match_row* matched no row, `Executor.write` rolls back and raises
+    Conflict, or UniqueViolation if an inserted row already exists.
 
     Other processes may have written since the transaction's last Read.  The WHERE clause of a
     change must therefore compare columns with the values that the transaction relies on.
@@ -103,16 +90,9 @@ Transaction = Callable[[], Steps[T]]
 class Executor(Protocol):
     """Runs queries and transactions on a database; each kind of driver has a class of its own.
 
-    If the caller of `write` is cancelled before the transaction has begun, the transaction does not
-    run.  If the transaction has begun, `write` waits for its end and then raises CancelledError.
-
     Every method raises Disconnected if the connection is lost, Conflict if the database reports a
-    deadlock or a serialization failure, and DatabaseError for other errors of the database; never
-    an exception of SQLAlchemy or a driver.
-
-    If an executor has a read timeout, it interrupts each query that takes longer, even
-    inside a transaction, and raises DatabaseError.  A statement that writes may take ten times as
-    long.
+    deadlock or a serialization failure, and DatabaseError for other errors of the database and for
+    a query that takes too long; never an exception of SQLAlchemy or a driver.
     """
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
@@ -126,31 +106,24 @@ class Executor(Protocol):
         *,
         holds_locks: bool = False,
     ) -> T:
-        """Run *transaction*, commit its changes and return its result; `Apply` tells its errors.
+        """Run *transaction*, which is called once, commit its changes and return its result.
 
-        *transaction* is called once and returns the generator.  If the caller was cancelled while
-        the transaction ran, `write` calls *on_commit_after_cancel* with the result and raises
-        CancelledError.  After Disconnected, the changes may or may not have been stored; after any
-        other error, nothing was stored.
-
-        If an Apply has changed nothing (its answer is False), the transaction may yield another
-        Apply.  After an Apply with the answer True, the transaction may yield another Apply only if
-        *holds_locks* is True.  If *holds_locks* is False, asyncpg commits each Apply separately, so
-        an error of the second Apply would leave the changes of the first Apply stored.
+        If the caller is cancelled while the transaction runs, `write` waits for its end, calls
+        *on_commit_after_cancel* with the result and raises CancelledError.  After Disconnected, the
+        changes may or may not have been stored; after any other error, nothing was stored.
 
         If *holds_locks* is True, all steps run in one transaction of the database.  Rows that a
         Read has locked with FOR UPDATE then stay locked until the commit.  Each query sees all
-        changes that were committed before the query began.
+        changes that were committed before the query began.  Otherwise, no Apply may follow an Apply
+        with the answer True, because asyncpg commits each Apply separately.
         """
         ...
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a SQLAlchemy connection and return its result.
 
-        The schema and maintenance use it, because they inspect tables, run statements that have no
-        parameters, and decide row by row: as a generator, that would be the same calls with a
-        driver of their own.  Services use `write`, which needs no SQLAlchemy connection and fewer
-        round trips.  If *work* raises or *commit* is False, the transaction is rolled back.
+        The schema and maintenance use it, because they inspect tables and decide row by row.  If
+        *work* raises or *commit* is False, the transaction is rolled back.
         """
         ...
 
@@ -160,10 +133,7 @@ class Executor(Protocol):
 
 
 class Executors(NamedTuple):
-    """The executors for the data tables and for the key tables.
-
-    Without a key database, `data` and `keys` are the same object.
-    """
+    """The executors for the data tables and for the key tables, which may be the same object."""
 
     data: Executor
     keys: Executor
@@ -189,11 +159,9 @@ def run_in_turn(
     *,
     is_cluster: bool = False,
 ) -> T:
-    """Run *steps* one statement at a time and return their result.
+    """Run *steps* one statement at a time, in a transaction of the caller; return their result.
 
-    The caller has begun a transaction on the database, and commits it, or rolls it back after an
-    error.  *fetch* runs a query and returns its rows.  *run* makes a change and returns how many
-    rows it matched; if its second argument is a sequence, the change inserts these rows.
+    *run* makes a change and returns how many rows it matched.
     """
     try:
         step = next(steps)
@@ -244,10 +212,7 @@ _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 
 class Retries:
-    """Counts the failed attempts at one operation, and pauses before each new attempt.
-
-    After this number of *conflicts*, or else `CONFLICTS`, the operation fails.
-    """
+    """Counts the failed attempts at one operation, and pauses before each new attempt."""
 
     def __init__(self, *, writes: bool, conflicts: int | None = None) -> None:
         self._most = conflicts or CONFLICTS
@@ -285,10 +250,7 @@ class Retries:
 
 
 async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
-    """Call *work* and return its result; call it again after a conflict or a lost connection.
-
-    Raises the errors of *work* and of `Retries.wait`.
-    """
+    """Call *work* and return its result; call it again after a conflict or a lost connection."""
     retries = Retries(writes=writes)
     while True:
         try:

@@ -12,7 +12,7 @@ order:
    IMMEDIATE` with a savepoint for each job, and commits once.  If 50 tasks append at the same time,
    this executor makes 3000 to 5600 appends a second.  With one commit for each append, it made
    2000.  ADK's service makes 100 to 200.
-3. `SqliteConnection` runs the steps of one transaction on the driver's connection.
+3. `_transact` runs the steps of one transaction on the driver's connection.
 4. `_deliver` sends the outcomes of a batch to the callers' event loops, in one call for each loop.
 """
 
@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path, PurePath
 from queue import Empty, SimpleQueue
@@ -72,7 +73,6 @@ _CACHE_KIB = 8192  # per connection; the default of 2000 is too small for a sess
 
 
 def is_in_memory(url: sa.URL) -> bool:
-    """Return True if this SQLite URL names a database in memory or a temporary database."""
     database = url.database or ""
     memory = database in ("", ":memory:") or database.startswith("file::memory:")
     return memory or url.query.get("mode") == "memory"
@@ -81,7 +81,6 @@ def is_in_memory(url: sa.URL) -> bool:
 def sqlite_executor(
     url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None = None
 ) -> "SqliteExecutor":
-    """Create the executor for a SQLite URL, whose driver is ignored."""
     memory = is_in_memory(url)
     options = dict(engine_kwargs)
     if memory:
@@ -103,8 +102,7 @@ def _prepare_file(
 ) -> None:
     """Create a missing file with mode 0600, or prepare to open a file as read-only.
 
-    SQLAlchemy calls this function before it opens a connection.  SQLite gives the write-ahead log
-    and the log's index the mode of the file.
+    SQLite gives the write-ahead log and the log's index the mode of the file.
     """
     name = str(args[0])
     if options.get("uri") and name.startswith("file:"):
@@ -134,15 +132,11 @@ def file_uri(path: PurePath) -> str:
 def read_only_mode(path: Path) -> tuple[str, str]:
     """Return the parameter of a SQLite URI with which the file *path* is opened as read-only.
 
-    The result is the name and the value of the parameter.
-
-    A file may use a write-ahead log.  While no process has the file open, the log does not exist.
-    To read the file, SQLite would create the log, which fails in a directory that is not writable.
-    With `immutable=1`, SQLite reads the file without a log and without locks.
-
-    `immutable=1` also ignores a rollback journal.  A journal shows that the file may contain only a
-    part of a transaction, which is running or was interrupted.  So if there is a journal or a log,
-    use `mode=ro`: SQLite then reads the file correctly, or raises an error.
+    If no process has the file open, it has no write-ahead log.  To read the file, SQLite would
+    create the log, which fails in a directory that is not writable.  `immutable=1` reads the file
+    without a log and without locks, but also ignores a rollback journal, after which the file may
+    contain a part of a transaction.  So use `mode=ro` if there is a journal or a log: SQLite then
+    reads the file correctly, or raises an error.
     """
     path = path.resolve()  # the journal is beside the file, and not beside a link
     beside = [path.with_name(f"{path.name}-{ending}") for ending in ("journal", "wal")]
@@ -156,7 +150,6 @@ def read_only_mode(path: Path) -> tuple[str, str]:
 
 
 def _has_write_ahead_log(path: Path) -> bool:
-    """Return whether the header of a SQLite file says that the file uses a write-ahead log."""
     try:
         with open(path, "rb") as file:
             return file.read(20)[18:] == b"\2\2"
@@ -206,9 +199,7 @@ class SqliteExecutor:
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self._submit(
-            lambda connection: connection.fetch(query, parameters), reads=True
-        )
+        return await self._submit(lambda driver: _fetch(driver, query, parameters), reads=True)
 
     async def write(
         self,
@@ -218,7 +209,7 @@ class SqliteExecutor:
         holds_locks: bool = False,  # no effect: SQLite has one writer at a time
     ) -> T:
         return await self._submit(
-            lambda connection: connection.transact(transaction), on_commit_after_cancel
+            lambda driver: _transact(driver, transaction), on_commit_after_cancel
         )
 
     async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
@@ -265,7 +256,6 @@ class SqliteExecutor:
         return self._threads
 
     def _after_fork(self) -> None:
-        """Discard the parent's threads and connections, which a child process cannot use."""
         if self._memory:
             raise ConfigurationError(
                 "a database in memory does not survive a fork: "
@@ -280,9 +270,8 @@ class SqliteExecutor:
 class OpenFile:
     """The SQLite file of an executor, to notice that the file was deleted or replaced.
 
-    SQLite keeps using the file that it has opened, even if this file has no name any more.  With a
-    write-ahead log, SQLite reports no error, so that writes would be lost although the service has
-    acknowledged them.  `check` costs one call of `os.stat`, 2 µs.
+    With a write-ahead log, SQLite reports no error, and acknowledged writes would be lost.  `check`
+    costs one call of `os.stat`, 2 µs.
     """
 
     def __init__(self) -> None:
@@ -290,7 +279,7 @@ class OpenFile:
         self._known: tuple[bytes, int, int] | None = None
 
     def connected(self, driver: sqlite3.Connection, _record: object) -> None:
-        """Remember the file of the first connection; SQLAlchemy calls this after it connects."""
+        """Remember the file of the first connection."""
         if self._known is not None:
             return
         text_factory, driver.text_factory = driver.text_factory, bytes
@@ -303,7 +292,7 @@ class OpenFile:
         self._known = path, status.st_dev, status.st_ino
 
     def before_connecting(self, *_: object) -> None:
-        """Call `check`, so that SQLite does not create the file again; SQLAlchemy calls this."""
+        """Call `check`, so that SQLite does not create the file again."""
         self.check()
 
     def check(self) -> None:
@@ -357,15 +346,10 @@ class Job:
         self._ended: asyncio.Event | None = None  # created when a cancelled caller has to wait
 
     def claim(self) -> bool:
-        """Return True to the first caller of this method, and False to all others.
-
-        The thread claims a job, and runs it only if the result is True.  If the caller of `outcome`
-        is cancelled, `outcome` claims the job, so that the thread does not run it.
-        """
+        """Return True to the first caller: the thread that runs the job, or a cancelled caller."""
         return self._claim.acquire(blocking=False)
 
     def run(self, connection: Any) -> None:
-        """Run the job in this thread, and store its outcome."""
         _current.job = self
         try:
             if self.on_engine and self.reads:
@@ -378,11 +362,7 @@ class Job:
             _current.job = None  # the job refers to decrypted rows, see `WorkerThread._serve`
 
     def fail(self, error: BaseException) -> None:
-        """Store *error* as the outcome; an error of the driver is translated with `meaning`.
-
-        A translated error does not refer to the driver's error: the frames in the traceback of the
-        driver's error refer to statement parameters.
-        """
+        """Store *error* as the outcome, translated: the driver's error refers to parameters."""
         self.result = None
         self.error = meaning(error) if isinstance(error, Exception) else error
 
@@ -400,9 +380,7 @@ class Job:
     async def outcome(self, on_commit_after_cancel: Callable[[Any], None] | None) -> Any:
         """Wait for the job and return its result, or raise its error.
 
-        If the caller is cancelled before the job has begun, the job does not run.  If the job has
-        begun, CancelledError is raised after the job has ended.  `loops.await_to_end` does the
-        same, but its `asyncio.shield` takes one more iteration of the event loop.
+        `loops.await_to_end` does the same in one more iteration of the event loop.
         """
         try:
             return await self._future
@@ -443,7 +421,7 @@ class WorkerThread:
 
     @property
     def waiting(self) -> int:
-        """The approximate number of jobs ahead of a new job, including the running job."""
+        """About how many jobs are ahead of a new job, including the running job."""
         return self._queue.qsize() + self._busy
 
     def put(self, job: Job | None) -> None:
@@ -451,10 +429,7 @@ class WorkerThread:
         self._queue.put(job)
 
     def _take(self) -> list[Job]:
-        """Wait for jobs and return those to run in one transaction; none if the thread must end.
-
-        A job with `on_engine` needs its own transaction, so it is the only job of its list.
-        """
+        """Wait for jobs and return those to run in one transaction; none if the thread must end."""
         limit = _BATCH if self._writes else 1
         self._busy = False
         job = self._next.pop() if self._next else self._queue.get()
@@ -475,19 +450,19 @@ class WorkerThread:
     def _serve(self) -> None:
         _current.must_end = self.must_end
         _current.read_timeout = self._read_timeout
-        connection: SqliteConnection | None = None
+        driver: sqlite3.Connection | None = None
         while batch := self._take():
             batch = [job for job in batch if job.claim()]
             try:
                 if batch and batch[0].on_engine:
                     _run_on_engine(self._engine, self._file, batch[0])
                 elif batch:
-                    connection = connection or _connect(self._engine, self._writes)
+                    driver = driver or _connect(self._engine, self._writes)
                     if self._writes:
-                        _run_batch(connection, self._file, batch)
+                        _run_batch(driver, self._file, batch)
                     else:
                         self._file.check()
-                        batch[0].run(connection)
+                        batch[0].run(driver)
             except BaseException as error:
                 for job in batch:
                     job.fail(error)
@@ -496,16 +471,12 @@ class WorkerThread:
             # Discard the jobs, which refer to decrypted rows: this thread may wait for a long time
             # for the next job.
             batch = []
-        if connection is not None:
-            connection.driver.close()
+        if driver is not None:
+            driver.close()
 
 
 def _stop(threads: list[WorkerThread]) -> None:
-    """End *threads* one after another, the writer last; each thread first runs its queued jobs.
-
-    After `_EXIT_TIMEOUT` seconds, interrupt the reads that are still running.  After the same time
-    again, return even if a thread has not ended.
-    """
+    """End *threads* one after another, the writer last; each thread first runs its queued jobs."""
     # SQLite removes the `-wal` file when the last connection is closed.  If two connections were
     # closed at the same time, each could find the other one still open, and the file would stay.
     for interrupts in (False, True):
@@ -536,9 +507,7 @@ _current = _Current()
 
 
 def _must_stop() -> bool:
-    """Return True to interrupt this thread's statement.
-
-    SQLite calls this function each time it has executed `_INSTRUCTIONS` instructions.
+    """Return True to interrupt this thread's statement; SQLite calls this function during it.
 
     Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
     """
@@ -553,14 +522,10 @@ def _must_stop() -> bool:
 
 
 def _limited(work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
-    """Call *work*, and return its result.
+    """Call *work*, whose statements `_must_stop` may interrupt; raise DatabaseError if overdue.
 
-    The queries of *work* are interrupted if they take too long, if the caller of the job was
-    cancelled, or if this thread must end.  If *writes* is True, *work* must be one statement that
-    writes.  Such a statement is interrupted only if it takes too long, and SQLite then rolls the
-    transaction back.
-
-    Raises DatabaseError if *work* took longer than `read_timeout`, or `write_timeout` if *writes*.
+    If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite rolls
+    the transaction back.
     """
     timeout = write_timeout(_current.read_timeout) if writes else _current.read_timeout
     _current.writes = writes
@@ -576,23 +541,20 @@ def _limited(work: Callable[..., T], *arguments: object, writes: bool = False) -
     raise overdue(timeout, "a write" if writes else "a read")
 
 
-def _run_batch(connection: "SqliteConnection", file: OpenFile, batch: list[Job]) -> None:
+def _run_batch(driver: sqlite3.Connection, file: OpenFile, batch: list[Job]) -> None:
     """Run *batch* in one transaction.
 
     If a job raises, only that job's changes are rolled back.  If the transaction itself fails, its
-    error is the outcome of every job.  If SQLite rolls the transaction back because a statement
-    took too long, only the job of this statement gets that error.  All other jobs get Conflict, so
-    that their callers repeat them.
+    error is the outcome of every job.
     """
-    driver = connection.driver
     try:
         driver.execute("BEGIN IMMEDIATE")
         for job in batch:
             if len(batch) > 1:
                 driver.execute("SAVEPOINT one")
-            job.run(connection)
+            job.run(driver)
             if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                if _current.is_overdue():
+                if _current.is_overdue():  # the callers of the other jobs repeat them
                     for other in batch:
                         if other is not job:
                             other.fail(Conflict())
@@ -644,39 +606,33 @@ def _deliver_here(jobs: list[Job]) -> None:
 # --- Connections ---------------------------------------------------------------------------------
 
 
-class SqliteConnection:
-    """Runs queries and transactions on the driver's connection, in the thread that owns it."""
-
-    __slots__ = ("driver",)
-
-    def __init__(self, driver: sqlite3.Connection) -> None:
-        self.driver: sqlite3.Connection = driver
-
-    def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return _limited(self._fetch, sqlite_sql(query), parameters)
-
-    def _fetch(self, text: str, parameters: Parameters) -> Sequence[Row]:
-        return self.driver.execute(text, parameters).fetchall()
-
-    def _execute(self, text: str, parameters: Parameters | Rows) -> int:
-        if isinstance(parameters, Mapping):
-            return self.driver.execute(text, parameters).rowcount
-        return self.driver.executemany(text, parameters).rowcount
-
-    def transact(self, transaction: Transaction[T]) -> T:
-        return run_in_turn(transaction(), self.fetch, self._run)
-
-    def _run(self, statement: sa.Executable, parameters: Parameters | Rows) -> int:
-        try:
-            return _limited(self._execute, sqlite_sql(statement), parameters, writes=True)
-        except sqlite3.IntegrityError as error:
-            meant = meaning(error)
-            if not isinstance(meant, UniqueViolation):
-                raise
-        raise meant
+def _fetch(
+    driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
+) -> Sequence[Row]:
+    text = sqlite_sql(query)
+    return _limited(lambda: driver.execute(text, parameters).fetchall())
 
 
-def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
+def _transact(driver: sqlite3.Connection, transaction: Transaction[T]) -> T:
+    return run_in_turn(transaction(), partial(_fetch, driver), partial(_change, driver))
+
+
+def _change(
+    driver: sqlite3.Connection, statement: sa.Executable, parameters: Parameters | Rows
+) -> int:
+    """Return how many rows *statement* matched."""
+    execute: Any = driver.execute if isinstance(parameters, Mapping) else driver.executemany
+    try:
+        cursor: sqlite3.Cursor = _limited(execute, sqlite_sql(statement), parameters, writes=True)
+        return cursor.rowcount
+    except sqlite3.IntegrityError as error:
+        meant = meaning(error)
+        if not isinstance(meant, UniqueViolation):
+            raise
+    raise meant
+
+
+def _connect(engine: sa.Engine, writes: bool) -> sqlite3.Connection:
     pooled = engine.raw_connection()
     driver = pooled.driver_connection
     assert isinstance(driver, sqlite3.Connection)
@@ -689,7 +645,7 @@ def _connect(engine: sa.Engine, writes: bool) -> SqliteConnection:
         driver.execute("PRAGMA synchronous = FULL")
     else:
         driver.execute("PRAGMA query_only = ON")
-    return SqliteConnection(driver)
+    return driver
 
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
