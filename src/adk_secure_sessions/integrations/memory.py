@@ -41,7 +41,6 @@ from adk_secure_sessions.integrations.memory_index import (
     Entry,
     Turns,
     UserMemory,
-    entry_values,
 )
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.lru import SizedLru
@@ -106,30 +105,11 @@ class MemoryRanker(Protocol):
         ...
 
 
-class _New(NamedTuple):
-    """An entry to be added to the memory, already checked; *content* and *metadata* are JSON."""
-
-    id: str
-    author: str | None
-    timestamp: float | str | None
-    content: bytes
-    metadata: bytes | None
-
-    def is_stored_as(self, entry: Entry) -> bool:
-        """Return whether *entry* is equal to this entry; the metadata is not compared."""
-        return (
-            self.id == entry.id
-            and self.timestamp == entry.timestamp
-            and self.author == entry.author
-            and (self.content == entry.content or _normal(self.content) == entry.content)
-        )
-
-
 class _Plan(NamedTuple):
     """The content of the next item; the ids in *deleted* must not be added again."""
 
     scope: Scope | None = None
-    add: Sequence[_New] = ()
+    add: Sequence[Entry] = ()
     drop: Sequence[Entry] = ()
     deleted: Sequence[str] = ()
 
@@ -211,7 +191,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             # first entries of *wanted*, in the same order; drop all other stored entries.
             while kept < len(wanted):
                 end = at
-                while end < len(stored) and not wanted[kept].is_stored_as(stored[end]):
+                while end < len(stored) and not wanted[kept].is_like(stored[end]):
                     end += 1
                 if end == len(stored):
                     break
@@ -302,7 +282,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             wanted, drop = [], []
             for one in new:
                 entry = stored.get(one.id)
-                if entry and one.is_stored_as(entry) and one.metadata == entry.metadata:
+                if entry and one.is_like(entry) and one.metadata == entry.metadata:
                     continue
                 wanted.append(one)
                 drop += [entry] if entry else []
@@ -367,9 +347,8 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
     ) -> None:
         """Append the item that *plan* returns; if *plan* returns None, do nothing.
 
-        If another process has changed the memory in the meantime, *plan* is called again.  If the
-        planned entries do not fit into one item, the first item contains as many as fit, and *plan*
-        is called again for the remaining entries.
+        *plan* is called again if another process has changed the memory in the meantime, and if the
+        planned entries do not fit into one item.
         """
         retries = Retries(writes=True)
         async with self._writes.hold((app_name, user_id)):
@@ -398,31 +377,26 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 try:
                     if rewrites:
                         await self._rewrite(app_name, user_id, rewritten, item, at)
-                        if len(item.add) == len(planned.add):
-                            return
-                        retries = Retries(writes=True)
-                        continue
-                    new = await self._collections.append(
-                        app_name,
-                        user_id,
-                        COLLECTION_NAME,
-                        encode_item(item.values()),
-                        expected=at,
-                        replaced=dict(
-                            zip(replaced, await _encoded(replaced.values()), strict=True)
-                        ),
-                    )
+                    else:
+                        plaintexts = await _encoded(replaced.values())
+                        new = await self._collections.append(
+                            app_name,
+                            user_id,
+                            COLLECTION_NAME,
+                            encode_item(item.values()),
+                            expected=at,
+                            replaced=dict(zip(replaced, plaintexts, strict=True)),
+                        )
+                        with memory.lock:
+                            if memory.at == at:
+                                memory.apply([(item, adk_version)], new)
+                        _put(cache, (app_name, user_id), memory)
                 except (StaleRevision, MissingSession):
                     await retries.wait(Conflict())
-                else:
-                    with memory.lock:
-                        if memory.at == at:
-                            memory.apply([(item, adk_version)], new)
-                    _put(cache, (app_name, user_id), memory)
-                    await memory.clean_index()
-                    if len(item.add) == len(planned.add):
-                        return
-                    retries = Retries(writes=True)
+                    continue
+                if len(item.add) == len(planned.add):
+                    return
+                retries = Retries(writes=True)
 
     async def _rewrite(
         self,
@@ -434,8 +408,8 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
     ) -> None:
         """Replace all items of the collection by *items* and the additions of *last*.
 
-        Without rewriting, the memory of a user whose entries are often replaced or deleted would
-        grow for ever: each change adds an item, and the first search reads all items.
+        Otherwise a memory whose entries are often replaced or deleted would grow for ever: each
+        change adds an item, and the first search reads all items.
         """
         plaintexts = await _encoded(items)
         if last.scope is not None:
@@ -448,10 +422,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         return await self._collections.cache(self, lambda: SizedLru(self._cache_entries))
 
     async def _current(self, cache: "_Cache", app_name: str, user_id: str) -> UserMemory | None:
-        """Return the user's memory as it is stored now; None if nothing is stored.
-
-        If the memory is cached, read only the number of stored items, and then only the new items.
-        """
+        """Return the user's memory as it is stored now; read only items that are not cached."""
         user = (app_name, user_id)
         async with self._reads.hold(user):
             while True:
@@ -485,7 +456,6 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                         continue  # another thread has applied these items to the memory
                     memory.apply(items, found.at)
                 _put(cache, user, memory)
-                await memory.clean_index()
                 return memory
 
     async def _read_all(self, cache: "_Cache", user: tuple[str, str]) -> UserMemory | None:
@@ -527,10 +497,7 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
 
 
 def _item(plan: _Plan) -> MemoryItem:
-    """Return the item that stores *plan*.
-
-    If the added entries are larger than `_ITEM_BYTES`, the item contains only the first of them.
-    """
+    """Return the item that stores *plan*, with only as many new entries as fit into one."""
     places: dict[int, list[int]] = {}
     for entry in plan.drop:
         places.setdefault(entry.item, []).append(entry.place)
@@ -541,15 +508,12 @@ def _item(plan: _Plan) -> MemoryItem:
         size += len(one.content) + len(one.metadata or b"")
         if add and size > _ITEM_BYTES:
             break
-        add.append(entry_values(*one))
+        add.append(one.values())
     return MemoryItem(plan.scope, add, drop, plan.deleted)
 
 
 async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> list[bytes]:
-    """Return the plaintexts of *items*, and let other tasks run meanwhile.
-
-    Each element of *items* is an item and the list of its entries, which replaces its field `add`.
-    """
+    """Return the plaintexts of items with the lists for their fields `add`."""
     found = []
     turns = Turns()
     for item, entries in items:
@@ -560,10 +524,6 @@ async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> li
 
 
 async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
-    """Return the entries of *memory* that *ranker* chooses for *query*.
-
-    Entries that are deleted while the ranker runs are omitted.
-    """
     with memory.lock:
         entries = list(memory.entries.items())
         row = memory.at.session_row
@@ -595,7 +555,7 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
 # --- check what is added -------------------------------------------------------------------------
 
 
-def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> list[_New]:
+def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> list[Entry]:
     """Return entries for the events that have content; error texts call *events* by *name*."""
     new = []
     for number, event in enumerate(events):
@@ -607,14 +567,13 @@ def _from_events(events: Sequence[Event], name: str, metadata: bytes | None) -> 
         if not (isinstance(event.id, str) and isinstance(event.author, str)):
             raise ValueError(f"{name}[{number}]: id and author must be strings")
         content = _content(event.content, name, number)
-        new.append(_New(event.id, event.author, timestamp, content, metadata))
+        new.append(Entry(event.id, event.author, timestamp, content, metadata))
     return new
 
 
 def _from_memories(
     memories: Sequence[MemoryEntry], custom_metadata: Mapping[str, object]
-) -> Iterator[_New]:
-    """Check *memories*, and yield their entries; see `add_memory` for the arguments and errors."""
+) -> Iterator[Entry]:
     for number, memory in enumerate(memories):
         where = f"memories[{number}]"
         memory_id = platform_uuid.new_uuid() if memory.id is None else memory.id
@@ -626,7 +585,7 @@ def _from_memories(
         content = _content(memory.content, "memories", number)
         values = {**custom_metadata, **memory.custom_metadata}
         metadata = _metadata(values, f"{where}.custom_metadata")
-        yield _New(memory_id, memory.author, memory.timestamp, content, metadata)
+        yield Entry(memory_id, memory.author, memory.timestamp, content, metadata)
 
 
 def _content(content: types.Content, name: str, number: int) -> bytes:
@@ -671,8 +630,3 @@ def _json(fields: dict[str, Any], name: str) -> bytes:
     if is_lossy:
         raise ValueError(f"{name} holds a value without JSON form: convert it first")
     return json_text.dumps(values)
-
-
-def _normal(content: bytes) -> bytes:
-    """Return the JSON *content*, parsed and formatted again, as it is after a write and a read."""
-    return json_text.dumps(json_text.loads(content))

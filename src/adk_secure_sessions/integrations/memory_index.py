@@ -14,6 +14,7 @@ import unicodedata
 from asyncio import sleep
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from google.adk.memory.memory_entry import MemoryEntry
@@ -63,30 +64,51 @@ class Turns:
             self._until = time.monotonic() + _TURN
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Entry:
     """An entry of a user's memory.  Its representation shows no content."""
 
-    __slots__ = ("author", "content", "id", "item", "metadata", "place", "timestamp", "writer")
+    id: str
+    author: str | None
+    # Seconds since 1970 for an event; for a memory, the text that `add_memory` was given.
+    timestamp: float | str | None
+    content: bytes  # JSON of google-adk's `Content`
+    metadata: bytes | None  # JSON
+    # The last three fields are set once the entry is stored.
+    item: int = -1  # the number of the item that added the entry
+    place: int = -1  # in the field `add` of that item
+    writer: str = ""  # the version of google-adk that wrote the item
 
-    def __init__(self, item: int, place: int, values: JsonObject, writer: str) -> None:
-        self.item: int = item  # the number of the item that added the entry
-        self.place: int = place  # in the field `add` of that item
-        self.id: str = values["id"]
-        self.author: str | None = values.get("author")
-        # Seconds since 1970 for an event; for a memory, the text that `add_memory` was given.
-        self.timestamp: float | str | None = values.get("timestamp")
-        self.content: bytes = json_text.dumps(values["content"])  # of google-adk's `Content`
-        metadata = values.get("metadata")
-        self.metadata: bytes | None = json_text.dumps(metadata) if metadata else None
-        self.writer: str = writer  # the version of google-adk that wrote the item
+    @classmethod
+    def stored(cls, values: JsonObject, item: int, place: int, writer: str) -> "Entry":
+        """Return the entry that was stored as *values*."""
+        content, metadata = json_text.dumps(values["content"]), values.get("metadata")
+        author, timestamp = values.get("author"), values.get("timestamp")
+        dumped = json_text.dumps(metadata) if metadata else None
+        return cls(values["id"], author, timestamp, content, dumped, item, place, writer)
+
+    def values(self) -> JsonObject:
+        """Return the JSON object that stores the entry."""
+        values: JsonObject = {"id": self.id, "content": json_text.loads(self.content)}
+        for name in ("author", "timestamp"):
+            if (value := getattr(self, name)) is not None:
+                values[name] = value
+        if self.metadata:
+            values["metadata"] = json_text.loads(self.metadata)
+        return values
+
+    def is_like(self, stored: "Entry") -> bool:
+        """Return whether *stored* is equal to this entry, whatever their metadata."""
+        if (self.id, self.timestamp, self.author) != (stored.id, stored.timestamp, stored.author):
+            return False
+        if self.content == stored.content:
+            return True
+        # JSON changes its format when it is stored and read.
+        return json_text.dumps(json_text.loads(self.content)) == stored.content
 
     def text(self) -> str:
         """Return the texts of the content, separated by spaces."""
         return text_of(json_text.loads(self.content))
-
-    def values(self) -> JsonObject:
-        """Return the JSON object that stores the entry."""
-        return entry_values(self.id, self.author, self.timestamp, self.content, self.metadata)
 
     def memory(self, session_row: int) -> MemoryEntry:
         """Return the entry as a `MemoryEntry` of google-adk."""
@@ -110,28 +132,8 @@ class Entry:
         )
 
 
-def entry_values(
-    entry_id: str,
-    author: str | None,
-    timestamp: float | str | None,
-    content: bytes,
-    metadata: bytes | None,
-) -> JsonObject:
-    """Return the JSON object that stores an entry; *content* and *metadata* are JSON."""
-    values: JsonObject = {"id": entry_id, "content": json_text.loads(content)}
-    for name, value in (("author", author), ("timestamp", timestamp)):
-        if value is not None:
-            values[name] = value
-    if metadata:
-        values["metadata"] = json_text.loads(metadata)
-    return values
-
-
 def formatted(timestamp: float) -> str:
-    """Return *timestamp* as local time, in google-adk's format.
-
-    Raises ValueError if *timestamp* is outside the range of dates.
-    """
+    """Return *timestamp* as local time, in google-adk's format."""
     try:
         return datetime.fromtimestamp(timestamp).isoformat()
     except (OverflowError, OSError):
@@ -161,14 +163,12 @@ class UserMemory:
         self._keys: list[list[int | None]] = []  # per item: its entries' keys; None if dropped
         self._scopes: dict[Scope, dict[int, Entry]] = {}
         self._numbers: dict[Scope, int] = {}  # the scope numbers in the keys of entries
-        # For each word, the keys of the entries that contain the word.  The keys in `_dropped` are
-        # included until `clean_index` removes them.
+        # For each word, the keys of the entries that contain the word.
         self._words: dict[str, set[int]] = {}
         # The texts of the entries by key, in NFC and lower case.  Texts in ASCII are omitted: a
         # search looks into the texts only for words that are not ASCII.
         self._texts: dict[int, str] = {}
         self._next_key = 0
-        self._dropped: list[tuple[int, Entry]] = []
 
     def has_scope(self, scope: Scope) -> bool:
         """Return whether anything was added to *scope*."""
@@ -183,10 +183,7 @@ class UserMemory:
         return [entry for entry in self.entries.values() if entry.id == entry_id]
 
     def apply(self, items: Iterable[tuple[MemoryItem, str]], at: Expected) -> None:
-        """Apply the next items, each with the version of google-adk that wrote the item.
-
-        Call this method with the lock held.  Then release the lock, and call `clean_index`.
-        """
+        """Apply the next items, each with the version of google-adk that wrote the item."""
         for item, writer in items:
             self._apply(item, writer)
         self.at = at
@@ -207,7 +204,7 @@ class UserMemory:
                     continue
                 key = first | self._next_key
                 self._next_key += 1
-                entry = Entry(number, place, values, writer)
+                entry = Entry.stored(values, number, place, writer)
                 scope[key] = self.entries[key] = entry
                 keys.append(key)
                 self._index(key, text_of(values["content"]))
@@ -219,9 +216,7 @@ class UserMemory:
     ) -> dict[int, tuple[MemoryItem, list[Entry | None]]]:
         """Return the new content of each item that has entries in *drop*, by item number.
 
-        The new content is an item and the list of its entries, which replaces the field `add`.  In
-        the list, None stands for a dropped entry.  The transaction that stores *drop* also replaces
-        these items.
+        It is the item and the list for its field `add`, in which None is a dropped entry.
         """
         found = {}
         for number, (places, replacement) in drop.items():
@@ -238,10 +233,9 @@ class UserMemory:
         return len(self._items) > SPARE_ITEMS + 2 * (len(self.entries) + len(self._scopes))
 
     def rewritten(self, last: MemoryItem) -> list[tuple[MemoryItem, list[Entry | None]]]:
-        """Return new items for all entries that *last* does not drop, and for all deleted ids.
+        """Return new items, as `replaced` does, for all entries that *last* does not drop.
 
-        Each new item has the list of its entries, which replaces the field `add`.  The entries of
-        one item have about `_PACKED_BYTES` at most.  The entries that *last* adds are not included.
+        The entries of one item have about `_PACKED_BYTES` at most.
         """
         gone = {
             self._keys[number][place]
@@ -263,22 +257,6 @@ class UserMemory:
                 size += len(entry.content) + len(entry.metadata or b"")
         deleted = sorted(self.deleted | set(last.deleted))
         return [(MemoryItem(deleted=deleted), []), *items]
-
-    async def clean_index(self) -> None:
-        """Remove the dropped entries from the index; let other tasks run meanwhile.
-
-        A search ignores dropped entries, whether or not they are still in the index.
-        """
-        turns = Turns()
-        while self._dropped:
-            with self.lock:
-                if self._dropped:  # another thread may have removed the last one
-                    key, entry = self._dropped.pop()
-                    for word in searchable(entry.text())[0]:
-                        self._words[word].discard(key)
-                        if not self._words[word]:
-                            del self._words[word]
-            await turns.end()
 
     # --- search ----------------------------------------------------------------------------------
 
@@ -324,7 +302,10 @@ class UserMemory:
             assert scope is not None
             del self._scopes[scope][key]
             self._texts.pop(key, None)
-            self._dropped.append((key, entry))
+            for word in searchable(entry.text())[0]:
+                self._words[word].discard(key)
+                if not self._words[word]:
+                    del self._words[word]
 
 
 def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
@@ -349,8 +330,8 @@ def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
 def nfc(text: str) -> str:
     """Return *text* in NFC, with a joiner after each 30 combining marks of a longer run.
 
-    Without joiners, `unicodedata.normalize` takes quadratic time to sort a run of marks: 15 s for
-    60,000 marks.  The Stream-Safe Text Process of UAX #15 inserts similar joiners.
+    Without joiners, `unicodedata.normalize` takes quadratic time: 15 s for 60,000 marks.  The
+    Stream-Safe Text Process of UAX #15 inserts similar joiners.
     """
     if text.isascii():
         return text
@@ -358,7 +339,6 @@ def nfc(text: str) -> str:
 
 
 def _broken(run: re.Match[str]) -> str:
-    """Return the matched text, with a joiner after each 30 combining marks in a row."""
     characters = []
     marks = 0
     for character in run[0]:
@@ -373,7 +353,6 @@ def _broken(run: re.Match[str]) -> str:
 
 
 def words_of(text: str) -> set[str]:
-    """Return the words of *text* in lower case."""
     return {word.lower() for word in _WORD.findall(nfc(text))}
 
 
