@@ -26,7 +26,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.records import encode_text
-from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, Scopes, encode, loads
+from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.lru import Caches
@@ -582,12 +582,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        delta = states.split(event.actions.state_delta)
-        scopes = Scopes(
-            loads(encode(delta.app, APP_PREFIX)),
-            loads(encode(delta.user, USER_PREFIX)),
-            loads(encode(delta.session)),
-        )
+        scopes = states.encoded_scopes(event.actions.state_delta)
         time_us = microseconds(event.timestamp)
         expected = _parse_marker(session._storage_update_marker)
         if session._storage_update_marker is None:

@@ -450,6 +450,7 @@ class WorkerThread:
     def _serve(self) -> None:
         _current.must_end = self.must_end
         _current.read_timeout = self._read_timeout
+        _current.write_timeout = write_timeout(self._read_timeout)
         driver: sqlite3.Connection | None = None
         while batch := self._take():
             batch = [job for job in batch if job.claim()]
@@ -498,6 +499,7 @@ class _Current(threading.local):
     deadline: float | None = None  # of this statement, in monotonic seconds
     must_end: threading.Event | None = None  # set by another thread
     read_timeout: float | None = None  # in seconds
+    write_timeout: float | None = None
 
     def is_overdue(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
@@ -527,7 +529,7 @@ def _limited(work: Callable[..., T], *arguments: object, writes: bool = False) -
     If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite rolls
     the transaction back.
     """
-    timeout = write_timeout(_current.read_timeout) if writes else _current.read_timeout
+    timeout = _current.write_timeout if writes else _current.read_timeout
     _current.writes = writes
     _current.deadline = None if timeout is None else time.monotonic() + timeout
     _current.is_limited = True

@@ -99,6 +99,16 @@ def encode(state: JsonObject, prefix: str = "") -> bytes:
     return data
 
 
+def encoded_scopes(state: JsonObject | None) -> Scopes:
+    """Split *state* by scope, and convert its values as `encode` does, to JSON values."""
+    scopes = split(state)
+    return Scopes(
+        loads(encode(scopes.app, APP_PREFIX)),
+        loads(encode(scopes.user, USER_PREFIX)),
+        loads(encode(scopes.session)),
+    )
+
+
 def _check_keys(state: JsonObject, prefix: str) -> None:
     for key in state:
         name = prefix + key

@@ -2,8 +2,7 @@
 
 A URI is the URL of a database with `encrypted+` before it, and options after a question mark:
 `encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY`.  docs/adk-commands.md lists the
-options.  `register` adds the functions of this module to google-adk's registry of services.
-google-adk finds the function for a URI by the scheme of the URI.
+options.
 
 Neither google-adk nor SQLAlchemy knows a scheme that begins with `encrypted+`.  So if `register`
 was not called, both reject the URI instead of opening a service that stores plaintext.
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 
 PREFIX = "encrypted+"
 # The kinds of URL that may follow the prefix, each with the driver's options that a URI may
-# contain.  With this list, `parse` rejects a misspelled option instead of passing it to the
-# driver.
+# contain: `parse` rejects a misspelled option.
 _POSTGRESQL = {
     "host",
     "port",
@@ -66,8 +64,6 @@ SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 
 
 def _one_of(*choices: str) -> Callable[[str, str], str]:
-    """Return a converter that accepts *choices*."""
-
     def convert(name: str, value: str) -> str:
         if value not in choices:
             one = " or ".join(choices)
@@ -131,13 +127,11 @@ class ServiceUri(NamedTuple):
 
     @property
     def stores_plaintext(self) -> bool:
-        """Whether the service stores new records as plaintext."""
         return self.backends[0] == NO_OP
 
 
 @hides_locals
 def parse(uri: str) -> ServiceUri:
-    """Return the parts of *uri*."""
     address, _, query = uri.partition("?")
     scheme, colon, rest = address.partition("://")
     if not colon or scheme.lower() not in SCHEMES:
@@ -185,10 +179,7 @@ def parse(uri: str) -> ServiceUri:
 
 
 def _unknown_option(number: int, name: str, url: str) -> str:
-    """Return the text of the error for an unknown option.
-
-    The text does not quote *name*, because the user may have written a key there by mistake.
-    """
+    """Return the text of the error, without *name*: a user may write a key there by mistake."""
     known = (*_OPTIONS, *sorted(_DRIVER_OPTIONS[url]))
     close = get_close_matches(name, known, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
@@ -201,9 +192,9 @@ _describes: ContextVar[bool] = ContextVar("describes", default=False)
 
 
 def describing() -> AbstractContextManager[object]:
-    """Let the following functions return a `ServiceUri` during the block, instead of a service.
+    """Let the following functions return a `ServiceUri` in the block, which needs no root key.
 
-    `adk doctor` thus learns whether google-adk would call them, without the root key or a database.
+    `adk doctor` thus learns whether google-adk would call them.
     """
     return bound(_describes, True)
 
@@ -292,7 +283,6 @@ _lock = threading.Lock()
 
 
 def _shared(uri: ServiceUri) -> EncryptedSessionService:
-    """Return the service for the database and the keys of *uri*; the first call creates it."""
     which = uri._replace(blobs=None, allow_http=False)
     with _lock:
         if which not in _services:
@@ -313,14 +303,10 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
 
 
 def _close_on_sigterm() -> None:
-    """Make SIGTERM close the databases before it ends the process.
+    """Make SIGTERM close the databases before it ends the process, unless it has a handler.
 
-    If SIGTERM already has a handler, do nothing.  If no signal ends the process, the threads of the
-    SQLite executors close their connections when the interpreter exits.
-
-    uvicorn handles SIGTERM while it serves.  Afterwards, uvicorn restores the previous handler and
-    sends SIGTERM to its process again.  The default handler would end the process at once, and
-    leave `-wal` files behind.
+    uvicorn handles SIGTERM while it serves, then restores the previous handler and sends SIGTERM
+    again.  The default handler would leave `-wal` files behind.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread can set handlers
@@ -343,10 +329,7 @@ def _close_on_sigterm() -> None:
 
 
 async def _close_files() -> None:
-    """Close the services of SQLite databases.
-
-    Other databases need no call: the server closes the connections when the process ends.
-    """
+    """Close the services of SQLite databases: a server notices when the process ends."""
     for which, service in list(_services.items()):
         if str(which[0]).startswith("sqlite"):
             await service.close()

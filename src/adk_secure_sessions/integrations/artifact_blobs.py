@@ -10,7 +10,7 @@ withdraws the mark there before that.
 """
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,8 +18,8 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_versions import is_artifact, versions_of
-from adk_secure_sessions.integrations.blob_store import BlobStore
-from adk_secure_sessions.integrations.object_store import AnyStore, opened
+from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
+from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, opened
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
@@ -113,7 +113,7 @@ async def check_blobs(
         ArtifactStoreError: The store failed.
     """
     place = opened(store)
-    blobs, prefix = await blobs_of_database(db, place)
+    blobs = await blobs_of_database(db, place)
     stored = {blob.name: blob.size async for blob in blobs.list()}
     marks = await blobs.marks()  # before the rows: a row is deleted before its blob is marked
     problems = Problems()
@@ -126,17 +126,12 @@ async def check_blobs(
             if blob is None:
                 continue
             named.add(blob.name)
-            size = stored.get(blob.name)
-            if blob.prefix != prefix:  # the blob of a database of which this one is a copy
-                size = await place.blobs(blob.prefix, create=False).size(blob.name)
-            elif size is None:  # the blob may have been stored after the listing
-                size = await blobs.size(blob.name)
             row = f"{found.at.session_row}, {version.item}"
-            if size != encrypted_size(blob.size):
+            listed = stored if blob.prefix == blobs.prefix else {}
+            if problem := await stored_wrongly(place, blob, listed):
                 done.missing += 1
-                reason = Reason.MISMATCH if size else Reason.MISSING
-                detail = "its blob has another length" if size else "its blob is missing"
-                problems.add(events.name, row, reason, detail)
+                detail = f"its blob {blob.name}: {problem.detail}"
+                problems.add(events.name, row, problem.reason, detail)
             elif blob.name in marks:
                 done.marked += 1
                 detail = "its blob is marked as deleted, by another copy of this database"
@@ -144,6 +139,23 @@ async def check_blobs(
     done.blobs, done.unused = len(named), len(stored.keys() - named)
     done.bad, done.problems = problems.count, tuple(problems.kept)
     return done
+
+
+async def stored_wrongly(
+    place: ArtifactStore, blob: Blob, listed: Mapping[str, int]
+) -> TamperedError | None:
+    """Return an error if *blob* is missing or has another length.
+
+    *listed* are the sizes of blobs under the same prefix, which may have been stored since.
+    """
+    size = listed.get(blob.name)
+    if size is None:
+        size = await place.blobs(blob.prefix, create=False).size(blob.name)
+    if size == encrypted_size(blob.size):
+        return None
+    if size:
+        return TamperedError("it has another length", reason=Reason.MISMATCH)
+    return TamperedError("it is missing", reason=Reason.MISSING)
 
 
 # Blobs that were written less than this time ago are not marked: an upload stores a blob before
@@ -192,7 +204,7 @@ async def purge_blobs(
     """
     if older_than < _MIN_AGE:
         raise ConfigurationError("older_than of blobs must be at least 48 hours")
-    blobs, _ = await blobs_of_database(db, store, create=not dry_run)
+    blobs = await blobs_of_database(db, store, create=not dry_run)
     # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
     # mark of a blob whose row is deleted in the meantime is not withdrawn.
     written = {blob.name: blob.modified async for blob in blobs.list()}
@@ -235,21 +247,16 @@ async def purge_blobs(
     return done
 
 
-async def blobs_of_database(
-    db: Database, store: AnyStore, *, create: bool = False
-) -> tuple[BlobStore, str]:
-    """Open the part of *store* that contains the blobs of *db*; return it and its prefix.
+async def blobs_of_database(db: Database, store: AnyStore, *, create: bool = False) -> BlobStore:
+    """Open the part of *store* that contains the blobs of *db*.
 
-    The prefix is the id of the database in hexadecimal.  If *create* is True, create the part's
-    directory: a copy of a database has none after `separate`.  A missing directory of the whole
-    store is an error in any case.
+    If *create* is True, create the part's directory: a copy of a database has none after
+    `separate`.  A missing directory of the whole store is an error in any case.
     """
     prefix = (await Collections(db.unit).database_id()).hex()
     place = opened(store)
     blobs = place.blobs(prefix, create=False)
-    if create:
-        blobs = place.blobs(prefix)
-    return blobs, prefix
+    return place.blobs(prefix) if create else blobs
 
 
 async def artifacts_of(
@@ -257,8 +264,7 @@ async def artifacts_of(
 ) -> AsyncIterator[tuple[SessionIds, Collection]]:
     """Yield the ids and the items of each artifact.
 
-    Add all rows that cannot be decrypted to *problems*.  It is unknown whether such a row belongs
-    to a session or to an artifact.
+    Add all rows that cannot be decrypted to *problems*: they may belong to artifacts.
     """
     collections = Collections(db.unit)
     async for page in located_sessions(db):

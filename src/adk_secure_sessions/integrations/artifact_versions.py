@@ -12,7 +12,7 @@ importing google-adk takes seconds.
 
 import json
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.crypto.key_material import KeyMaterial
@@ -39,11 +39,11 @@ class Version(KeyMaterial):
     time: float  # when the version was saved, in seconds since 1970
     uri: str  # contains no name and no id of ADK
     item: int  # the number of the item that describes the version
+    versions: int  # how many versions the artifact had when this item was added
     rotation: int | None  # `DataRotation.since` of the last re-encryption of the content
 
     @property
     def is_text(self) -> bool:
-        """Whether the content is the part's text."""
         return "text" in self.part and "inline_data" not in self.part
 
     @property
@@ -59,19 +59,12 @@ class Version(KeyMaterial):
 
 
 def collection_name(session_id: str | None, filename: str) -> str:
-    """Return the name of the collection that stores an artifact.
-
-    If *session_id* is None, the artifact belongs to the user, and not to a session.
-    """
+    """Return the name of the collection of an artifact; without a session, it is the user's."""
     return json.dumps([_KIND, session_id, filename], ensure_ascii=False)
 
 
 def scope_and_name(collection: str) -> tuple[str | None, str] | None:
-    """Return the session id and the file name of the artifact that a collection stores.
-
-    The session id is None if the artifact belongs to the user.  Return None if the collection
-    stores no artifact.
-    """
+    """Return the arguments of `collection_name`; None if the collection stores no artifact."""
     kind, *rest = json.loads(collection)
     if kind != _KIND:
         return None
@@ -80,18 +73,14 @@ def scope_and_name(collection: str) -> tuple[str | None, str] | None:
 
 
 def is_artifact(collection: str) -> bool:
-    """Return whether the collection with the name *collection* stores an artifact."""
     return scope_and_name(collection) is not None
 
 
 def versions_of(collection: Collection) -> list[Version]:
-    """Return the versions that the items in *collection* describe, in ascending order.
-
-    If *collection* has only the last items of an artifact, the result may lack some versions.
-    """
+    """Return the versions that the items in *collection* describe, in ascending order."""
     found: dict[int, Version] = {}
-    for described in _described(collection):
-        found[described.version.number] = described.version
+    for version in _described(collection):
+        found[version.number] = version
     return [found[number] for number in sorted(found)]
 
 
@@ -102,11 +91,7 @@ def version_count(collection: Collection) -> int:
 
 
 def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> JsonObject:
-    """Return the JSON of an item that describes a new version.
-
-    *values* has the fields `part`, `metadata` and `time`.  *collection* must contain the last item,
-    unless the artifact is new.
-    """
+    """Return the JSON of an item that describes a new version with *values*."""
     number = version_count(collection) if collection.size else 0
     values = values | {"version": number, "versions": number + 1}
     return values if blob is None else values | {"blob": _values(blob)}
@@ -116,10 +101,9 @@ def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> J
 def reencrypted_item(
     plaintext: bytes, number: int, versions: int, blob: Blob, rotation: int
 ) -> bytes:
-    """Return the plaintext of an item that describes the version *number* again.
+    """Return the plaintext of an item that describes a version again.
 
-    *plaintext* is that of the last item that describes the version, and *rotation* is
-    `DataRotation.since`.
+    *plaintext* is that of the last such item, and *rotation* is `DataRotation.since`.
     """
     _, values = json_text.read_event(plaintext)
     values |= {"blob": _values(blob), "version": number, "versions": versions}
@@ -128,13 +112,7 @@ def reencrypted_item(
 
 
 def _values(blob: Blob) -> JsonObject:
-    """Return *blob* as the JSON values that an item stores."""
-    return {
-        "prefix": blob.prefix,
-        "name": blob.name,
-        "key": blob.key.hex(),
-        "size": blob.size,
-    }
+    return {"prefix": blob.prefix, "name": blob.name, "key": blob.key.hex(), "size": blob.size}
 
 
 def _blob(values: JsonObject) -> Blob:
@@ -152,42 +130,24 @@ def _blob(values: JsonObject) -> Blob:
     raise ValueError
 
 
-class _Described(NamedTuple):
-    """The content of one item: a version, and the number of versions when the item was added."""
-
-    version: Version
-    versions: int
-
-
-def _described(collection: Collection) -> list[_Described]:
-    """Parse all items in *collection*, and check each item against the item before it.
-
-    If *collection* begins with a later item than number 0, the first parsed item is not checked
-    against the missing item before it.
-    """
+def _described(collection: Collection) -> list[Version]:
+    """Parse all items in *collection*, and check each item against the item before it."""
     first = collection.size - len(collection.items)
-    found: list[_Described] = []
+    found: list[Version] = []
     for number in range(first, collection.size):
         one = _parsed(collection, number)
+        # The first of several last items cannot be checked.
         before = found[-1].versions if found else None if number else 0
-        if before is not None and not _follows(one, before):
+        # An item adds the next version, or describes an existing one again.
+        last = one.number if one.rotation is None else one.versions
+        if before is not None and last != before:
             raise _malformed(collection, number)
         found.append(one)
     return found
 
 
-def _follows(one: _Described, before: int) -> bool:
-    """Return whether *one* may follow the previous item, which counts *before* versions.
-
-    *one* must add the next version, or describe an existing version again.
-    """
-    if one.version.rotation is None:
-        return one.version.number == before
-    return one.versions == before
-
-
 @hides_locals
-def _parsed(collection: Collection, item: int) -> _Described:
+def _parsed(collection: Collection, item: int) -> Version:
     _, values = json_text.read_event(collection.items[item - collection.size])
     row = collection.at.session_row
     try:
@@ -202,12 +162,13 @@ def _parsed(collection: Collection, item: int) -> _Described:
             float(values["time"]),
             f"encrypted-artifact:///{row:x}/{number}",
             item,
+            versions,
             rotation,
         )
         is_new = rotation is None and number + 1 == versions <= item + 1
         is_again = type(rotation) is int and version.blob and 0 <= number < versions <= item
         if type(number) is type(versions) is int and (is_new or is_again):
-            return _Described(version, versions)
+            return version
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         pass
     raise _malformed(collection, item)

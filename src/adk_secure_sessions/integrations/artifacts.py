@@ -335,8 +335,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     ) -> int:
         """Store the content as a blob, and then the row that names the blob.
 
-        If the process crashes between these two steps, or if the row is not stored, `purge blobs`
-        deletes the unused blob.
+        If the row is not stored, `purge blobs` deletes the unused blob.
         """
         values: dict[str, Any] = {
             "part": part,
@@ -388,7 +387,6 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             limit = last if limit < last else max(limit + 1, found.size - number)
 
     async def _part(self, version: Version) -> types.Part:
-        """Return the part of *version*, with its content."""
         is_text = version.is_text
         part = _restored({**version.part, "text": None} if is_text else version.part)
         if part is None:
@@ -406,11 +404,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         return part
 
     async def _mark(self, blob: Blob) -> None:
-        """Mark a blob as deleted: only `purge blobs` deletes it, because a copy may still name it.
-
-        Do nothing for a blob that another database wrote: this database may be a copy of that
-        database.  If the store fails, leave the blob to `purge blobs`.
-        """
+        """Mark a blob as deleted, unless another database wrote it, of which this may be a copy."""
         if blob.prefix != (await self._collections.database_id()).hex():
             return
         try:
@@ -431,11 +425,7 @@ reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
 async def _recording_rejections(
     pieces: AsyncGenerator[bytes, None], trail: Trail | None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield *pieces*; record a rejection.
-
-    The decorator `accessed` cannot do this: the application reads the pieces after the call of the
-    service has ended.
-    """
+    """Yield *pieces*; record a rejection, which happens after the call that `accessed` records."""
     try:
         async with aclosing(pieces):
             async for piece in pieces:
@@ -446,7 +436,7 @@ async def _recording_rejections(
 
 
 def _collection_name(app_name: str, user_id: str, filename: str, session_id: str | None) -> str:
-    """Check the arguments, and return the name of the collection of the artifact."""
+    """Check the arguments; return the name of the artifact's collection."""
     check_ids(app_name, user_id, session_id or "", filename=filename)
     if not filename:
         raise InputValidationError("filename must not be empty.")
@@ -474,10 +464,7 @@ def _content(part: types.Part) -> bytes | None:
 
 
 def _part_values(part: types.Part) -> dict[str, Any]:
-    """Return *part* as JSON values, without the bytes or the text that are stored as a blob.
-
-    Raises ValueError if the part would change when it is stored and read back.
-    """
+    """Return *part* as JSON values, without the bytes or the text that are stored as a blob."""
     bare = part.model_copy()
     is_text = part.inline_data is None and part.text is not None
     if part.inline_data is not None:

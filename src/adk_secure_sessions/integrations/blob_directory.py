@@ -51,8 +51,7 @@ _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_f
 class BlobDirectory(BlobStore):
     """Stores the objects of blobs as files `NAME/K` in one directory, and marks as `deleted/NAME`.
 
-    Directories get the mode 0700, and files 0600.  The directory *prefix* in *root* must not be a
-    symbolic link; its parents may be links.
+    Directories get the mode 0700, and files 0600.
     """
 
     def __init__(self, root: Path, prefix: str, *, create: bool = True) -> None:
@@ -115,8 +114,7 @@ def _translating(call: Callable[[], T]) -> T:
 class _Folder:
     """An open directory, whose entries are opened relative to its descriptor, not by its path.
 
-    Windows has no descriptors of directories.  On Windows, this class uses the path, after a check
-    that the path is a directory and no link.
+    Windows has no descriptors of directories: there, the path is checked and used.
     """
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
@@ -124,7 +122,7 @@ class _Folder:
         self.descriptor = descriptor
 
     def at(self, name: str) -> str:
-        """Return the path of *name* for a function of `os` that also gets `dir_fd=descriptor`."""
+        """Return *name* for a function of `os` that also gets `dir_fd=descriptor`."""
         return str(self._path / name) if self.descriptor is None else name
 
     @contextmanager
@@ -179,7 +177,6 @@ def _root(directory: Path) -> Iterator[_Folder]:
 
 @contextmanager
 def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
-    """Open *directory* with *flags*; raise an OSError if it is a link or a file."""
     with _root(directory) as root, root.child(directory.name, flags) as prefix:
         yield prefix
 
@@ -213,11 +210,7 @@ def _make_directory(directory: Path) -> None:
 def _write(
     directory: Path, folder: str, file_name: str, data: bytes, *, replace: bool = False
 ) -> None:
-    """Write the file *file_name* in *folder*; flush the file and its directories to the disk.
-
-    *folder* is a directory in *directory*, and is created if it is missing.  If the file exists,
-    raise an OSError, or if *replace* is True, replace it.
-    """
+    """Write a new file in *folder*, which may be missing; flush it and its directories."""
     flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
     if not replace:
         flags |= os.O_EXCL

@@ -17,11 +17,13 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     DecryptionError,
-    Reason,
     TamperedError,
 )
-from adk_secure_sessions.formats.blobs import encrypted_size
-from adk_secure_sessions.integrations.artifact_blobs import artifacts_of, blobs_of_database
+from adk_secure_sessions.integrations.artifact_blobs import (
+    artifacts_of,
+    blobs_of_database,
+    stored_wrongly,
+)
 from adk_secure_sessions.integrations.artifact_versions import (
     Version,
     reencrypted_item,
@@ -73,31 +75,25 @@ async def rotate_data_and_blobs(
         SecureSessionError: See `rotate_data`.
     """
     place = opened(store)
-    blobs, prefix = await blobs_of_database(db, place, create=not dry_run)
+    blobs = await blobs_of_database(db, place, create=not dry_run)
     stored = {blob.name: blob.size async for blob in blobs.list()} if dry_run else {}
-    run = _BlobRotationRun(db, prefix, place, stored, dry_run=dry_run)
+    run = _BlobRotationRun(db, blobs, place, stored, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result()
-
-
-class _Superseded(Exception):
-    """The artifact was deleted, or another process has re-encrypted this content."""
 
 
 class _BlobRotationRun(DataRotationRun):
     """One run of `rotate_data_and_blobs`.
 
     The run re-encrypts the contents after all passes over the rows.  By then, services encrypt new
-    items with the new data keys, so an artifact that is saved later needs no re-encryption.
-
-    *prefix* is where the run stores new blobs: the id of the database.  *stored* are the sizes of
-    the stored blobs under *prefix* by name in a dry run; else it is empty.
+    items with the new data keys, so an artifact that is saved later needs no re-encryption.  A dry
+    run gets the sizes of the *stored* blobs by name.
     """
 
     def __init__(
         self,
         db: Database,
-        prefix: str,
+        store: BlobStore,
         place: ArtifactStore,
         stored: Mapping[str, int],
         *,
@@ -105,7 +101,7 @@ class _BlobRotationRun(DataRotationRun):
     ) -> None:
         super().__init__(db, dry_run=dry_run)
         self._collections = Collections(db.unit)
-        self._prefix = prefix
+        self._store = store  # for new blobs
         self._place = place
         self._stored = stored
         self._blobs = 0
@@ -116,9 +112,6 @@ class _BlobRotationRun(DataRotationRun):
         done = super().result()
         done.blobs, done.blob_bytes, done.bad_blobs = self._blobs, self._bytes, self._bad
         return done
-
-    def _store_of(self, prefix: str) -> BlobStore:
-        return self._place.blobs(prefix, create=False)
 
     async def _count_rows(self) -> int:
         return await super()._count_rows() + await self._collections.count_items()
@@ -140,13 +133,18 @@ class _BlobRotationRun(DataRotationRun):
                 if self._dry_run:
                     await self._check(version.blob)
                 else:
-                    found = await self._rotate_version(ids, found, version, version.blob)
-            except _Superseded:
-                again = await self._collections.get(*ids[:3])
-                if again is None or again.at.session_row != found.at.session_row:
-                    return  # the artifact was deleted
-                found = again
-                continue
+                    new = await self._copied(version.blob)
+                    # If this fails, keep the new blob: an attempt whose answer was lost may have
+                    # stored the item.  If no item names the blob, `purge blobs` marks it.
+                    now, is_replaced = await self._append(ids, found, version, new)
+                    if now is None:
+                        return  # the artifact was deleted
+                    found = now
+                    if not is_replaced:
+                        continue
+                    # Another database may use blobs under another prefix.
+                    if version.blob.prefix == self._store.prefix:
+                        await self._store.mark(version.blob.name)
             except UNREADABLE as error:
                 row = f"{found.at.session_row}, {version.item}"
                 if isinstance(error, DecryptionError) and error.table is None:
@@ -162,36 +160,19 @@ class _BlobRotationRun(DataRotationRun):
         return version.rotation is not None and version.rotation >= self._since
 
     async def _check(self, blob: Blob) -> None:
-        """Raise TamperedError if *blob* is missing or has another length."""
-        size = self._stored.get(blob.name) if blob.prefix == self._prefix else None
-        if size is None:
-            size = await self._store_of(blob.prefix).size(blob.name)
-        if size is None:
-            raise TamperedError("it is missing", reason=Reason.MISSING)
-        if size != encrypted_size(blob.size):
-            raise TamperedError("it has another length", reason=Reason.MISMATCH)
-
-    async def _rotate_version(
-        self, ids: SessionIds, found: Collection, version: Version, old: Blob
-    ) -> Collection:
-        """Replace the blob of *version*, and return the artifact with all its items."""
-        new = await self._copied(old)
-        # If this fails, keep the new blob: an attempt whose answer was lost may have stored the
-        # item.  If no item names the blob, `purge blobs` marks it.
-        found = await self._append(ids, found, version, new)
-        if old.prefix == self._prefix:  # another database may use blobs under another prefix
-            await self._store_of(old.prefix).mark(old.name)
-        return found
+        listed = self._stored if blob.prefix == self._store.prefix else {}
+        if problem := await stored_wrongly(self._place, blob, listed):
+            raise problem
 
     async def _copied(self, old: Blob) -> Blob:
-        """Copy the content of *old* to a new blob, check that the new blob decrypts; return it."""
-        store = self._store_of(self._prefix)
-        new = await store.write(self._store_of(old.prefix).read(old))
+        """Copy the content of *old* to a new blob, and check that it decrypts."""
+        source = self._place.blobs(old.prefix, create=False)
+        new = await self._store.write(source.read(old))
         try:
-            async for _ in store.read(new):
+            async for _ in self._store.read(new):
                 pass
         except TamperedError as error:
-            await store.delete(new.name)
+            await self._store.delete(new.name)
             raise ArtifactStoreError(
                 f"the artifact store: a new blob was not stored as it was sent: {error.detail}; "
                 "check the store, and who can write to it"
@@ -201,24 +182,22 @@ class _BlobRotationRun(DataRotationRun):
     @hides_locals
     async def _append(
         self, ids: SessionIds, found: Collection, version: Version, new: Blob
-    ) -> Collection:
-        """Append an item which says that *new* is now the blob of *version*."""
-        while True:
+    ) -> tuple[Collection | None, bool]:
+        """Append an item which says that *new* is now the blob of *version*.
+
+        Return the artifact with all its items, or None if it was deleted; and whether the item was
+        appended: another process may have re-encrypted the version.
+        """
+        now: Collection | None = found
+        while now is not None and version in versions_of(now):
             item = reencrypted_item(
-                found.items[version.item], version.number, version_count(found), new, self._since
+                now.items[version.item], version.number, version_count(now), new, self._since
             )
             try:
-                at = await self._collections.append(*ids[:3], item, expected=found.at)
+                at = await self._collections.append(*ids[:3], item, expected=now.at)
+                return now._replace(at=at, items=(*now.items, item)), True
             except (MissingSession, StaleRevision):
-                found = await self._reread(ids, found, version)
-            else:
-                return found._replace(at=at, items=(*found.items, item))
-
-    async def _reread(self, ids: SessionIds, found: Collection, version: Version) -> Collection:
-        """Return the artifact with all its items, if the version still has the same blob."""
-        again = await self._collections.get(*ids[:3])
-        if again is None or again.at.session_row != found.at.session_row:
-            raise _Superseded
-        if version not in versions_of(again):
-            raise _Superseded
-        return again
+                now = await self._collections.get(*ids[:3])
+                if now is not None and now.at.session_row != found.at.session_row:
+                    now = None
+        return now, False

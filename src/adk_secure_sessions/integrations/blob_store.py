@@ -60,13 +60,13 @@ class BlobStore(ABC):
     """
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+        self.prefix: str = prefix  # the id of the database, in hex
 
     async def write(self, plaintext: AsyncIterable[bytes]) -> Blob:
         """Encrypt *plaintext* with a new random key, and store it as a new blob."""
         name, encryptor = secrets.token_hex(16), BlobEncryptor()
         await self.put_stream(name, encrypt_stream(encryptor, plaintext))
-        return Blob(self._prefix, name, encryptor.key, encryptor.size)
+        return Blob(self.prefix, name, encryptor.key, encryptor.size)
 
     async def read(
         self, blob: Blob, start: int = 0, stop: int | None = None

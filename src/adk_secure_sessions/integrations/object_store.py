@@ -173,17 +173,16 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
         "retry_config": retries,
     }
     variables = {
-        name.lower(): value
+        name: value
         for name, value in os.environ.items()
         if name.upper().startswith(_VARIABLES[scheme])
     }
     try:
-        # This object only shows the configuration, which obstore reads from the environment, too.
-        made: Any = classes[scheme](parts.netloc, **arguments)
-        plain = _plain_addresses(made.config) or _plain_addresses(variables)
+        settings = (variables, options, options.get("config") or {})
+        plain = [address for one in settings for address in _plain_addresses(one)]
         # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
         client["allow_http"] = bool(plain)
-        made = classes[scheme](parts.netloc, **arguments)
+        made: Any = classes[scheme](parts.netloc, **arguments)
     except (BaseError, TypeError, ValueError):
         raise ConfigurationError(
             "the artifact store cannot be opened: check its options, and the environment variables "
@@ -211,7 +210,7 @@ def _plain_addresses(settings: Mapping[str, Any]) -> list[str]:
     return [
         str(value)
         for name, value in settings.items()
-        if ("endpoint" in name or "url" in name) and "metadata" not in name
+        if re.search("endpoint|url", name, re.IGNORECASE) and "metadata" not in name.lower()
         if str(value).lower().startswith("http:")
     ]
 
@@ -248,10 +247,10 @@ class _Bucket(BlobStore):
         return f"<{type(self).__name__}>"
 
     def _path(self, name: str, number: int) -> str:
-        return f"{self._prefix}/{name}/{number}"
+        return f"{self.prefix}/{name}/{number}"
 
     def _path_of_mark(self, name: str) -> str:
-        return f"{self._prefix}/{DELETED}/{name}"
+        return f"{self.prefix}/{DELETED}/{name}"
 
     async def _put(self, name: str, number: int, data: bytes) -> None:
         await self._store_object(self._path(name, number), data)
@@ -346,14 +345,14 @@ class _Bucket(BlobStore):
 
     async def _objects(self, name: str | None) -> AsyncIterator[tuple[str, int, Any]]:
         """Yield the blob's name, the number and the facts of each object, by default of all."""
-        below = self._prefix if name is None else f"{self._prefix}/{name}"
+        below = self.prefix if name is None else f"{self.prefix}/{name}"
         async for path, meta in self._below(below):
             blob, _, number = path.partition("/")
             if BLOB_ID.fullmatch(blob) and re.fullmatch(r"[0-9]{1,9}", number):
                 yield blob, int(number), meta
 
     async def _marks(self) -> AsyncIterator[StoredBlob]:
-        async for path, meta in self._below(f"{self._prefix}/{DELETED}"):
+        async for path, meta in self._below(f"{self.prefix}/{DELETED}"):
             _, _, name = path.partition("/")
             if BLOB_ID.fullmatch(name):
                 yield StoredBlob(name, 0, meta["last_modified"].timestamp())
@@ -377,7 +376,7 @@ class _Bucket(BlobStore):
             if batch is None:
                 return
             for meta in batch:
-                yield str(meta["path"]).removeprefix(f"{self._prefix}/"), meta
+                yield str(meta["path"]).removeprefix(f"{self.prefix}/"), meta
 
     @hides_locals
     async def _call(self, call: Any) -> Any:

@@ -1,9 +1,7 @@
 """Detect services and settings of google-adk that would store user content as plaintext.
 
-`plaintext_stores` checks the options and the environment before google-adk starts: without a URI,
-google-adk stores sessions in files.  `guard_registry` checks each service that google-adk creates,
-and `WithoutEvaluations` each request to its server, which copies sessions into eval sets.
-`find_stores` makes the first two checks for `adk doctor`.
+`plaintext_stores` checks options and the environment, `guard_registry` each service that google-adk
+creates, and `WithoutEvaluations` each request to its server.  `find_stores` is for `adk doctor`.
 """
 
 import json

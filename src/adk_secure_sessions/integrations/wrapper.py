@@ -52,7 +52,6 @@ from adk_secure_sessions.formats.states import (
     JsonObject,
     Scopes,
     dumps,
-    encode,
     loads,
 )
 from adk_secure_sessions.keys.blind_index import BlindIndex
@@ -60,6 +59,7 @@ from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.service import (
+    STALE,
     StaleSessionError,
     check_ids,
     ids_for_audit,
@@ -86,6 +86,7 @@ _IDS = ("app_name", "user_id", "id")
 _TEXTS = ("id", "invocation_id", "author")  # of an event, for the inner service
 _CHUNK = 64  # events to decrypt before other tasks may run
 _NAME = re.compile("[0-9a-f]{32}")  # a state key without its prefix, as the inner service stores it
+_NO_EVENTS = GetSessionConfig(num_recent_events=0)
 _LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionService`
 # Seconds by which the inner service may round the time of an event.
 _ROUNDING = 0.001
@@ -206,7 +207,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 was then deleted.
         """
         check_ids(app_name, user_id, session_id or "")
-        scopes = _json_scopes(state)
+        scopes = states.encoded_scopes(state)
         if session_id is not None and (session_id != session_id.strip() or not session_id):
             raise ValueError("session_id must not be empty, nor begin or end with spaces")
         if session_id is None and scopes.session:
@@ -275,7 +276,11 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             owner = stored.user_id if user_id is None else user_id
             who = await self._unit.identify(app_name, owner, stored.id)
             try:
-                listed.append(await self._read(who, partial(_opened_without_events, stored)))
+                listed.append(
+                    await self._read(
+                        who, partial(_Records.open_session, stored=stored, config=_NO_EVENTS)
+                    )
+                )
             except DecryptionError as error:
                 if not self._skip:
                     raise
@@ -311,7 +316,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         who = await self._unit.identify(app_name, user_id)
 
         async def work(reader: "_Records") -> JsonObject:
-            return reader.open_entries(reader.scopes.user, stored)
+            return reader.open_entries(reader.user, stored)
 
         return await self._read(who, work)
 
@@ -339,7 +344,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        delta = _json_scopes(event.actions.state_delta)
+        delta = states.encoded_scopes(event.actions.state_delta)
         if not abs(event.timestamp) <= _LATEST:
             raise ValueError("the timestamp is not a possible time in seconds")
         if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
@@ -372,10 +377,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         ends = [[event.id for event in one.events[-1:]] for one in (session, stored)]
         same_time = not session.events and stored.last_update_time == session.last_update_time
         if ends[0] != ends[1] and not same_time:
-            raise StaleSessionError(
-                "The session has been modified in storage since it was loaded. "
-                "Please reload the session before appending more events."
-            )
+            raise StaleSessionError(STALE)
         return stored
 
     async def flush(self) -> None:
@@ -393,9 +395,9 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             await _call(self._inner, "close")
 
     async def _writer(self, app_name: str, user_id: str, session_id: str) -> "_Records":
-        """Return an object that encrypts new records with data keys that were just read.
+        """Return an object that encrypts with data keys that were just read.
 
-        Cached data keys are not used, because another process may have erased them.
+        Another process may have erased cached ones.
         """
         keys = await self._unit.keys()
         await self._feature.ensure()
@@ -442,36 +444,24 @@ class _WrappedSession(Session):
 def _known_stored(session: Session) -> Session | None:
     """Return the inner service's object for *session*, if *session* has one with the same ids."""
     stored = session._stored if isinstance(session, _WrappedSession) else None
-    if stored is None:
+    if stored is None or any(getattr(stored, one) != getattr(session, one) for one in _IDS):
         return None
-    same = all(getattr(stored, name) == getattr(session, name) for name in _IDS)
-    return stored if same else None
+    return stored
 
 
 class _Scope(NamedTuple):
-    """The app's, the user's or the session's state.
+    """The app's, the user's or the session's state."""
 
-    *prefix* is the prefix of its keys.  *owner* is the tag of the data key's owner.  *parts* are
-    the name of the scope (`app`, `user` or `session`) and the ids, to which the encrypted values
-    are bound.
-    """
-
-    prefix: str
-    owner: bytes
+    prefix: str  # of its keys
+    owner: bytes  # the tag of the data key's owner
+    # The name of the scope and the ids, to which the encrypted values are bound.
     parts: tuple[str, ...]
-
-
-class _StateScopes(NamedTuple):
-    app: _Scope
-    user: _Scope
-    session: _Scope
 
 
 class _Records:
     """Encrypts and decrypts the records of one session.
 
-    If *is_current* is True, all data keys were just read, and not cached: a data key that is
-    missing does not exist.
+    If *is_current* is True, all data keys were just read, so a missing data key does not exist.
     """
 
     def __init__(self, keys: StagedKeys, is_current: bool, index: BlindIndex, who: Identity):
@@ -480,16 +470,14 @@ class _Records:
         self._index = index
         self._who = who
         user = (who.app_name, who.user_id)
-        self.scopes = _StateScopes(
-            _Scope(APP_PREFIX, who.app_tag, ("app", who.app_name)),
-            _Scope(USER_PREFIX, who.user_tag, ("user", *user)),
-            _Scope("", who.user_tag, ("session", *user, who.session_id)),
-        )
+        self.app = _Scope(APP_PREFIX, who.app_tag, ("app", who.app_name))
+        self.user = _Scope(USER_PREFIX, who.user_tag, ("user", *user))
+        self.session = _Scope("", who.user_tag, ("session", *user, who.session_id))
 
     def seal_states(self, values: Scopes) -> dict[str, str]:
-        """Encrypt *values*, JSON values by key; return the entries of all scopes in one dict."""
+        """Return the entries of all scopes in one dict."""
         sealed = {}
-        for scope, entries in zip(self.scopes, values, strict=True):
+        for scope, entries in zip((self.app, self.user, self.session), values, strict=True):
             for key, value in entries.items():
                 name = self._index.wrapped_state_key(*scope.parts, key).hex()
                 context = _state_context(scope, name)
@@ -498,10 +486,7 @@ class _Records:
         return sealed
 
     def seal_event(self, event: Event, plaintext: bytes, delta: dict[str, str]) -> Event:
-        """Encrypt *plaintext*, the encoding of *event*, and return the event to store.
-
-        *delta* contains the encrypted state changes.
-        """
+        """Return the event to store; *plaintext* encodes *event*, and *delta* is encrypted."""
         record = self._keys.seal(self._who.user_tag, self._event_context(event.id), plaintext)
         return Event(
             id=event.id,
@@ -516,8 +501,22 @@ class _Records:
     async def open_session(
         self, stored: Session, config: GetSessionConfig | None = None
     ) -> Session:
-        """Decrypt *stored*, with the events that *config* selects."""
-        session = self.open_session_without_events(stored)
+        who = self._who
+        _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
+        split = states.split(stored.state)
+        session = _WrappedSession(
+            id=stored.id,
+            app_name=stored.app_name,
+            user_id=stored.user_id,
+            state=states.merge(
+                self.open_entries(self.app, split.app),
+                self.open_entries(self.user, split.user),
+                self.open_entries(self.session, split.session),
+            ),
+            last_update_time=stored.last_update_time,
+        )
+        session._stored = stored
+        session._storage_update_marker = stored._storage_update_marker
         after = config.after_timestamp if config else None
         limit = config.num_recent_events if config else None
         # Filter again: not every service filters events, and some compare rounded times.
@@ -542,33 +541,8 @@ class _Records:
         session.events = history
         return session
 
-    def open_session_without_events(self, stored: Session) -> Session:
-        """Decrypt the states of *stored*; the returned session has no events."""
-        who = self._who
-        _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
-        scopes = self.scopes
-        split = states.split(stored.state)
-        state = states.merge(
-            self.open_entries(scopes.app, split.app),
-            self.open_entries(scopes.user, split.user),
-            self.open_entries(scopes.session, split.session),
-        )
-        session = _WrappedSession(
-            id=stored.id,
-            app_name=stored.app_name,
-            user_id=stored.user_id,
-            state=state,
-            last_update_time=stored.last_update_time,
-        )
-        session._stored = stored
-        session._storage_update_marker = stored._storage_update_marker
-        return session
-
     def open_entries(self, scope: _Scope, stored: JsonObject) -> JsonObject:
-        """Decrypt the entries of one scope; the names in *stored* and in the result have no prefix.
-
-        Raises DecryptionError, with the name of the entry.
-        """
+        """Decrypt the entries of one scope, whose names have no prefix."""
         opened: JsonObject = {}
         for name, value in stored.items():
             try:
@@ -576,7 +550,7 @@ class _Records:
             except UnknownKeyError as error:
                 # The user was erased, and the user id is used again.  The old entries of the user's
                 # state stay in the inner store, which has no method to delete them.
-                if not (self._is_current and scope is self.scopes.user) or (
+                if not (self._is_current and scope is self.user) or (
                     error.reason is not Reason.UNKNOWN_KEY
                 ):
                     raise error.located(STATES, scope.prefix + name) from None
@@ -610,10 +584,6 @@ class _Records:
             raise error.located(EVENTS, _shown(stored.id)) from None
 
     def _check_fields(self, stored: Event, event: Event) -> None:
-        """Check that the plaintext fields of *stored* equal the decrypted fields.
-
-        The inner service may have rounded the timestamp.
-        """
         for name in (*_TEXTS, "turn_complete"):
             if getattr(stored, name) != getattr(event, name):
                 raise TamperedError(f"its {name} was modified", reason=Reason.MISMATCH)
@@ -627,34 +597,15 @@ class _Records:
         )
 
 
-async def _opened_without_events(stored: Session, reader: _Records) -> Session:
-    return reader.open_session_without_events(stored)
-
-
 def _state_context(scope: _Scope, name: str) -> bytes:
     return records.context(("wrapped state", *scope.parts, bytes.fromhex(name)))
 
 
-def _json_scopes(state: JsonObject | None) -> Scopes:
-    """Split *state* by scope, and convert its values to JSON values.
-
-    Raises ValueError if a key or a value exceeds a limit.
-    """
-    scopes = states.split(state)
-    return Scopes(
-        loads(encode(scopes.app, APP_PREFIX)),
-        loads(encode(scopes.user, USER_PREFIX)),
-        loads(encode(scopes.session)),
-    )
-
-
 def _text(record: bytes) -> str:
-    """Return *record* in base64, the form in which the inner service stores it."""
     return base64.b64encode(record).decode("ascii")
 
 
 def _record(text: object) -> bytes:
-    """Return the record that `_text` has converted to *text*."""
     if isinstance(text, str):
         try:
             record = base64.b64decode(text, validate=True)
@@ -668,7 +619,6 @@ def _record(text: object) -> bytes:
 
 
 def _check_ids_of(stored: Session, app_name: str, user_id: str, session_id: str) -> None:
-    """Raise TamperedError unless the inner service has returned the session with these ids."""
     if (stored.app_name, stored.user_id, stored.id) != (app_name, user_id, session_id):
         raise TamperedError(
             "the inner service has returned the session of another app or user, or another session",
@@ -682,7 +632,6 @@ def _shown(event_id: str) -> str:
 
 
 def _only_text(stored: Event) -> str:
-    """Return the text of an event that the inner service has stored, its only part."""
     parts: Iterable[types.Part] = (stored.content and stored.content.parts) or ()
     texts = [part.text for part in parts]
     if len(texts) == 1 and texts[0] is not None:
@@ -691,7 +640,6 @@ def _only_text(stored: Event) -> str:
 
 
 async def _call(service: BaseSessionService, name: str) -> None:
-    """If *service* has the method *name*, call it without arguments, and await its result."""
     if (method := getattr(service, name, None)) is not None:
         result = method()
         if inspect.isawaitable(result):
