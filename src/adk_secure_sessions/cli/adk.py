@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -274,15 +274,9 @@ def _ending_quietly() -> Iterator[None]:
     """Report errors in one line; after Ctrl-C or the end of input, exit with status 130."""
     try:
         yield
-        return
     except (KeyboardInterrupt, EOFError):
-        status = 130
+        click.echo()
+        sys.exit(130)
     except SecureSessionError:
         with one_line_errors():
             raise
-    _end(status)
-
-
-def _end(status: int) -> NoReturn:
-    click.echo()
-    sys.exit(status)
