@@ -33,9 +33,9 @@ from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.integrations.plaintext_guard import (
-    WithoutEvaluations,
     guard_registry,
     plaintext_stores,
+    without_evaluations,
 )
 from adk_secure_sessions.integrations.plaintext_places import EXPORTER, PLACES
 from tests.cli.support import run
@@ -353,7 +353,7 @@ async def test_requests_that_write_evaluations_are_rejected(
     ):
         app.router.add_route(template, lambda _: Response(), methods)
     app.mount("/mounted", Response())
-    transport = httpx.ASGITransport(WithoutEvaluations(app))
+    transport = httpx.ASGITransport(without_evaluations(app))
     async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
         answer = await client.request(method, path)
     assert answer.status_code == status

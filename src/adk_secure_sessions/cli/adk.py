@@ -255,12 +255,12 @@ def _serving_no_evaluations(allowed: set[str]) -> Iterator[None]:
     """
     import uvicorn
 
-    from adk_secure_sessions.integrations.plaintext_guard import WithoutEvaluations
+    from adk_secure_sessions.integrations.plaintext_guard import without_evaluations
 
     create = uvicorn.Config.__init__
 
     def create_guarded(config: uvicorn.Config, app: Any, *values: Any, **options: Any) -> None:
-        create(config, WithoutEvaluations(app), *values, **options)
+        create(config, without_evaluations(app), *values, **options)
 
     with contextlib.ExitStack() as stack:
         if "evaluations" not in allowed:

@@ -1,7 +1,7 @@
 """Detect services and settings of google-adk that would store user content as plaintext.
 
 `plaintext_stores` checks options and the environment, `guard_registry` each service that google-adk
-creates, and `WithoutEvaluations` each request to its server.  `find_stores` is for `adk doctor`.
+creates, and `without_evaluations` each request to its server.  `find_stores` is for `adk doctor`.
 """
 
 import json
@@ -97,8 +97,9 @@ def refusal(found: Mapping[str, str]) -> str:
 def guard_registry(registry: Any, allowed: Collection[str]) -> None:
     """Make *registry* reject services that store plaintext, unless their kind is *allowed*."""
     for kind in SERVICES:
+        name = _method(kind)
         if kind not in allowed:
-            setattr(registry, _method(kind), _checked(kind, getattr(registry, _method(kind))))
+            setattr(registry, name, partial(_create_checked, kind, getattr(registry, name)))
 
 
 def _method(kind: str) -> str:
@@ -106,26 +107,18 @@ def _method(kind: str) -> str:
     return f"create_{URI_ARGUMENTS[kind][0].removesuffix('_uri')}"
 
 
-def _checked(kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls *create*, and rejects a service that stores plaintext.
-
-    It also rejects None: google-adk would then create a `DatabaseSessionService`.
-    """
-
-    def create_checked(uri: str, **options: Any) -> Any:
-        service = create(uri, **options)
-        option = URI_ARGUMENTS[kind][0]
-        if service is None:
-            raise ConfigurationError(
-                f"nothing is registered for the scheme of --{option}: if services.yaml or "
-                "services.py registers it, see google-adk's warning above"
-            )
-        if stored_by(service) == PLAINTEXT:
-            made = f"--{option} makes a {type(service).__name__}"
-            raise ConfigurationError(refusal({kind: made}))
-        return service
-
-    return create_checked
+def _create_checked(kind: str, create: Callable[..., Any], uri: str, **options: Any) -> Any:
+    """Create a service; reject plaintext and None: google-adk would use a database of its own."""
+    service = create(uri, **options)
+    option = URI_ARGUMENTS[kind][0]
+    if service is None:
+        raise ConfigurationError(
+            f"nothing is registered for the scheme of --{option}: if services.yaml or services.py "
+            "registers it, see google-adk's warning above"
+        )
+    if stored_by(service) == PLAINTEXT:
+        raise ConfigurationError(refusal({kind: f"--{option} makes a {type(service).__name__}"}))
+    return service
 
 
 def stored_by(service: object) -> str:
@@ -171,16 +164,13 @@ def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
     return stored_by(service), f"{scheme}://{made}"
 
 
-class WithoutEvaluations:
-    """An ASGI application that passes requests to *application*, except writes of evaluations."""
+def without_evaluations(application: ASGIApp) -> ASGIApp:
+    """Return an ASGI application that passes on requests, except writes of evaluations."""
 
-    def __init__(self, application: ASGIApp) -> None:
-        self._application = application
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         writes = scope["type"] == "http" and scope["method"] != "GET"
         if not writes or not _EVALUATIONS.search(_NAMES.sub("", scope["path"])):
-            await self._application(scope, receive, send)
+            await application(scope, receive, send)
             return
         text = (
             "google-adk would write this as plaintext: evaluations; to permit it, start the "
@@ -189,3 +179,5 @@ class WithoutEvaluations:
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 403, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps({"detail": text}).encode()})
+
+    return guarded
