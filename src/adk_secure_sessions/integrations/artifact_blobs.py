@@ -130,8 +130,8 @@ async def check_blobs(
             listed = stored if blob.prefix == blobs.prefix else {}
             if problem := await stored_wrongly(place, blob, listed):
                 done.missing += 1
-                detail = f"its blob {blob.name}: {problem.detail}"
-                problems.add(events.name, row, problem.reason, detail)
+                problem = problem.about(f"its blob {blob.name}")
+                problems.add(events.name, row, problem.reason, problem.detail)
             elif blob.name in marks:
                 done.marked += 1
                 detail = "its blob is marked as deleted, by another copy of this database"
