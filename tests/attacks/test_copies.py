@@ -18,11 +18,8 @@ from google.adk.errors.already_exists_error import AlreadyExistsError
 
 from adk_secure_sessions import (
     Caches,
-    ConfigurationError,
     EncryptedSessionService,
-    SecureSessionError,
     TamperedError,
-    WrongKeyError,
 )
 from adk_secure_sessions.formats.records import unpack
 from adk_secure_sessions.maintenance import Database as Maintained
@@ -322,33 +319,3 @@ async def test_running_service_rejects_an_owners_row_of_another_copy(
 
 # A service that has the session's row in its cache does these without the rows in question.
 _NEED_NO_OTHER_ROW = (append, append_large, delete)
-
-
-# --- the list of features ------------------------------------------------------------------------
-
-FEATURES = {
-    "removed": ("DELETE FROM secure_meta WHERE name = 'features'", ConfigurationError),
-    "unknown": (
-        "UPDATE secure_meta SET value = 'x' || substr(value, 2) WHERE name = 'features'",
-        ConfigurationError,
-    ),
-    "with another MAC": (
-        "UPDATE secure_meta SET value = '- ' || substr(value, 4) || substr(value, 3, 1) "
-        "WHERE name = 'features'",
-        WrongKeyError,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FEATURES)
-async def test_features_that_were_modified_are_rejected(db: Database, name: str) -> None:
-    statement, error = FEATURES[name]
-    db.run(statement)
-    before = db.rows("SELECT * FROM secure_sessions")
-    async with db.service() as service:
-        with pytest.raises(error, match=r"features|does not know"):
-            await service.create_session(app_name="clinic", user_id="new")
-    with pytest.raises(SecureSessionError):
-        async with db.maintained() as opened:
-            await verify(opened)
-    assert db.rows("SELECT * FROM secure_sessions") == before

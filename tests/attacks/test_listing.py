@@ -101,15 +101,6 @@ async def test_user_who_cannot_be_read_has_an_empty_listing_that_is_reported(
     assert any(str(db.world.rows["alice"]) in line for line in reported(caplog))
 
 
-async def test_user_without_a_data_key_does_not_keep_others_from_being_listed(
-    db: Database, caplog: pytest.LogCaptureFixture
-) -> None:
-    db.run(f"DELETE FROM secure_data_keys WHERE {USER_KEY.where}")
-    sessions = await listed(db, None)
-    assert [session.user_id for session in sessions] == [BOB.user_id]
-    assert reported(caplog)
-
-
 @also_on("engine", "mariadb")
 @pytest.mark.parametrize(
     "change",

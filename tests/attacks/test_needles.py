@@ -47,7 +47,6 @@ from tests.attacks.needles import (
     new_event,
     state,
 )
-from tests.attacks.support import outcome
 from tests.faults import Point, with_faults
 from tests.servers import Server, mariadb, postgresql
 
@@ -461,19 +460,6 @@ async def test_event_that_cannot_be_read_is_named_and_not_quoted(
     assert found_in(log.getvalue()) == set()
     assert "9.99.9" in str(errors.raised["all"])
     assert "secure_events" in str(errors.raised["all"])
-
-
-async def test_value_of_the_wrong_type_is_not_quoted_in_a_warning(tmp_path: Path) -> None:
-    """It is assigned after the event was made, which pydantic does not validate."""
-    with everything_logged() as log:
-        async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
-            session = await service.create_session(**WHO)
-            event = new_event({})
-            wrong: Any = [needle("branch")]
-            event.branch = wrong
-            result = await outcome(service.append_event(session, event))
-            assert not isinstance(result, Exception) or found_in(locals_of(result)) == set()
-    assert found_in(log.getvalue()) == set()
 
 
 async def test_values_without_a_json_form_are_stored_as_text_with_a_warning_that_quotes_none(

@@ -1,4 +1,3 @@
-import datetime
 import json
 import logging
 import math
@@ -14,7 +13,7 @@ from google.genai import types
 from pydantic import BaseModel
 
 from tests.conformance import samples
-from tests.conformance.samples import BINARY, CORPUS
+from tests.conformance.samples import CORPUS
 from tests.conformance.services import POOLED_KINDS
 from tests.conformance.support import create, each_kind, event, reference_lacks, reload
 from tests.conformance.values import RICH, a_function
@@ -107,21 +106,6 @@ def test_every_field_of_an_event_has_a_sample() -> None:
     assert unsampled == {"Event.partial", "Event.actions"}
 
 
-async def test_binary_parts_come_back_to_the_byte(service: BaseSessionService) -> None:
-    stored = await store(
-        service,
-        samples.parts(
-            types.Part(inline_data=types.Blob(data=BINARY, mime_type="image/png")),
-            types.Part(text="x", thought_signature=BINARY),
-        ),
-    )
-    assert stored.content
-    assert stored.content.parts
-    blob = stored.content.parts[0].inline_data
-    assert blob
-    assert blob.data == stored.content.parts[1].thought_signature == BINARY
-
-
 async def test_auth_config_comes_back_as_one(service: BaseSessionService) -> None:
     given = samples.oauth2()
     stored = await store(service, samples.actions(requested_auth_configs={"call": given}))
@@ -130,12 +114,6 @@ async def test_auth_config_comes_back_as_one(service: BaseSessionService) -> Non
     assert found.exchanged_auth_credential == given.exchanged_auth_credential
     assert found.raw_auth_credential == given.raw_auth_credential
     assert found.credential_key == given.credential_key
-
-
-async def test_long_running_tool_ids_come_back_as_a_set(service: BaseSessionService) -> None:
-    stored = await store(service, event(long_running_tool_ids={"a", "b"}))
-    assert stored.long_running_tool_ids == {"a", "b"}
-    assert isinstance(stored.long_running_tool_ids, set)
 
 
 @pytest.mark.parametrize(
@@ -164,15 +142,9 @@ async def test_odd_text_comes_back_wherever_it_stands(
 
 
 async def test_odd_log_probabilities_come_back(service: BaseSessionService) -> None:
-    for odd in (math.inf, -math.inf, 5e-324, -0.0, 1e308):
+    for odd in (math.inf, -math.inf, math.nan, 5e-324, -0.0, 1e308):
         stored = await store(service, event(avg_logprobs=odd))
         assert repr(stored.avg_logprobs) == repr(odd)
-
-
-async def test_nan_as_log_probability_comes_back(service: BaseSessionService) -> None:
-    stored = await store(service, event(avg_logprobs=math.nan))
-    assert stored.avg_logprobs is not None
-    assert math.isnan(stored.avg_logprobs)
 
 
 async def test_number_that_json_lacks_does_not_lose_the_event(
@@ -211,26 +183,6 @@ async def test_agent_state_without_json_form_is_stored_as_text_with_a_warning(
     assert [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize("bad", [a_function, object()], ids=["function", "object"])
-async def test_event_without_json_form_is_stored_as_text_or_rejected_whole(
-    service: BaseSessionService, bad: Any
-) -> None:
-    session = await create(service)
-    before = session.model_copy(deep=True)
-    try:
-        await service.append_event(
-            session, event("text", custom_metadata={"bad": bad}, delta={"k": 1, "user:k": 1})
-        )
-    except ValueError:
-        assert session == before
-        assert await reload(service, session) == before
-        await service.append_event(session, event("goes on"))
-        return
-    again = await reload(service, session)
-    assert again.state == {"k": 1, "user:k": 1}
-    assert again.events[0].custom_metadata == {"bad": repr(bad)}
-
-
 async def test_metadata_keeps_nones_that_stand_inside_it(service: BaseSessionService) -> None:
     metadata = {"none": None, "list": [None, {"none": None}]}
     given = event(
@@ -244,17 +196,3 @@ async def test_metadata_keeps_nones_that_stand_inside_it(service: BaseSessionSer
     assert stored == given
     assert stored.custom_metadata == metadata
     assert stored.actions.state_delta == metadata
-
-
-async def test_naive_and_aware_times_in_metadata_come_back_as_text(
-    service: BaseSessionService,
-) -> None:
-    moment = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
-    stored = await store(
-        service,
-        event(custom_metadata={"aware": moment, "naive": moment.replace(tzinfo=None)}),
-    )
-    assert stored.custom_metadata == {
-        "aware": "2024-05-06T07:08:09Z",
-        "naive": "2024-05-06T07:08:09",
-    }
