@@ -124,15 +124,10 @@ def appending_to(file: TextIO | None) -> Iterator[None]:
 
 
 class AuditEntry(NamedTuple):
-    """A record of the audit log, before it is written.
+    """A record of the audit log, before it is written."""
 
-    Attributes:
-        time: When the record was made, in microseconds since 1970, UTC.
-        fields: Values for JSON, among them the time as text.
-    """
-
-    time: int
-    fields: dict[str, object]
+    time: int  # microseconds since 1970, UTC
+    fields: dict[str, object]  # values for JSON, among them the time as text
 
 
 def entry(event: str, **facts: object) -> AuditEntry:
@@ -162,10 +157,7 @@ def record(event: str, **facts: object) -> None:
     """Write one record of the audit log.
 
     If the running call stores its records in the audit trail, also keep the record for the trail.
-
-    Args:
-        event: What happened, for example `record.rejected`.
-        **facts: Values for JSON, without plaintext and keys.  None values are omitted.
+    *facts* are values for JSON, without plaintext and keys; None values are omitted.
     """
     call = _call.get()
     if call is None and not is_on():
@@ -191,9 +183,7 @@ def record_rejected(error: DecryptionError) -> None:
 def record_opened(database_id: bytes | None, error: str | None) -> None:
     """Write an audit record: this process has opened a database, or could not open it.
 
-    Args:
-        database_id: The id of the database; None if it could not be opened.
-        error: The name of the error's class; None if the database was opened.
+    *error* is the name of the error's class.
     """
     database = database_id.hex() if database_id else None
     outcome = "failure" if error else "success"
@@ -478,14 +468,7 @@ _call: ContextVar[SecurityCall | None] = ContextVar("audit_call", default=None)
 
 
 class AccessCall(SecurityCall):
-    """An access to a session, a state, an artifact or a memory.
-
-    Args:
-        trail: Stores the records; None if they are only logged.
-        action: The event in the record, for example `session.read`.
-        read_ids: Converts the ids to the form that records show.
-        ids: The app name, the user id and the session id.
-    """
+    """An access to a session, a state, an artifact or a memory; only logged without *trail*."""
 
     def __init__(
         self, trail: Trail | None, action: str, read_ids: ReadIds, ids: tuple[str, str, str]

@@ -160,13 +160,8 @@ class _Draft:
 class AuditTrail(KeyMaterial):
     """Stores audit records in the table `secure_audit`; see the module.
 
-    Several event loops and threads may use an object at the same time.
-
-    Args:
-        unit: The unit of work of the database.
-        create_table: Whether to create the table if it is missing.  If False, `prepare` raises
-            ConfigurationError if the table is missing.
-        warns: Log a warning, once in this process, if the logger of the audit log is off.
+    Several event loops and threads may use an object at the same time.  If *warns* is True, a
+    warning is logged, once in this process, if the logger of the audit log is off.
     """
 
     def __init__(self, unit: UnitOfWork, *, create_table: bool, warns: bool = True) -> None:
@@ -247,10 +242,8 @@ class AuditTrail(KeyMaterial):
     ) -> tuple[T, bool]:
         """Run *transaction*, and store *entries* in it if the transaction changes something.
 
-        The other arguments and the errors are those of `Executor.write`.
-
-        Returns:
-            The result of *transaction*, and whether *entries* were stored.
+        Return the result, and whether *entries* were stored.  The other arguments and the errors
+        are those of `Executor.write`.
         """
         chain = self._take((await self._unit.keys()).keyring)
         draft, head = _Draft(), chain.head

@@ -105,11 +105,7 @@ class Collections:
         return int(min(max(items or 0, 0), 2**62))
 
     async def cache(self, key: object, make: Callable[[], T]) -> T:
-        """Return the object that is kept for *key*, such as a cache of decrypted values.
-
-        If no object is kept for *key*, keep the object that *make* returns.  When the cache of
-        decrypted rows is emptied, the kept objects are discarded, too.
-        """
+        """See `UnitOfWork.attached`."""
         return await self._unit.attached(key, make)
 
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
@@ -146,19 +142,12 @@ class Collections:
         item is `revision - 1`.  If the collection does not exist, create it.  Also create the rows
         of its user and its app if they do not exist.
 
-        Args:
-            app_name: The app.
-            user_id: The user.
-            name: The name of the collection, at most `MAX_NAME_BYTES` long.
-            item: The plaintext; or a function that returns the plaintext.  Before each attempt to
-                append, the function is called with the collection and its last item; if the
-                collection is empty, without an item.  A function cannot be combined with
-                *expected*.
-            expected: The row id and the revision that the collection had when the caller read it.
-                If None, the item is appended at any revision.
-            replaced: New contents for earlier items, by number; *expected* must be given.  The
-                appended item must name the replaced items, so that a replay of their old records
-                can be detected: see `ReplaceItems`.
+        If *item* is a function, it returns the plaintext.  It is called before each attempt, with
+        the collection and its last item, if any.  Without *expected*, the position that the caller
+        has read, the item is appended at any revision.
+
+        *replaced* are new contents for items before *expected*, by number.  The appended item must
+        name them, so that a replay of their old records can be detected: see `ReplaceItems`.
         """
         if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
@@ -191,11 +180,7 @@ class Collections:
     async def rewrite(
         self, app_name: str, user_id: str, name: str, items: Sequence[bytes], expected: Expected
     ) -> None:
-        """Replace all items of a collection by *items*, in one transaction.
-
-        The collection gets a new row id.  If another process has read the old items, and then
-        appends an item with their *expected* value, its append raises StaleRevision.
-        """
+        """Replace all items of a collection by *items*: see `RewriteItems`."""
         who = await self._unit.identify(app_name, user_id, name, True)
         await self._unit.run(RewriteItems(who, expected, items, time.time_ns() // 1000))
 

@@ -114,15 +114,10 @@ class ImportStatus(Enum):
 
 
 class SourceEvent(NamedTuple):
-    """An event of another database.
+    """An event of another database."""
 
-    Attributes:
-        plaintext: The event as `events.encode` returns it.
-        time: The time of the event, in microseconds since 1970, UTC.
-    """
-
-    plaintext: bytes
-    time: int
+    plaintext: bytes  # as `events.encode` returns it
+    time: int  # microseconds since 1970, UTC
 
 
 # The status of what was imported and is still stored, by two answers: whether the source has not
@@ -234,10 +229,8 @@ class Imported(NamedTuple):
 class _Import(Write[T]):
     """Base class of the operations that store a session or a state of another database.
 
-    Args:
-        source: The MAC that identifies the imported version: see `Seals.source`.
-        replace: Replace what was imported from another version before, if no service has changed it
-            since.
+    With *replace*, they replace what was imported from another version than *source* (see
+    `Seals.source`), if no service has changed it since.
     """
 
     change = "import"
@@ -597,13 +590,7 @@ def _update(old: MigratedRow, new: MigratedRow) -> Change:
 
 
 class Imports:
-    """Stores what is imported into a database, and tells what was imported before.
-
-    Args:
-        unit: Runs the operations.
-        index: The search index, if this process is configured to index keys.
-        create_table: Whether the table `secure_migrated` may be created.
-    """
+    """Stores what is imported into a database, and tells what was imported before."""
 
     def __init__(
         self, unit: UnitOfWork, index: SearchIndex | None = None, *, create_table: bool = True
@@ -614,12 +601,7 @@ class Imports:
         self._feature = Feature(unit, MIGRATION, create_table=create_table)
 
     async def prepare_imports(self) -> None:
-        """Create the table `secure_migrated` and add the feature `migration`, if they are missing.
-
-        `import_session`, `import_state` and `tombstone` do the same.
-
-        Raises ConfigurationError if the table is missing, and this process may not create it.
-        """
+        """Create the table and add the feature, if they are missing, as every write does."""
         await self._feature.ensure()
 
     async def import_session(
@@ -643,22 +625,13 @@ class Imports:
         same time, which is several times as fast.
 
         If the session is stored already, or was deleted, the session may be left unchanged:
-        `ImportStatus` lists the cases.
+        `ImportStatus` lists the cases.  With *replace*, a session that was imported before from
+        another version is replaced, if no service has changed it since.
 
-        Args:
-            app_name: The app.
-            user_id: The user.
-            session_id: The session.
-            state: The session's own state, as JSON that `states.encode` returns.
-            events: All events, oldest first; the times are those of `Event.timestamp`.
-            created_at: Microseconds UTC.
-            updated_at: The session's last update, in microseconds UTC.
-            source_version: A text that differs after each change of the session in the source.
-            expires_at: When the session expires, in microseconds UTC; None if it does not expire.
-            replace: Replace the session if it was imported before from another version, and no
-                service has changed it since.
-
-        The caller must check that the ids are within the limits of services.
+        *state* is the session's own state, as `states.encode` returns it.  *source_version* is a
+        text that differs after each change of the session in the source.  The times are in
+        microseconds UTC; *expires_at* is None for a session that does not expire.  The caller must
+        check that the ids are within the limits of services.
         """
         await self._feature.ensure()
         if self._index is not None:
@@ -678,13 +651,9 @@ class Imports:
     ) -> ImportStatus:
         """Set the state of a user, or of an app if *user_id* is None, exactly to *state*.
 
-        *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  If
-        the app or the user is not stored, create the row.  An empty state, as `import_session`
-        creates it, is replaced even if *replace* is False.
-
-        If *replace* is True, also replace a state that was imported before, provided that no
-        service has changed the state since.  `ImportStatus` lists the cases in which the stored
-        state is left unchanged.
+        *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  An
+        empty state, as `import_session` creates it, is always replaced.  *replace* and the result
+        are those of `import_session`.
         """
         await self._feature.ensure()
         if self._index is not None:
@@ -697,9 +666,7 @@ class Imports:
     async def imported(self, ids: Iterable[SessionIds]) -> dict[SessionIds, Imported]:
         """Return the rows of `secure_migrated` for those of the sessions *ids* that have a row.
 
-        These are the sessions that were imported, and those that must not be imported.  If a
-        session's user was erased, the session must not be imported: the result for the session is
-        then a tombstone (see `Imported.is_tombstone`).
+        If a session's user was erased, the result for the session is a tombstone.
         """
         if not await self._feature.is_added():
             return {}
@@ -717,9 +684,7 @@ class Imports:
     ) -> dict[tuple[str, str | None], Imported]:
         """Return the rows of `secure_migrated` for those of the *owners* that have a row.
 
-        These are the users and apps whose state was imported, and the users whose state must not be
-        imported.  An element of *owners* is an app name and a user id; the user id is None for the
-        state of the app.
+        An element of *owners* is an app name and a user id, which is None for the app's own state.
         """
         if not await self._feature.is_added():
             return {}

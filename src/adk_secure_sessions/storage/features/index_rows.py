@@ -133,11 +133,8 @@ def entries(
 ) -> Entries:
     """Return the tags of the indexed keys in *state*, and the tags of their values.
 
-    Args:
-        attempt: The attempt that reads or writes the state.
-        prefix: `user:` for the state of a user, and empty for that of a session.
-        state: The state, or changes of the state.
-        keys: The tags of the keys; None for all indexed keys that this process knows.
+    *prefix* is `user:` for the state of a user, and empty for that of a session.  *keys* are the
+    tags of the keys; None stands for all indexed keys that this process knows.
     """
     index, app_name = attempt.keys.keyring.index, attempt.who.app_name
     keys = attempt.keys.keyring.indexed_keys if keys is None else keys
@@ -192,17 +189,11 @@ def state_of(session: StoredSession) -> JsonObject:
 
 
 class Differences(NamedTuple):
-    """The differences between the stored rows of a session or user and its state.
-
-    Attributes:
-        missing: The rows to insert.
-        wrong: The rows to update, with the right values.
-        surplus: The tags of keys that are indexed and that the state does not contain.
-    """
+    """The differences between the stored rows of a session or user and its state."""
 
     missing: Entries
-    wrong: Entries
-    surplus: tuple[bytes, ...]
+    wrong: Entries  # with the right values
+    surplus: tuple[bytes, ...]  # the tags of the keys that the state does not contain
 
     @classmethod
     def between(

@@ -32,10 +32,7 @@ from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
 class SearchIndex:
     """The search index of a database.
 
-    Args:
-        unit: Runs the operations.
-        keys: Keys of the state that are indexed for each app to which this process writes.
-        create_table: Whether the table of the index may be created.
+    *keys* of the state are indexed for each app to which this process writes.
     """
 
     def __init__(
@@ -130,14 +127,7 @@ class NotIndexed(Exception):
 
 
 class Lookup:
-    """A search for the sessions whose state has a value, with the tags of the key and the value.
-
-    Args:
-        keyring: The keyring of the database.
-        app_name: The app of the sessions.
-        key: A key that `index_rows.check_key` accepts.
-        value: The value: a JSON value, as it would be stored.
-    """
+    """A search for the sessions whose state has a value, with the tags of the key and the value."""
 
     def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
         self.of_users: bool = key.startswith(USER_PREFIX)
@@ -211,12 +201,7 @@ class CheckIndexed(ReadOperation):
     """Compare the rows of a session, or of a user, with the state.
 
     `attempt` returns the row id in `secure_state_index` and the differences; None if the session
-    or the user does not exist.
-
-    Args:
-        who: The ids of the session.
-        keys: The tags of the keys to compare.
-        of_user: Whether to compare the rows of the user, and not those of the session.
+    or the user does not exist.  *keys* are the tags of the keys to compare.
     """
 
     reads_keys = True
