@@ -92,17 +92,6 @@ def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(
         assert staged.current_is_newest(ADA) == (named == 2)
 
 
-def test_key_that_the_row_does_not_name_still_decrypts() -> None:
-    keys = data_keys()
-    older = StagedKeys(keys)
-    rows = [older.new(ADA)]
-    stored = older.seal(ADA, CONTEXT, b"plaintext")
-    rows.append(older.new(ADA))
-    staged = read(keys, rows)
-    staged.adopt(ADA, [rows[1].id])
-    assert staged.open(ADA, CONTEXT, stored) == b"plaintext"
-
-
 def test_of_several_keys_that_the_row_names_the_newest_encrypts() -> None:
     keys = data_keys()
     rows = made(keys, 3)
@@ -137,15 +126,6 @@ def test_key_of_another_backend_is_not_taken_though_the_row_names_it() -> None:
     assert not staged.current_is_newest(ADA)
 
 
-def test_newer_row_that_names_another_key_changes_the_current_one() -> None:
-    keys = data_keys()
-    rows = made(keys, 2)
-    staged = read(keys, rows)
-    for named in (rows[0], rows[1], rows[0]):
-        staged.adopt(ADA, [named.id])
-        assert current_id(staged) == named.id
-
-
 def test_cached_key_that_the_row_no_longer_names_encrypts_nothing() -> None:
     keys = data_keys()
     rows = made(keys, 2)
@@ -170,15 +150,6 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     keys.keyring = keyring(ANOTHER_MASTER)
     later.adopt(ADA, (row.id,))
     assert current_id(later) is None
-
-
-def test_owner_without_keys_has_no_current_and_no_authentic_key() -> None:
-    staged = StagedKeys(data_keys())
-    staged.adopt(ADA, [5])
-    assert current_id(staged) is None
-    assert not staged.current_is_newest(ADA)
-    assert not staged.is_as_new_as(ADA)
-    assert not staged.rows_are_authentic(ADA, [])
 
 
 def test_key_that_this_operation_stored_is_used_if_the_row_names_none() -> None:
@@ -254,21 +225,6 @@ def junk(row: DataKeyRow, generation: int = 7) -> DataKeyRow:
     return row._replace(id=99, generation=generation)
 
 
-def test_junk_key_stops_only_the_records_that_name_it() -> None:
-    keys = data_keys()
-    staged = StagedKeys(keys)
-    (row,) = rows = [staged.new(ADA)]
-    stored = staged.seal(ADA, CONTEXT, b"plaintext")
-    for order in ([*rows, junk(row)], [junk(row), *rows]):
-        later = read(keys, order)
-        later.adopt(ADA, [row.id])
-        assert later.open(ADA, CONTEXT, stored) == b"plaintext"
-        assert later.is_as_new_as(ADA, stored)
-        assert current_id(later) == row.id
-        with pytest.raises(DecryptionError, match="secure_data_keys row 99"):
-            later.open(ADA, CONTEXT, pack(1, 99) + bytes(40))
-
-
 def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
@@ -293,13 +249,6 @@ def test_junk_key_is_not_taken_though_the_row_names_it() -> None:
     staged.adopt(ADA, [99, row.id])
     assert current_id(staged) == row.id
     assert staged.names(ADA, [99, row.id]) == (row.id,)
-
-
-def test_junk_key_is_named_by_verify() -> None:
-    keys = data_keys()
-    (row,) = made(keys, 1)
-    assert not read(keys, [row, junk(row)]).rows_are_authentic(ADA, [row.id, 99])
-    assert read(keys, [row]).rows_are_authentic(ADA, [row.id])
 
 
 @pytest.mark.parametrize("taken", [0, 7, LAST - 1])
@@ -369,13 +318,6 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
         again.open(ADA, CONTEXT, pack(1, planted.id) + bytes(40))
 
 
-def test_keyring_that_changed_is_noticed_even_without_data_keys() -> None:
-    keys = data_keys(keyring(MASTER, ANOTHER_MASTER))
-    with pytest.raises(StaleKeyring):
-        StagedKeys(keys, keyring_is_complete=False).load([], marks(keyring(MASTER)))
-    StagedKeys(keys, keyring_is_complete=False).load([], marks(keys.keyring)[::-1])
-
-
 def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
     """Only a row whose data master is missing asks the caller to read the keyring again."""
     keys = data_keys(keyring(MASTER))
@@ -393,12 +335,6 @@ def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
         staged.load(rows, stored)
         assert staged.lacks_master == lacks_master
         assert staged.has_keys(ADA)
-
-
-def test_new_key_is_stored_only_under_the_keyring_that_this_process_knows() -> None:
-    keys = data_keys(keyring(MASTER, ANOTHER_MASTER))
-    guard = StagedKeys(keys).keyring_guard()
-    assert guard == {"master_id": ANOTHER_MASTER, "masters": 3}
 
 
 def test_separated_copy_unwraps_data_keys_of_its_old_masters_only_with_the_old_database_id() -> (
@@ -421,12 +357,6 @@ def test_separated_copy_unwraps_data_keys_of_its_old_masters_only_with_the_old_d
 
 
 # --- rows of data keys ---------------------------------------------------------------------------
-
-
-def test_new_rows_are_those_to_store() -> None:
-    staged = StagedKeys(data_keys())
-    rows = [staged.new(ADA), staged.new(BOB), staged.new(ADA)]
-    assert staged.new_rows == rows
 
 
 def test_time_of_a_new_key_is_in_microseconds_and_not_before_the_given_time() -> None:
@@ -479,14 +409,6 @@ def published(keys: DataKeys, *rows: DataKeyRow) -> None:
     for row in rows:
         staged.adopt(row.owner, [row.id])
     staged.publish()
-
-
-def test_transaction_that_must_not_use_the_cache_knows_no_cached_key() -> None:
-    keys = data_keys()
-    (row,) = made(keys, 1)
-    published(keys, row)
-    assert current_id(StagedKeys(keys)) == row.id
-    assert current_id(StagedKeys(keys, uses_cache=False)) is None
 
 
 def test_transaction_goes_on_with_a_key_that_the_cache_has_removed() -> None:

@@ -1,9 +1,7 @@
 """The keyring and data keys: each key is unwrapped by the key it names, and by no other."""
 
 import asyncio
-import copy
 import math
-import pickle
 import traceback
 import warnings
 from collections.abc import Generator, Iterable
@@ -27,7 +25,6 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import Cipher, pack, unpack
-from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import (
     CipherFactory,
     DataKeyRow,
@@ -405,10 +402,6 @@ async def test_master_keys_are_random() -> None:
     assert {len(key) for key in keys} == {32}
 
 
-async def test_purposes_are_stored_as_documented() -> None:
-    assert [row.purpose for row in await made(ROOT)] == ["index", "data"]
-
-
 def test_master_keys_are_equal_if_their_bytes_are() -> None:
     assert UnwrappedMaster(b"one") == UnwrappedMaster(b"one")
     assert UnwrappedMaster(b"one") != UnwrappedMaster(b"two")
@@ -491,20 +484,6 @@ def cipher_of(keys: DataKeys, row: DataKeyRow) -> Cipher:
     return loaded(keys, row).key_of(row.owner, pack(row.backend_id, row.id)).cipher
 
 
-async def test_data_key_is_unknown_to_other_transactions_until_it_is_published() -> None:
-    keys = await store()
-    staged = StagedKeys(keys)
-    staged.new(ADA)
-    stored = staged.seal(ADA, CONTEXT, b"plaintext")
-    with pytest.raises(UnknownKeyError):
-        StagedKeys(keys).open(ADA, CONTEXT, stored)
-    assert StagedKeys(keys).current(ADA) is None
-    assert not keys.knows(ADA)
-    staged.publish()
-    assert StagedKeys(keys).open(ADA, CONTEXT, stored) == b"plaintext"
-    assert keys.knows(ADA)
-
-
 async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation() -> None:
     first = await store(1)
     row = StagedKeys(first).new(ADA)
@@ -514,16 +493,6 @@ async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation()
         assert staged.new(ADA).generation == 1
 
 
-async def test_data_key_under_an_older_master_key_stays_usable() -> None:
-    rows = await made(ROOT, ROOT)
-    old = StagedKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
-    staged = loaded(on(await opened(rows, ROOT), 1), old)
-    current = staged.current(ADA)
-    assert current is not None
-    assert current.id == old.id
-    assert unpack(staged.new(BOB).wrapped)[1] == rows[2].id
-
-
 async def test_data_key_under_a_plaintext_master_key_is_not_usable() -> None:
     rows = await made(ROOT, CLEAR)
     row = StagedKeys(on(await opened(rows, CLEAR, ROOT), 1)).new(ADA)
@@ -531,26 +500,6 @@ async def test_data_key_under_a_plaintext_master_key_is_not_usable() -> None:
     moved = loaded(on(await opened(rows, ROOT, CLEAR), 1), row)
     assert moved.current(ADA) is None
     assert moved.new(ADA).generation == 1
-
-
-async def test_keyring_that_is_read_again_unwraps_only_new_master_keys() -> None:
-    rows = await made(ROOT, ROOT)
-    known = await opened(rows[:2], ROOT)
-    asked: list[bytes] = []
-
-    class Counting(KeyService):
-        async def unwrap(self, key: bytes, associated_data: bytes) -> bytes:
-            asked.append(key)
-            return await ROOT.unwrap(key, associated_data)
-
-    roots = {ROOT.key_id: Counting(None)}
-    again = await open_keyring(rows, roots, ROOT.key_id, DATABASE, known)
-    assert asked == [rows[2].wrapped]
-    assert again.current_id == rows[2].id
-    assert again.index is known.index
-    later = await open_keyring([rows[0], rows[2]], roots, ROOT.key_id, DATABASE, again)
-    assert rows[1].id not in later.masters
-    assert len(asked) == 1
 
 
 # --- the keyring of a running service ------------------------------------------------------------
@@ -835,25 +784,3 @@ async def test_current_key_is_not_as_new_as_a_newer_one_of_another_backend() -> 
     staged = loaded(on(first.keyring, 1, 2), row, newer)
     assert staged.is_as_new_as(ADA)
     assert not staged.is_as_new_as(ADA, sealed)
-
-
-# --- no key is shown -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
-async def test_unwrapped_keys_cannot_be_pickled_or_copied(attempt: Any) -> None:
-    keys = await store()
-    staged = StagedKeys(keys)
-    staged.new(ADA)
-    master = (await new_master(DATA, ROOT, DATABASE, 0)).key
-    for holder in (keys, keys.keyring, keys.keyring.index, staged.current(ADA), master):
-        with pytest.raises(TypeError, match="holds key material"):
-            attempt(holder)
-
-
-async def test_repr_of_unwrapped_keys_shows_nothing() -> None:
-    keys = await store()
-    assert repr(keys) == "<DataKeys>"
-    assert repr(keys.keyring) == "<Keyring>"
-    assert repr((await new_master(DATA, ROOT, DATABASE, 0)).key) == "<UnwrappedMaster>"
-    assert repr(BlindIndex(bytes(32))) == "<BlindIndex>"
