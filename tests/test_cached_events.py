@@ -5,7 +5,6 @@ and the conformance suite runs on the kind `encrypted-cached-events`.
 """
 
 import asyncio
-import contextlib
 import gc
 import os
 import pickle
@@ -13,7 +12,6 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from adk_secure_sessions import (
     Caches,
     ConfigurationError,
     EncryptedSessionService,
-    StaleSessionError,
 )
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
@@ -249,40 +246,6 @@ async def test_readers_in_one_loop_see_beginnings_of_the_history(tmp_path: Path)
 
         await asyncio.gather(write(), *(read() for _ in range(4)))
         assert seen > 10
-
-
-def test_one_service_in_several_threads_with_an_event_loop_each(tmp_path: Path) -> None:
-    service = service_on(tmp_path, cache=Caches(events=200_000))
-
-    async def begin() -> None:
-        for name in range(4):
-            await service.create_session(app_name=APP, user_id=USER, session_id=f"{name}")
-
-    async def work(number: int) -> None:
-        for turn in range(30):
-            name = f"{(turn + number) % 4}"
-            ids_of: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": name}
-            session = await service.get_session(**ids_of)
-            assert session is not None
-            stored = len(session.events)
-            with contextlib.suppress(StaleSessionError):
-                await service.append_event(session, said(turn))
-            again = await service.get_session(**ids_of)
-            assert again is not None
-            assert len(again.events) >= stored
-
-    async def end() -> None:
-        for name in range(4):
-            ids_of: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": f"{name}"}
-            cached = await service.get_session(**ids_of)
-            async with service_on(tmp_path, cache=Caches(events=0)) as plain:
-                assert await plain.get_session(**ids_of) == cached
-        await service.close()
-
-    asyncio.run(begin())
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: asyncio.run(work(number)), range(4)))
-    asyncio.run(end())
 
 
 # --- what is in memory, and how long -------------------------------------------------------------

@@ -81,33 +81,6 @@ async def test_service_reads_the_database_as_the_vector_says(database: Path, wri
             assert await service.get_user_state(**names) == user["state"]
 
 
-@pytest.mark.parametrize("writer", list(ROOTS))
-async def test_service_appends_to_sessions_of_the_database(database: Path, writer: str) -> None:
-    event = Event(author="nurse", id="new", timestamp=1_800_000_000.0)
-    async with service_on(database, writer) as service:
-        for expected in DATABASE["sessions"]:
-            session = await service.get_session(**who(expected))
-            assert session is not None
-            await service.append_event(session, event)
-    async with service_on(database, writer) as again:
-        for expected in DATABASE["sessions"]:
-            session = await again.get_session(**who(expected))
-            assert session is not None
-            assert [event.id for event in session.events][len(expected["events"]) :] == ["new"]
-
-
-async def test_reading_the_database_changes_nothing(database: Path) -> None:
-    def dump() -> list[str]:
-        with closing(sqlite3.connect(database)) as connection:
-            return list(connection.iterdump())
-
-    before = dump()
-    async with service_on(database, "aesgcm") as service:
-        for expected in DATABASE["sessions"]:
-            await service.get_session(**who(expected))
-    assert dump() == before
-
-
 def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
     with closing(sqlite3.connect(database)) as connection:
         found = format_reader.Database(connection, *ROOTS.values()).contents()

@@ -1,11 +1,9 @@
 """The programs of examples/ work, and print what a newcomer needs to see."""
 
-import io
 import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ import yaml  # type: ignore[import-untyped]
 from examples import demo
 from tests import pages
 from tests.pages import DOCS, ROOT
-from tests.servers import PostgreSQL
 
 EXAMPLES = ROOT / "examples"
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
@@ -154,34 +151,6 @@ def test_programs_that_pages_name_exist() -> None:
 # --- the demo ------------------------------------------------------------------------------------
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("out", "environment", "is_colored"),
-    [
-        (Terminal(), {"TERM": "xterm"}, True),
-        (Terminal(), {"TERM": "xterm", "NO_COLOR": "1"}, False),
-        (Terminal(), {"TERM": "dumb"}, False),
-        (io.StringIO(), {"TERM": "xterm"}, False),
-    ],
-    ids=["terminal", "NO_COLOR", "dumb", "pipe"],
-)
-def test_demo_is_colored_on_a_terminal_only(
-    out: io.StringIO,
-    environment: dict[str, str],
-    is_colored: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert ("\033[" in demo.colored("text", demo.RED)) is is_colored
-
-
 def test_demo_ends_with_three_commands_that_a_shell_can_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -243,21 +212,6 @@ def compose() -> Any:
     return yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
 
 
-def test_fastapi_program_runs_on_postgresql(
-    postgresql: PostgreSQL, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with postgresql.admin.connect() as connection:
-        connection.exec_driver_sql("CREATE DATABASE of_examples")
-    url = postgresql.admin_url.set(drivername="postgresql+asyncpg", database="of_examples")
-    os.environ["DATABASE_URL"] = url.render_as_string(hide_password=False)
-    try:
-        assert run("fastapi_app.py") == 0
-    finally:
-        with postgresql.admin.connect() as connection:
-            connection.exec_driver_sql("DROP DATABASE of_examples WITH (FORCE)")
-    assert_in_order(PROGRAMS["fastapi_app.py"], capsys.readouterr().out)
-
-
 def test_compose_file_is_reached_by_the_url_in_it_and_from_this_machine_only() -> None:
     """What a linter does not see; and some structure, for machines without docker compose."""
     assert compose().keys() == {"name", "services", "volumes"}
@@ -275,22 +229,3 @@ def test_compose_file_is_reached_by_the_url_in_it_and_from_this_machine_only() -
     check = server["healthcheck"]["test"]
     assert check[:2] == ["CMD", "pg_isready"]
     assert {f"--username={of['POSTGRES_USER']}", f"--dbname={of['POSTGRES_DB']}"} <= {*check}
-
-
-def has_docker_compose() -> bool:
-    docker = shutil.which("docker")
-    return (
-        bool(docker)
-        and not subprocess.run([str(docker), "compose", "version"], capture_output=True).returncode
-    )
-
-
-def test_docker_compose_accepts_the_file() -> None:
-    if not has_docker_compose():
-        pytest.skip("docker compose is not installed; the test above checks the structure")
-    done = subprocess.run(
-        ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")

@@ -106,15 +106,6 @@ def served(app: FastAPI) -> Iterator[str]:
             thread.join(60)
 
 
-def client(address: str) -> str:
-    """The page's client, which repeats requests that were answered with 409."""
-    regions = [region for _, region in pages.blocks(pages.DOCS / "adk-commands.md").regions]
-    sources = [str(region.parsed["source"]) for region in regions]
-    (source,) = [source for source in sources if source.startswith("import random")]
-    assert "127.0.0.1:8000" in source
-    return source.replace("127.0.0.1:8000", address)
-
-
 async def test_concurrent_requests_for_one_session_are_answered_with_409(path: Path) -> None:
     with served(application()) as address:
         async with httpx.AsyncClient(base_url=f"http://{address}") as http:
@@ -126,28 +117,3 @@ async def test_concurrent_requests_for_one_session_are_answered_with_409(path: P
                 assert statuses.keys() == {200, 409}, statuses
                 conflicts = [one.json() for one in responses if one.status_code == 409]
                 assert conflicts[0] == {"detail": "another request changed the session"}
-
-
-def test_client_of_the_page_gets_an_answer_although_others_write_the_same_session(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two processes would serve it as these two servers do: each has a service of its own."""
-    failures: list[BaseException] = []
-
-    def converse(source: str) -> None:
-        try:
-            exec(compile(source, "client.py", "exec"), {"__name__": "__main__"})
-        except BaseException as error:
-            failures.append(error)
-
-    with served(application()) as first, served(application()) as second:
-        clients = [
-            threading.Thread(target=converse, args=[client(address)])
-            for address in (first, second) * 2
-        ]
-        for thread in clients:
-            thread.start()
-        for thread in clients:
-            thread.join()
-    assert not failures
-    assert capsys.readouterr().out.count("That was message") == 2 * len(clients)

@@ -81,17 +81,6 @@ async def test_every_session_of_the_frozen_database_is_read(database: Path, writ
 
 
 @pytest.mark.parametrize("writer", list(ROOTS))
-async def test_sessions_of_the_frozen_database_are_listed(database: Path, writer: str) -> None:
-    async with service_on(database, writer) as service:
-        for app in CONTENTS["apps"]:
-            listed = (await service.list_sessions(app_name=app["app_name"])).sessions
-            expected = [s for s in CONTENTS["sessions"] if s["app_name"] == app["app_name"]]
-            assert {(one.user_id, one.id): one.state for one in listed} == {
-                (one["user_id"], one["session_id"]): state_of(one) for one in expected
-            }
-
-
-@pytest.mark.parametrize("writer", list(ROOTS))
 async def test_events_are_appended_to_the_frozen_database(database: Path, writer: str) -> None:
     delta = {"new": 1, "user:new": 2, "app:new": 3, "large": "x" * 9000}
     async with service_on(database, writer) as service:

@@ -45,20 +45,6 @@ def test_limit_of_zero_holds_nothing() -> None:
     assert held(filled(0, "a"), "a") == ""
 
 
-def test_many_threads_never_exceed_the_limit() -> None:
-    lru = Lru[int, int](10)
-
-    def work(start: int) -> None:
-        for number in range(start, start + 2000):
-            lru.put(number % 50, number)
-            lru.get((number + 7) % 50)
-            lru.drop((number + 13) % 50)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert sum(lru.get(key) is not None for key in range(50)) <= 10
-
-
 # --- a limit of the total size -------------------------------------------------------------------
 
 

@@ -4,11 +4,15 @@ Prometheus's own `promtool` parses the queries and runs the tests of the alerts.
 """
 
 import asyncio
+import contextlib
+import io
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from adk_secure_sessions import EncryptedSessionService, StaleSessionError, generate_key
 from tests.cli.support import run
 from tests.pages import DOCS, ROOT
+from tests.processes import results
 from tests.servers import unavailable
 
 PROGRAM = ROOT / "examples" / "telemetry.py"
@@ -52,12 +57,18 @@ def promtool(*arguments: str | Path) -> None:
 # --- the example ---------------------------------------------------------------------------------
 
 
+def run_example(say: Callable[[object], None]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        sys.argv = [str(PROGRAM)]
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    say(printed.getvalue())
+
+
 @pytest.fixture(scope="module")
 def text() -> str:
     """What the example prints.  A process of its own: this one must not be measured."""
-    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    ((printed,),) = results((run_example,))
+    return str(printed)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +183,7 @@ def test_each_alert_keeps_the_job_and_the_instance() -> None:
         assert not re.search(r"\b(?:sum|min|max|avg) \(", rule["expr"]), rule["alert"]
 
 
+@pytest.mark.soak  # 10 s of promtool
 def test_alerts_are_raised_when_they_should_be() -> None:
     """Also checks the syntax of the rules."""
     promtool("test", "rules", MONITORING / "alerts_test.yml")

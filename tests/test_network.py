@@ -123,6 +123,7 @@ asyncio.run(use("sqlite:///sessions.db", service, store, options={store.options!
         assert addresses(program, tmp_path) == expected
 
 
+@pytest.mark.soak  # starts three interpreters
 def test_command_line_connects_to_nothing(tmp_path: Path) -> None:
     program = """
 import os, subprocess, sys

@@ -35,10 +35,9 @@ from adk_secure_sessions.formats.flags import PADDED, ZLIB, padme
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
-from adk_secure_sessions.maintenance import Database, retire, verify
+from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
-from adk_secure_sessions.maintenance.rotate_master import rotate_master
-from adk_secure_sessions.migration import PlaintextFallbackService, export_lines, migrate
+from adk_secure_sessions.migration import PlaintextFallbackService, migrate
 from tests import format_reader
 from tests.cli.support import run
 from tests.drivers import each_driver, server, url
@@ -311,31 +310,6 @@ async def test_wrapper_packs_and_reads(tmp_path: Path) -> None:
 # --- maintenance ---------------------------------------------------------------------------------
 
 
-async def test_rotation_keeps_records_packed_as_they_are(tmp_path: Path) -> None:
-    async with service_on(file(tmp_path), **BOTH) as service:
-        await write(service)
-        await EncryptedMemoryService(service).add_session_to_memory(await get(service))
-    async with service_on(file(tmp_path)) as service:
-        await service.append_event(await get(service), event(LONG, n=1))
-    before = stored(file(tmp_path))
-    async with Database(file(tmp_path), AesGcmBackend(KEY)) as db:
-        await rotate_master(db)
-        done = await rotate_data(db)
-        assert done.problems == ()
-        await retire(db)
-        assert (await verify(db)).problems == ()
-    after = stored(file(tmp_path))
-    assert {kind: list(map(len, rows)) for kind, rows in after.items()} == {
-        kind: list(map(len, rows)) for kind, rows in before.items()
-    }
-    assert not {row for rows in before.values() for row in rows} & {
-        row for rows in after.values() for row in rows
-    }
-    async with service_on(file(tmp_path)) as service:
-        session = await get(service)
-        assert (session.state, texts(session)) == (STATE, [*TEXTS, LONG])
-
-
 async def test_rotation_keeps_the_flags_of_every_record(tmp_path: Path) -> None:
     async with service_on(file(tmp_path), no_op(), **PADDED_ONLY) as service:
         await write(service)
@@ -380,15 +354,6 @@ async def test_fallback_packs_the_session_that_it_copies(tmp_path: Path) -> None
         await service.append_event(session, event("next"))
     assert flags_of(file(tmp_path))["event"] == [ZLIB | PADDED, PADDED, PADDED]
     assert flags_of(file(tmp_path))["snapshot"] == [ZLIB | PADDED]
-
-
-async def test_export_has_the_values_as_they_were(tmp_path: Path) -> None:
-    async with service_on(file(tmp_path), **BOTH) as service:
-        await write(service)
-    lines: list[bytes] = []
-    async with Database(file(tmp_path), AesGcmBackend(KEY)) as db:
-        await export_lines(db, lines.append)
-    assert b"".join(lines).count(LONG.encode()) >= 5
 
 
 @pytest.fixture

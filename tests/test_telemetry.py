@@ -530,38 +530,6 @@ def test_every_table_can_be_named() -> None:
 # --- Costs ---
 
 
-def _many_values(say: Say, path: str) -> None:
-    """Add 80,000 values to one operation, in four threads."""
-    measured = Measurements()
-    aes = telemetry.cipher_kind("aesgcm", "encrypt")
-    lengths: list[int] = []
-
-    def add(operation: telemetry.Operation) -> None:
-        for _ in range(10_000):
-            operation.values.append((aes, 2, 0.5))
-            operation.values.append((telemetry.IN_DATA_KEYS[True], 1, 0.0))
-            operation.limit()
-            lengths.append(len(operation.values))
-
-    @telemetry.measured
-    async def command() -> None:
-        operation = telemetry.current_operation()
-        assert operation is not None
-        await asyncio.gather(*(asyncio.to_thread(add, operation) for _ in range(4)))
-
-    asyncio.run(command())
-    say((measured.points(), max(lengths)))
-
-
-def test_a_long_command_keeps_few_values_and_its_threads_lose_none() -> None:
-    points, most = measure(_many_values, "")
-    totals = {point.metric.removeprefix("adk_secure_sessions."): point.total for point in points}
-    assert totals["plaintext.io"] == 40_000 * 2
-    assert totals["cipher.duration"] == 40_000 * 0.5
-    assert totals["cache.lookups"] == 40_000
-    assert most < 2000
-
-
 def _long_history(say: Say, path: str) -> None:
     async def main() -> None:
         async with service_of(path) as service:

@@ -401,53 +401,33 @@ STATUS = Status(
     0,
     False,
 )
-MIGRATIONS = [
-    (MigrationStatus(0, 0, False, None), "0 sessions copied, 0 tombstones; not complete"),
-    (MigrationStatus(1204, 1, True, True), "1,204 sessions copied, 1 tombstone; complete"),
-    (MigrationStatus(1, 0, True, None), "complete; not verified: that needs --key"),
-    (MigrationStatus(1, 0, True, False), "the mark that it is complete was tampered with"),
-]
+LINES: dict[str, list[tuple[Any, str]]] = {
+    "migration": [
+        (MigrationStatus(0, 0, False, None), "0 sessions copied, 0 tombstones; not complete"),
+        (MigrationStatus(1204, 1, True, True), "1,204 sessions copied, 1 tombstone; complete"),
+        (MigrationStatus(1, 0, True, None), "complete; not verified: that needs --key"),
+        (MigrationStatus(1, 0, True, False), "the mark that it is complete was tampered with"),
+    ],
+    "audit_trail": [
+        (TrailStatus(1204, 3, 0), "1,204 records in 3 chains, the oldest of 1970-01-01 00:00"),
+        (TrailStatus(0, 0, None), "0 records in 0 chains"),
+    ],
+    "state_index": [
+        (IndexStatus(2000, 3, 3, 0), "2,000 rows of 3 keys; complete"),
+        (IndexStatus(1, 1, 0, 0), "1 row of 1 key; 1 not complete: `index fill` ends it"),
+        (IndexStatus(1, 2, None, None), "not verified: that needs --key"),
+        (IndexStatus(1, 2, 2, 1), "1 mark tampered with: run `index fill`"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("migration", "text"), MIGRATIONS)
-def test_status_says_how_far_a_migration_is(migration: MigrationStatus, text: str) -> None:
-    (line,) = [
-        line
-        for line in status_lines(STATUS._replace(migration=migration))
-        if line.startswith("migration: ")
-    ]
-    assert text in line
-
-
-TRAILS = [
-    (TrailStatus(1204, 3, 0), "1,204 records in 3 chains, the oldest of 1970-01-01 00:00"),
-    (TrailStatus(0, 0, None), "0 records in 0 chains"),
-]
-
-
-@pytest.mark.parametrize(("trail", "text"), TRAILS)
-def test_status_says_how_long_an_audit_trail_is(trail: TrailStatus, text: str) -> None:
-    lines = [*status_lines(STATUS._replace(audit_trail=trail))]
-    (line,) = [line for line in lines if line.startswith("audit trail: ")]
-    assert line.removeprefix("audit trail: ").startswith(text)
-
-
-INDEXES = [
-    (IndexStatus(2000, 3, 3, 0), "2,000 rows of 3 keys; complete"),
-    (IndexStatus(1, 1, 0, 0), "1 row of 1 key; 1 not complete: `index fill` ends it"),
-    (IndexStatus(1, 2, None, None), "not verified: that needs --key"),
-    (IndexStatus(1, 2, 2, 1), "1 mark tampered with: run `index fill`"),
-]
-
-
-@pytest.mark.parametrize(("index", "text"), INDEXES)
-def test_status_says_how_far_a_search_index_is(index: IndexStatus, text: str) -> None:
-    (line,) = [
-        line
-        for line in status_lines(STATUS._replace(state_index=index))
-        if line.startswith("search index: ")
-    ]
-    assert text in line
+@pytest.mark.parametrize("field", LINES)
+def test_status_tells_of_a_migration_an_audit_trail_and_a_search_index(field: str) -> None:
+    begin = {"state_index": "search index"}.get(field, field.replace("_", " "))
+    for value, text in LINES[field]:
+        lines = status_lines(STATUS._replace(**{field: value}))
+        (line,) = [line for line in lines if line.startswith(f"{begin}: ")]
+        assert text in line
 
 
 def test_lines_of_a_result_come_from_its_declaration() -> None:

@@ -241,6 +241,7 @@ def test_page_of_adk_web_shows_the_session_after_a_reload(place: Place) -> None:
     assert place.needles() == {}
 
 
+@pytest.mark.soak
 def test_own_command_runs_adk_run_and_ends_with_the_input(place: Place) -> None:
     command = ("adk-secure-sessions", "adk", "run", *OURS, f"agents/{AGENT}")
     done = place.run(*command, said=f"{needle('text')}\n")
@@ -249,18 +250,6 @@ def test_own_command_runs_adk_run_and_ends_with_the_input(place: Place) -> None:
     assert "Traceback" not in done.stderr
     assert "sessions.db" in place.files()
     assert place.needles() == {}
-
-
-@pytest.mark.soak
-def test_services_py_makes_adk_api_server_store_ciphertext_only(place: Place) -> None:
-    (place.agents / "services.py").write_text(SERVICES_PY)
-    command = ("adk", "api_server", *OPTIONS, "agents")
-    with place.serve(*command) as client:
-        begin(client)
-    with place.serve(*command) as client:
-        go_on(client)
-    assert place.names() == STORED
-    assert place.needles() == IN_ACCESS_LOG
 
 
 @pytest.mark.soak

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.adk.agents import LlmAgent, ParallelAgent
+from google.adk.agents import LlmAgent
 from google.adk.agents.base_agent import BaseAgent
 from google.adk.apps import App
 from google.adk.events import Event
@@ -126,13 +126,6 @@ async def test_file_of_a_message_is_saved_by_the_plugin_and_loaded_by_the_tool(
     )
 
 
-async def test_file_for_the_user_is_loaded_in_another_session(clinic: Clinic) -> None:
-    await clinic.say(file("user:card", "AB negative"))
-    await clinic.sessions.delete_session(**WHO)
-    await clinic.sessions.create_session(**WHO)
-    assert "AB negative" in await clinic.ask("call load_artifacts user:card")
-
-
 async def test_rewind_restores_artifacts(clinic: Clinic, tmp_path: Path) -> None:
     await clinic.say(types.Part(text="here"), file("notes.txt", "penicillin"))
     turn = await clinic.say(types.Part(text="here"), file("notes.txt", "aspirin"))
@@ -150,20 +143,3 @@ async def test_rewind_restores_artifacts(clinic: Clinic, tmp_path: Path) -> None
     async with Database(f"sqlite:///{tmp_path}/s.db", BACKEND) as db:
         assert (await verify(db)).bad == 0
         assert (await check_blobs(db, tmp_path / "blobs")).numbers == (2, 5, 0, 0, 0, 0)
-
-
-async def test_agents_that_save_one_name_at_the_same_time_get_distinct_versions(
-    clinic: Clinic,
-) -> None:
-    names = [f"branch_{n}" for n in range(6)]
-    root = ParallelAgent(name="root", sub_agents=[agent(name) for name in names])
-    events = await clinic.say(types.Part(text="call write report"), root=root)
-    saved = {
-        event.author: event.actions.artifact_delta["report"]
-        for event in events
-        if event.actions.artifact_delta
-    }
-    assert sorted(saved.values()) == list(range(6))
-    for name, version in saved.items():
-        loaded = await clinic.artifacts.load_artifact(**WHO, filename="report", version=version)
-        assert loaded == types.Part(text=f"by {name}")

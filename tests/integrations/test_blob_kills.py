@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import shutil
 import signal
 import sys
@@ -13,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, SecureSessionError
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
-from adk_secure_sessions.maintenance import Database, retire, verify
+from adk_secure_sessions.maintenance import Database, verify
 from tests.integrations.blob_files import contents, make_older, marks
 from tests.maintenance.dying import Statements, dying
 from tests.processes import children
@@ -117,91 +116,3 @@ async def test_run_that_is_killed_at_any_step_is_completed_by_the_next(
 
 
 # --- attacks of chance: everything at once -------------------------------------------------------
-
-
-def rotate_on_and_on(say: Callable[[object], None], url: str, blobs: Path) -> None:
-    async def main() -> None:
-        async with Database(url, BACKEND) as db:
-            while True:
-                try:
-                    done = await rotate_data_and_blobs(db, blobs)
-                    assert done.bad == 0, done.problems
-                    say("rotated")
-                except SecureSessionError as error:
-                    if "another rotation was started meanwhile" not in str(error):
-                        raise
-                await retire(db)
-
-    asyncio.run(main())
-
-
-def use_on_and_on(say: Callable[[object], None], url: str, blobs: Path, name: str) -> None:
-    """Say what was acknowledged, and check that it can be loaded."""
-
-    async def main() -> None:
-        async with EncryptedSessionService(url, BACKEND) as sessions:
-            service = EncryptedArtifactService(sessions, blobs)
-            here = HERE | {"filename": f"user:{name}"}
-            for turn in range(10**6):
-                number = len(await service.list_versions(**here))
-
-                async def pieces(number: int = number) -> AsyncIterator[bytes]:
-                    yield f"{name} {number}".encode()
-
-                saved = await service.save_stream(**here, pieces=pieces(), mime_type="a/b")
-                assert saved == number
-                say(("saved", number))
-                version = random.randint(0, number)
-                stream = await service.open_stream(**here, version=version)
-                assert stream is not None
-                assert await stream.read() == f"{name} {version}".encode()
-                if turn % 7 == 6:
-                    say(("deleting", number))
-                    await service.delete_artifact(**here)
-                    say(("deleted", number))
-
-    asyncio.run(main())
-
-
-@pytest.mark.soak
-async def test_nothing_acknowledged_is_lost_by_processes_that_are_killed(tmp_path: Path) -> None:
-    url, blobs = f"sqlite:///{tmp_path}/s.db", tmp_path / "blobs"
-    async with EncryptedSessionService(url, BACKEND) as sessions:
-        await save(EncryptedArtifactService(sessions, blobs), b"first")
-    acknowledged: dict[str, tuple[str, int]] = {}
-    rotations = 0
-    for seconds in (4.0, 1.0, 2.5, 1.7, 3.3):
-        jobs: list[tuple[Any, ...]] = [(rotate_on_and_on, url, blobs)] * 2
-        jobs += [(use_on_and_on, url, blobs, name) for name in ("a", "b")]
-        with children(*jobs) as running:
-            await asyncio.sleep(seconds)
-            for child in running:
-                child.process.kill()
-            for child, name in zip(running, ("", "", "a", "b"), strict=True):
-                for said in child.said():
-                    if name:
-                        acknowledged[name] = said
-                    else:
-                        rotations += 1
-        async with EncryptedSessionService(url, BACKEND) as sessions:
-            service = EncryptedArtifactService(sessions, blobs)
-            for name, (state, number) in acknowledged.items():
-                here = HERE | {"filename": f"user:{name}"}
-                versions = await service.list_versions(**here)
-                if state == "saved":
-                    assert len(versions) in (number + 1, number + 2)
-                elif state == "deleted":
-                    assert len(versions) <= 1
-                for version in versions:
-                    stream = await service.open_stream(**here, version=version)
-                    assert stream is not None
-                    assert await stream.read() == f"{name} {version}".encode()
-        async with Database(url, BACKEND) as db:
-            assert (await verify(db)).bad == 0
-            for _ in range(2):
-                make_older(blobs, MONTH)
-                assert (await purge_blobs(db, blobs)).withdrawn == 0
-            found = await check_blobs(db, blobs)
-            assert (found.missing, found.unused, found.bad) == (0, 0, 0)
-    assert rotations > 0
-    assert acknowledged.keys() == {"a", "b"}

@@ -54,21 +54,3 @@ async def test_status_lists_rotations_that_have_not_ended(url: str, place: sa.UR
             bad, other = (await status(db)).unfinished
             assert bad == UnfinishedRotation("data", None, None, None, None)
             assert other[:3] == ("master", master.since, None)
-
-
-@pytest.mark.parametrize("name", ROTATIONS)
-async def test_result_tells_whether_a_rotation_was_resumed_and_since_when(
-    name: str, url: str
-) -> None:
-    await fill(url, AES)
-    async with Database(url, AES) as db:
-        await interrupt(url, ROTATIONS[name])
-        (unfinished,) = (await status(db)).unfinished
-        planned = await ROTATIONS[name](db, dry_run=True)
-        assert (planned.resumed, planned.since) == (True, unfinished.since)
-        done = await ROTATIONS[name](db)
-        assert (done.resumed, done.since, done.left) == (True, unfinished.since, 0)
-        assert (await status(db)).unfinished == ()
-        again = await ROTATIONS[name](db)
-        assert again.resumed is False
-        assert again.since > done.since

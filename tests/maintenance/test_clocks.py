@@ -33,7 +33,6 @@ from tests.maintenance.support import (
     event,
     fill,
     interrupt,
-    plaintext_backend,
     query,
     run_sql,
 )
@@ -88,24 +87,6 @@ async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
     assert query(place, "SELECT id FROM secure_keyring WHERE purpose = 'data'") == [
         (again.master_id,)
     ]
-    await assert_whole(url, AES)
-
-
-@each_shift
-async def test_data_rotation_replaces_every_key_once_whatever_its_clock_says(
-    days: int, url: str, place: sa.URL
-) -> None:
-    await fill(url)
-    records = 2 * 3 + 2 * 4 + 12  # the app and users, and sessions, each with a witness; events
-    async with Database(url, AES) as db:
-        with shifted(days):
-            done = await asyncio.wait_for(rotate_data(db), PATIENCE)
-        assert (done.resumed, done.keys, done.reencrypted, done.left) == (False, 3, records, 0)
-        again = await asyncio.wait_for(rotate_data(db), PATIENCE)
-        assert (again.resumed, again.keys, again.reencrypted, again.left) == (False, 3, records, 0)
-        assert again.since > done.since
-        retired = await retire(db)
-        assert (retired.data_keys, retired.kept) == (6, 0)
     await assert_whole(url, AES)
 
 
@@ -182,22 +163,6 @@ async def test_authentic_key_of_an_impossible_time_is_named(
     await assert_whole(file_url, AES)
 
 
-@each_shift
-async def test_plaintext_master_is_left_whatever_the_clocks_said(
-    days: int, file_url: str, file: sa.URL
-) -> None:
-    no_op = plaintext_backend()
-    with shifted(days):
-        await fill(file_url, no_op)
-    async with Database(file_url, AES, [no_op]) as db:
-        assert (await asyncio.wait_for(rotate_master(db), PATIENCE)).left == 0
-        assert (await asyncio.wait_for(rotate_data(db), PATIENCE)).left == 0
-        retired = await retire(db)
-        assert (retired.data_keys, len(retired.masters), retired.kept) == (3, 1, 0)
-    roots = query(file, "SELECT root_key_id FROM secure_keyring WHERE purpose = 'data'")
-    assert roots == [(AES.root_key.key_id,)]
-
-
 # --- the other commands --------------------------------------------------------------------------
 
 
@@ -236,22 +201,6 @@ async def test_command_does_the_same_whatever_its_clock_says(
                 await verify(db)
         await assert_whole(url, NEXT, [AES])
     assert results[0] == results[1]
-
-
-@each_shift
-async def test_status_tells_the_stored_times_whatever_its_clock_says(
-    days: int, file_url: str
-) -> None:
-    await fill(file_url)
-    async with Database(file_url, AES) as db:
-        before = await status(db)
-        with shifted(days):
-            found = await status(db)
-    assert [one._replace(age=0) for one in found.masters] == [
-        one._replace(age=0) for one in before.masters
-    ]
-    assert found._replace(masters=()) == before._replace(masters=())
-    assert all(days - 1 < one.age / 86400 < days + 1 for one in found.masters)
 
 
 async def test_purge_tells_the_moment_that_its_clock_led_to(file_url: str) -> None:

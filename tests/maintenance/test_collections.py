@@ -68,13 +68,6 @@ def counts(found: Any) -> tuple[int, ...]:
     return found.sessions, found.events, found.collections, found.items, found.unchecked, found.bad
 
 
-async def test_verify_counts_collections_and_items_by_themselves(url: str) -> None:
-    async with EncryptedSessionService(url, BACKEND) as service:
-        await fill(service)
-    async with Database(url, BACKEND) as db:
-        assert counts(await verify(db)) == (2, 4, 4, 12, 0, 0)
-
-
 async def test_verify_checks_the_json_of_items(file_url: str, tmp_path: Path) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await fill(service, ("ada",))

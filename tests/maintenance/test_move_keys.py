@@ -359,16 +359,6 @@ async def test_service_that_runs_on_loses_nothing_and_creates_no_key_in_the_old_
         assert len(session.events) == 4
 
 
-async def test_service_in_the_same_process_stops_at_once(files: Pair) -> None:
-    await prepare(files, INTO)
-    async with alone(files) as service:
-        session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
-        assert session is not None
-        await move(files, INTO)
-        with pytest.raises(ConfigurationError, match="pass that as key_db_url"):
-            await service.append_event(session, event(50, n=50))
-
-
 async def create_user(service: EncryptedSessionService) -> None:
     async with service:
         await service.create_session(app_name=APP, user_id="new", session_id="s", state={"n": 1})

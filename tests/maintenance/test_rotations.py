@@ -208,19 +208,6 @@ async def test_every_record_is_reencrypted_and_the_old_keys_are_retired(
     await assert_whole(url, new, *others)
 
 
-async def test_second_rotation_replaces_all_keys_again_and_leaves_no_checkpoint(
-    url: str, place: sa.URL
-) -> None:
-    await filled(url)
-    async with Database(url, AES) as db:
-        first = await rotate_data(db)
-        second = await rotate_data(db)
-        assert second.since > first.since
-        assert (second.keys, second.reencrypted) == (first.keys, first.reencrypted)
-        assert (await retire(db)).data_keys == 6
-    assert not query(place, "SELECT name FROM secure_meta WHERE name LIKE 'rotation%'")
-
-
 @pytest.mark.parametrize("rotate", [rotate_master, rotate_data, retire], ids=lambda f: f.__name__)
 async def test_dry_run_changes_nothing(rotate: Any, url: str, place: sa.URL) -> None:
     await filled(url, FERNET)
@@ -291,23 +278,6 @@ async def test_services_with_different_backends_share_a_database_while_keys_are_
             if n == 2:
                 await rotate_data(db)
                 await retire(db)
-    await assert_whole(url, AES, FERNET)
-
-
-async def test_service_of_another_backend_does_not_encrypt_with_its_retired_key(
-    url: str,
-) -> None:
-    await filled(url, FERNET)
-    async with (
-        EncryptedSessionService(url, FERNET, [AES]) as running,
-        Database(url, AES, [FERNET]) as db,
-    ):
-        await rotate_data(db)
-        session = await running.get_session(app_name=APP, user_id="ada", session_id="s0")
-        assert session is not None  # now the service knows the old key and the new one
-        assert (await retire(db)).kept == 0
-        await running.append_event(session, event(9))
-        await running.create_session(app_name=APP, user_id="ada", state={"user:n": 1})
     await assert_whole(url, AES, FERNET)
 
 

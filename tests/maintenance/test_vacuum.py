@@ -24,8 +24,7 @@ from adk_secure_sessions.maintenance.database import Limits
 from tests.attacks.needles import files_of
 from tests.cli.support import run
 from tests.maintenance.support import APP, OLD, fill, plaintext_backend
-from tests.maintenance.test_clearing import file_per_table, files_with, write_out
-from tests.servers import MariaDB, PostgreSQL, unavailable
+from tests.servers import MariaDB, unavailable
 
 AES, NO_OP = AesGcmBackend(OLD), plaintext_backend()
 USERS, SESSIONS = 8, 4
@@ -164,47 +163,6 @@ def test_command_rewrites_and_exits_with_1_if_it_cannot(
 
 
 # --- servers -------------------------------------------------------------------------------------
-
-
-@each_size
-async def test_postgresql_tables_hold_no_plaintext_after_vacuum(
-    postgresql: PostgreSQL, events: int
-) -> None:
-    if postgresql.directory is None:
-        unavailable("the server's files are not to be read here")
-    with postgresql.database() as place:
-        url = place.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
-        some = (await talk(url, events))[100]
-        postgresql.flush()
-        assert tables_with(postgresql, some)
-        await leave_no_op(url)
-        async with Database(url) as db:
-            assert await vacuum(db) == (True, ())
-        postgresql.flush()
-        assert not tables_with(postgresql, some)
-        await assert_whole(url)
-
-
-def tables_with(server: PostgreSQL, value: bytes) -> set[str]:
-    """Files of tables; a file of the write-ahead log has 24 hexadecimal digits."""
-    return {name for name in files_with(server, value) if len(name) != 24}
-
-
-@each_size
-async def test_mariadb_tables_hold_no_plaintext_after_vacuum(mariadb: MariaDB, events: int) -> None:
-    if mariadb.directory is None:
-        unavailable("the server's files are not to be read here")
-    with file_per_table(mariadb), mariadb.database() as place:
-        url = place.set(drivername="mariadb+asyncmy").render_as_string(hide_password=False)
-        some = (await talk(url, events))[100]
-        write_out(mariadb, place, "secure_events")
-        assert "secure_events.ibd" in files_with(mariadb, some)
-        await leave_no_op(url)
-        async with Database(url) as db:
-            assert await vacuum(db) == (True, ())
-        write_out(mariadb, place, "secure_events")
-        assert "secure_events.ibd" not in files_with(mariadb, some)
-        await assert_whole(url)
 
 
 async def test_tables_that_cannot_be_rewritten_are_all_named(mariadb: MariaDB) -> None:

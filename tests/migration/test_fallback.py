@@ -297,17 +297,6 @@ async def test_states_that_were_copied_count_for_sessions_of_the_source(
         assert [one.state for one in response.sessions if one.id == "other"] == [other.state]
 
 
-async def test_states_are_copied_before_a_session_is_created(
-    service: PlaintextFallbackService, source: MemoryLookup
-) -> None:
-    created = await service.create_session(**ADA, session_id="new", state={"user:size": 1})
-    expected = {"user:language": "en", "user:size": 1, "app:greeting": "hi"}
-    assert created.state == expected
-    source.users["ada"] = {"language": "changed"}
-    assert (await get(service, {**ADA, "session_id": "new"})).state == expected
-    assert (await get(service)).state["user:size"] == 1
-
-
 async def test_copied_session_shows_states_that_were_not_copied(
     service: PlaintextFallbackService, source: MemoryLookup
 ) -> None:
@@ -327,18 +316,6 @@ async def test_copied_session_shows_states_that_were_not_copied(
     assert await service.get_user_state(**ADA) == {"language": "en"}
     await service.append_event(session, changing("one", 9, user__size=2))
     assert await service.get_user_state(**ADA) == {"language": "en", "size": 2}
-
-
-async def test_object_that_missed_a_write_is_stale(
-    service: PlaintextFallbackService, opened: Open
-) -> None:
-    first, second, third = await get(service), await get(service), await get(opened())
-    await service.append_event(first, said("four", 4))
-    for stale, writer in ((second, service), (third, opened())):
-        with pytest.raises(StaleSessionError):
-            await writer.append_event(stale, said("late", 5))
-        assert texts(stale) == ["one", "two", "three"]
-    assert texts(await get(service)) == ["one", "two", "three", "four"]
 
 
 async def test_object_is_stale_if_the_source_changed_after_it_was_loaded(
@@ -423,19 +400,6 @@ async def test_temporary_keys_are_set_even_if_the_append_fails(
     assert event.actions.state_delta == {}
 
 
-async def test_create_rejects_an_id_that_the_source_has(
-    service: PlaintextFallbackService,
-) -> None:
-    with pytest.raises(AlreadyExistsError):
-        await service.create_session(**VISIT)
-    await service.delete_session(**VISIT)
-    created = await service.create_session(**VISIT)
-    assert created.events == []
-    assert (await get(service)) == created
-    await service.delete_session(**VISIT)
-    assert await service.get_session(**VISIT) is None
-
-
 async def test_state_that_a_plain_service_has_written_is_kept(
     service: PlaintextFallbackService,
     encrypted: Callable[[], EncryptedSessionService],
@@ -454,22 +418,6 @@ async def test_state_that_a_plain_service_has_written_is_kept(
 
 
 # --- Deleting -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [False, True])
-async def test_deleted_session_stays_deleted(
-    service: PlaintextFallbackService, opened: Open, copied: bool
-) -> None:
-    session = await get(service)
-    if copied:
-        await service.append_event(session, said("four", 4))
-    await service.delete_session(**VISIT)
-    for reader in (service, opened()):
-        assert await reader.get_session(**VISIT) is None
-        assert await listed(reader) == ["other"]
-        with pytest.raises(SessionNotFoundError):
-            await reader.append_event(session, said("late", 5))
-        assert await reader._copy((APP, "ada", "visit")) is ImportStatus.DELETED
 
 
 async def test_deleting_an_unknown_session_stores_nothing(
