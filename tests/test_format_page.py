@@ -20,12 +20,11 @@ from examples import make_vectors
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
-TOOLS = (ROOT / "docs" / "format-tools.md").read_text(encoding="utf-8")
 
 
-def section(title: str, page: str = PAGE) -> str:
+def section(title: str) -> str:
     """The text under a heading, up to the next one."""
-    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, f"the page has no section {title!r}"
     return found[1]
 
@@ -79,7 +78,7 @@ def test_page_lists_the_columns_of_the_table_in_their_order_with_type_and_keys(n
 
 
 def test_page_lists_the_columns_of_the_table_of_imports() -> None:
-    text = section("Migration", TOOLS).partition("\n\nA *tombstone*")[0]
+    text = section("Migration").partition("\n\nA *tombstone*")[0]
     listed = [(name.strip("`"), kind.split(",")[0]) for name, kind, _ in rows(text)]
     columns = tables.migrated.columns
     assert listed == [(column.name, type_on_page(column)) for column in columns]

@@ -34,7 +34,7 @@ ABOUT = (
     "byte 00, then 'data_key'. If 'nonce' is given, wrapping with it gives "
     "exactly 'wrapped'; for a passphrase, 'header' is needed, too (02, salt, iterations, lanes, "
     "memory). 'tags': 'hmac' is the HMAC-SHA-256 of 'context_hex' with the key 'index_master', and "
-    "'tag' is its first 16 bytes. 'migration': the MACs of docs/format-tools.md, 'Migration', with "
+    "'tag' is its first 16 bytes. 'migration': the MACs of docs/format.md, 'Migration', with "
     "the same key; 'texts' and 'integers' are the parts of the context, texts and bytes first. A "
     "part that is bytes has the form {'hex': ...}. 'state_index': the tags and marks of "
     "docs/format.md, 'State index', with the same key; 'json' is the value, not in canonical form."

@@ -6,7 +6,7 @@ row is called a *tombstone*.  A row stays when the session is deleted.  Therefor
 never restores a deleted session, and never replaces a session that a service has changed since.
 
 Each row has a *seal*: a keyed MAC of its other columns and of the database id.  A row whose seal is
-wrong is rejected.  See docs/format-tools.md, "Migration".
+wrong is rejected.  See docs/format.md, "Migration".
 """
 
 import hmac
