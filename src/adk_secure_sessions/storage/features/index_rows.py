@@ -217,8 +217,15 @@ class Differences(NamedTuple):
 
         The row of the session or user must be locked.
         """
+        # Each change must match a row: PostgreSQL's executor requires that of the first one.
         return [
-            *insertion(row_id, self.missing),
-            *update(row_id, self.wrong),
-            *removal(row_id, self.surplus),
+            *(
+                Change(sql.INSERT_INDEXED, IndexedRow(row_id, tag, value)._asdict())
+                for tag, value in self.missing.items()
+            ),
+            *(
+                Change(sql.UPDATE_INDEXED, {"at_id": row_id, "at_key": tag, "value_tag": value})
+                for tag, value in self.wrong.items()
+            ),
+            *(Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}) for tag in self.surplus),
         ]
