@@ -21,7 +21,8 @@ from google.genai import types
 
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.migration.adk_tables import AdkTables, Kind
+from adk_secure_sessions.migration.adk_sql import Kind
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,

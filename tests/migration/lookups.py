@@ -18,10 +18,10 @@ from google.genai import types
 from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.sources import (
+    Found,
     LookupSource,
     Scope,
     SessionContent,
-    SessionHeader,
     SourceSession,
     SourceSize,
     States,
@@ -73,13 +73,17 @@ class MemoryLookup(LookupSource):
             await before(name)
             self.before = self.before or before
 
-    def _header(self, key: tuple[str, str]) -> SessionHeader | Unreadable:
+    def _header(self, key: tuple[str, str]) -> SessionContent | Unreadable:
         if key in self.unreadable:
             return Unreadable("its state is not JSON")
-        session, content = self.sessions_by_ids[key]
-        return SessionHeader(
-            session, deepcopy(content.state), content.created_at, content.updated_at
-        )
+        content = self.sessions_by_ids[key][1]
+        return content._replace(state=deepcopy(content.state), events=[])
+
+    def _content(self, key: tuple[str, str]) -> SessionContent | Unreadable:
+        header = self._header(key)
+        if isinstance(header, Unreadable):
+            return header
+        return header._replace(events=deepcopy(self.sessions_by_ids[key][1].events))
 
     @property
     def description(self) -> str:
@@ -98,7 +102,7 @@ class MemoryLookup(LookupSource):
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         await self._query("read")
         return {
-            session: deepcopy(self.sessions_by_ids[session[1:3]][1])
+            session: self._content(session[1:3])
             for session in sessions
             if session[1:3] in self.sessions_by_ids
         }
@@ -108,16 +112,16 @@ class MemoryLookup(LookupSource):
         yield {(APP, user_id): deepcopy(state) for user_id, state in self.users.items()}
         yield {(APP,): deepcopy(self.app)}
 
-    async def find(
-        self, app_name: str, user_id: str, session_id: str
-    ) -> SessionHeader | Unreadable | None:
+    async def find(self, app_name: str, user_id: str, session_id: str) -> Found | None:
         await self._query("find")
         key = (user_id, session_id)
-        return self._header(key) if app_name == APP and key in self.sessions_by_ids else None
+        if app_name != APP or key not in self.sessions_by_ids:
+            return None
+        return self.sessions_by_ids[key][0], self._header(key)
 
     async def headers(
         self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | Unreadable]]:
+    ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
         await self._query("headers")
         yield {
             session: self._header(key)

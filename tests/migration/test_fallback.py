@@ -301,8 +301,9 @@ async def test_copied_session_shows_states_that_were_not_copied(
     service: PlaintextFallbackService, source: MemoryLookup
 ) -> None:
     """`migrate` copies the sessions first, and the states at its end."""
-    header = await source.find(APP, "ada", "visit")
-    content = (await source.read([header.session]))[header.session]  # type: ignore[union-attr]
+    found = await source.find(APP, "ada", "visit")
+    assert found
+    content = (await source.read([found[0]]))[found[0]]
     result = await service._imports.import_session(
         APP, "ada", "visit", state=b'{"step": 3}', events=[], created_at=0,
         updated_at=content.updated_at, source_version="1",  # type: ignore[union-attr]
@@ -656,7 +657,8 @@ async def test_application_sees_no_difference_to_a_database_that_was_copied_befo
         if operation == "append":
             pair = [await one.get_session(**ids) for one in (service, model)]
             assert _shown(pair[0]) == _shown(pair[1])
-            for one, session in zip((services[clock % 3], model), pair, strict=True):
+            both: tuple[BaseSessionService, ...] = (services[clock % 3], model)
+            for one, session in zip(both, pair, strict=True):
                 if session is not None:
                     delta = {"n": clock, f"user:k{clock % 3}": clock, f"app:k{clock % 2}": clock}
                     event = said(f"at {clock}", clock, actions=EventActions(state_delta=delta))

@@ -14,6 +14,7 @@ from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import (
     moment,
     on_target,
+    with_all,
     with_dry_run,
     with_keys,
     with_packing,
@@ -93,15 +94,6 @@ _OF_SCOPE = (
 )
 
 
-def _with(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for one in reversed(decorators):
-            command = one(command)
-        return command
-
-    return decorate
-
-
 @main.group()
 def migrate() -> None:
     """Copy sessions from another database, compare both, and erase the source."""
@@ -121,7 +113,7 @@ def migrate() -> None:
 )
 @with_dry_run
 @with_packing
-@_with(*_OF_SCOPE, *_OF_SOURCE)
+@with_all(*_OF_SCOPE, *_OF_SOURCE)
 def copy(
     db: "Database",
     as_json: bool,
@@ -161,7 +153,7 @@ def copy(
 
 
 @migrate.command("compare")
-@_with(*_OF_SCOPE, *_OF_SOURCE)
+@with_all(*_OF_SCOPE, *_OF_SOURCE)
 def compare(
     db: "Database",
     as_json: bool,
@@ -190,7 +182,7 @@ def compare(
 @migrate.command("erase-source")
 @with_confirm
 @with_dry_run
-@_with(*_OF_SOURCE)
+@with_all(*_OF_SOURCE)
 def erase_source(
     db: "Database",
     as_json: bool,

@@ -63,10 +63,9 @@ def _common(*names: str, **settings: Any) -> Decorator:
     return click.option(*names, cls=Common, **settings)
 
 
-def _all(decorators: Sequence[Decorator], command: Command) -> Command:
-    for one in reversed(decorators):
-        command = one(command)
-    return command
+def with_all(*decorators: Decorator) -> Decorator:
+    """Return the decorator that applies *decorators*, the last one first."""
+    return lambda command: functools.reduce(lambda done, one: one(done), decorators[::-1], command)
 
 
 def on_database(command: Command) -> Command:
@@ -74,12 +73,12 @@ def on_database(command: Command) -> Command:
 
     The decorated function calls *command* with the arguments `db` (a `Database`) and `as_json`.
     """
-    return _all([_DB, *_WITH_DATABASE], _opening(command))
+    return with_all(_DB, *_WITH_DATABASE)(_opening(command))
 
 
 def on_target(command: Command) -> Command:
     """Do the same as `on_database`, but --to names the database."""
-    return _all([_TO, *_WITH_DATABASE], _opening(command))
+    return with_all(_TO, *_WITH_DATABASE)(_opening(command))
 
 
 def _opening(command: Command) -> Command:
@@ -196,7 +195,7 @@ def with_keys(*, required: bool) -> Decorator:
                     backends = backends_for(names, specs)
             return command(backends=backends, **options)
 
-        return _all(_KEYS, run)
+        return with_all(*_KEYS)(run)
 
     return decorate
 

@@ -88,7 +88,7 @@ def wrapping_executors(wrap: Wrap) -> AbstractContextManager[object]:
 
 def _source(name: str, url: object | None, engine: object | None) -> Source:
     if engine is None:
-        return _parse(f"{name}_url", url)
+        return parsed_url(f"{name}_url", url)
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     if isinstance(engine, AsyncEngine):
@@ -99,7 +99,8 @@ def _source(name: str, url: object | None, engine: object | None) -> Source:
     )
 
 
-def _parse(name: str, url: object) -> sa.URL:
+def parsed_url(name: str, url: object) -> sa.URL:
+    """Return *url* with an installed driver; *name* stands for it in the error."""
     if url == ":memory:":
         return sa.make_url("sqlite://")
     if isinstance(url, str | sa.URL):

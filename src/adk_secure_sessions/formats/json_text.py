@@ -19,6 +19,7 @@ from adk_secure_sessions.errors import DecryptionError, Reason
 JsonObject = dict[str, Any]
 
 MAX_LEVELS = 200  # nested lists and objects, also empty ones
+_ABOVE_FLOATS = 2**1024  # greater than every finite float
 MAX_DIGITS = 4300  # in one integer
 MAX_BYTES = 256 * 2**20  # JSON in one record
 
@@ -238,13 +239,15 @@ def _text(value: object) -> str:
 def same_json(value: Any, other: Any, *, numbers_may_differ: bool = False) -> bool:
     """Return whether two JSON values are the same: `1`, `1.0` and `True` differ, NaN equals NaN.
 
-    If *numbers_may_differ* is True, an integer equals a float with the same value.
+    If *numbers_may_differ* is True, an integer equals the float that is nearest to it.
     """
     todo = [(value, other)]
     while todo:
         one, two = todo.pop()
         kinds = {type(one), type(two)}
-        if len(kinds) > 1 and not (numbers_may_differ and kinds == {int, float}):
+        if numbers_may_differ and kinds == {int, float} and abs(one) < _ABOVE_FLOATS > abs(two):
+            one, two, kinds = float(one), float(two), {float}
+        if len(kinds) > 1:
             return False
         if type(one) is dict:
             if one.keys() != two.keys():

@@ -21,3 +21,8 @@ def microseconds(timestamp: float) -> int:
 def of_datetime(time: datetime) -> int:
     """Convert *time*, which has a time zone, to microseconds."""
     return (time - _EPOCH) // _MICROSECOND
+
+
+def datetime_of(microseconds: int) -> datetime:
+    """Convert microseconds since 1970 to a time in UTC; raise OverflowError if it has none."""
+    return _EPOCH + timedelta(microseconds=microseconds)

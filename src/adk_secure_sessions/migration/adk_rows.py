@@ -53,7 +53,6 @@ def _bytes(value: object) -> bytes:
 
 
 def data(value: object) -> bytes:
-    """Return the bytes of a JSON text; raise ValueError if *value* is neither text nor bytes."""
     if isinstance(value, str):
         # UTF-8 cannot encode a lone surrogate.  No driver returns a lone surrogate, but a caller's
         # own engine may.
@@ -87,10 +86,6 @@ def seconds_of(value: object, zone: tzinfo | None) -> float:
 
 
 def state_of(value: object, whose: str) -> JsonObject:
-    """Parse the JSON of a state.
-
-    Raises UnreadableRow, whose text begins with *whose*, such as `its`.
-    """
     try:
         state = json_text.loads(data(value))
     except (DecryptionError, ValueError):
@@ -104,7 +99,6 @@ def state_of(value: object, whose: str) -> JsonObject:
 
 
 def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
-    """Raise `UnreadableRow` if a name or an id is longer than this package can store."""
     try:
         check_ids(app_name, user_id, session_id)
     except ValueError as error:  # the text of the error contains no name
@@ -123,71 +117,49 @@ JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
     """Convert the columns `JSON_COLUMNS` of google-adk's schema v1 to an event.
 
-    The columns `id` and `invocation_id` override the fields of the JSON.  The column `timestamp` is
-    used only if the JSON contains no timestamp.
+    The columns `id` and `invocation_id` override the fields of the JSON.
     """
     event_id, invocation_id, timestamp, event_data = row
-    event_id, invocation_id = text(event_id), text(invocation_id)
-    if event_data is not None:
-        accepted = _accept(event_data)
-        if accepted is not None:
-            plaintext, event = accepted
-            if (
-                event.id == event_id
-                and event.invocation_id == invocation_id
-                and "timestamp" in event.model_fields_set
-            ):
-                return SourceEvent(plaintext, microseconds(event.timestamp))
-    values = _loads(event_data) or {}
-    time = values.get("timestamp")
-    return _encoded(
-        validated(
-            Event,
-            {
-                **values,
-                "id": event_id,
-                "invocation_id": invocation_id,
-                "timestamp": seconds_of(timestamp, zone) if time is None else time,
-            },
-        )
-    )
+    names = {"id": text(event_id), "invocation_id": text(invocation_id)}
+    return event_of(b"{}" if event_data is None else data(event_data), names, timestamp, zone)
 
 
 def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
     """Convert the columns `JSON_COLUMNS` of google-adk's `SqliteSessionService` to an event.
 
-    That service reads only the JSON.  Therefore, the columns `id` and `timestamp` are used only if
-    the JSON does not contain these fields.
+    That service reads only the JSON.  Without an id, it would create a new one.
     """
     event_id, _, timestamp, event_data = row
-    accepted = _accept(event_data)
+    return event_of(data(event_data), {"id": text(event_id)}, timestamp, zone, overrides=False)
+
+
+def event_of(
+    stored: bytes,
+    columns: dict[str, str],
+    timestamp: object,
+    zone: tzinfo | None,
+    *,
+    overrides: bool = True,
+) -> SourceEvent:
+    """Convert the JSON of an event.
+
+    The values of *columns* are used if the JSON lacks these fields or, with *overrides*, in any
+    case.  *timestamp* is used only if the JSON has none: google-adk would use the present time.
+    """
+    accepted = None if _TEMPORARY in stored else events.accept(stored)
     if accepted is not None:
         plaintext, event = accepted
-        # If the JSON contains no id, google-adk's class has just created a random id.  So if the id
-        # of the event is equal to the column, the JSON contains the id.
-        if event.id == text(event_id) and "timestamp" in event.model_fields_set:
+        # If the JSON contains no id, google-adk's class has just created a random one.
+        are_equal = all(getattr(event, name) == value for name, value in columns.items())
+        if are_equal and "timestamp" in event.model_fields_set:
             return SourceEvent(plaintext, microseconds(event.timestamp))
-    values = _loads(event_data)
-    # If these fields are missing, google-adk would create a new id and use the present time.
-    return _encoded(
-        validated(
-            Event,
-            {
-                **values,
-                "id": values.get("id") or text(event_id),
-                "timestamp": values.get("timestamp", seconds_of(timestamp, zone)),
-            },
-        )
-    )
-
-
-def _accept(event_data: object) -> tuple[bytes, Event] | None:
-    """Return the bytes to store for the JSON of an event, and the event.
-
-    Return None if the JSON cannot be stored as it is, and must be converted by `_encoded`.
-    """
-    json_bytes = data(event_data)
-    return None if _TEMPORARY in json_bytes else events.accept(json_bytes)
+    fields = _loads(stored)
+    for name, value in columns.items():
+        if overrides or not fields.get(name):
+            fields[name] = value
+    if fields.get("timestamp") is None:
+        fields["timestamp"] = seconds_of(timestamp, zone)
+    return _encoded(validated(Event, fields))
 
 
 PICKLED_COLUMNS = (
@@ -226,16 +198,12 @@ JSON_VALUES = frozenset({"event_data", "custom_metadata", *_MODELS})
 
 
 def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> SourceEvent:
-    """Convert the columns `PICKLED_COLUMNS` of google-adk's schema v0.
-
-    The column `actions` contains a pickle; *read* loads it.
-    """
     fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
     pickled = fields["actions"]
     ids = fields.pop("long_running_tool_ids_json")
     custom = fields["custom_metadata"]
-    fields |= {name: _optional_text(fields[name]) for name in _TEXTS}
-    fields |= {name: _optional_flag(fields[name]) for name in _FLAGS}
+    fields |= {name: text(fields[name]) for name in _TEXTS if fields[name] is not None}
+    fields |= {name: bool(fields[name]) for name in _FLAGS if fields[name] is not None}
     fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
     fields |= {
         "timestamp": seconds_of(fields["timestamp"], zone),
@@ -247,17 +215,13 @@ def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> Source
 
 
 def _encoded(event: Event) -> SourceEvent:
-    """Convert *event* to a `SourceEvent`, without the `temp:` keys of its state delta."""
     time = microseconds(event.timestamp)
     events.prepare(event, {})
     return SourceEvent(events.encode(event, replaces=False), time)
 
 
 def _loads(value: object) -> Any:
-    """Parse a column of JSON as google-adk does; None if the column is NULL.
-
-    Raises ValueError if the JSON is malformed or exceeds a limit.
-    """
+    """Parse a column of JSON as google-adk does; None if the column is NULL."""
     if value is None:
         return None
     json_bytes = data(value)
@@ -267,14 +231,6 @@ def _loads(value: object) -> Any:
         except DecryptionError:
             raise ValueError("a column is not JSON within the limits") from None
     return json.loads(json_bytes)
-
-
-def _optional_text(value: str | bytes | None) -> str | None:
-    return None if value is None else text(value)
-
-
-def _optional_flag(value: object) -> bool | None:
-    return None if value is None else bool(value)
 
 
 def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:

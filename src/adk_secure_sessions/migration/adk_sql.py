@@ -8,7 +8,7 @@ id; or an app name, a user id and a session id.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import UTC, tzinfo
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,8 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.envelopes_1x import is_envelope
+from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row, UnreadableRow
 from adk_secure_sessions.migration.pickled_actions import PickleReader, UnsafePickle
@@ -25,7 +27,6 @@ from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     Scope,
     SessionContent,
-    SessionHeader,
     SourceSession,
     SourceSize,
 )
@@ -37,6 +38,9 @@ STATES = 500  # the maximum number of states that `Tables.states` returns at onc
 # PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
 # multiple.
 _COMPRESSION = 3
+UNREADABLE_EVENT = (
+    f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: see docs/limits.md, Sizes"
+)
 _SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
 _NOT_TEXT = (
     "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "
@@ -78,7 +82,6 @@ _e = _table(
     "rowid",
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
-SESSIONS: sa.FromClause = _s
 # Only with their names, for statements on whole tables, in the order in which rows are deleted.
 NAMED_TABLES = tuple(
     sa.Table(name, sa.MetaData()) for name in ("events", "sessions", "user_states", "app_states")
@@ -104,8 +107,8 @@ APP_STATES = _state_table("app_states", "a", "app_name")
 USER_STATES = _state_table("user_states", "u", "app_name", "user_id")
 STATE_TABLES = (USER_STATES, APP_STATES)
 # The tables that contain states, each with the columns of its primary key.
-_SESSIONS = StateTable(_s, _SESSION_KEY, "sessions")
-_WITH_STATES = (_SESSIONS, APP_STATES, USER_STATES)
+SESSIONS = StateTable(_s, _SESSION_KEY, "sessions")
+_WITH_STATES = (SESSIONS, APP_STATES, USER_STATES)
 
 
 def _of_session() -> sa.ColumnElement[bool]:
@@ -122,38 +125,16 @@ def _of_session() -> sa.ColumnElement[bool]:
 After = tuple[str, ...]
 T = TypeVar("T")
 Page = tuple[list[T], After | None]
+# The names of apps or users, each with the unconverted state.
+StateRows = Sequence[tuple[After, Any]]
 
 
-class Positions:
-    """The positions that a listing of a table has reached, to detect a listing that never ends.
-
-    A page begins where the previous page has ended.  If the database compares names in another way
-    than it sorts them, a page may begin at an earlier position again.
-    """
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-        self._reached: set[After] = set()
-
-    def add(self, position: After) -> None:
-        """Add *position*; raise ConfigurationError if the listing has reached it before."""
-        if position in self._reached:
-            raise ConfigurationError(
-                f"the listing of the table {self._table} of the source does not end: its rows come "
-                "again and again; check that it is a table as google-adk creates it, with the same "
-                "types and collations of its columns"
-            )
-        self._reached.add(position)
-
-
-def _pages(read: Callable[[After | None], Page[T]], table: str) -> Iterator[list[T]]:
-    after, positions = None, Positions(table)
-    while True:
+def _pages(read: Callable[[After | None], Page[T]]) -> Iterator[list[T]]:
+    page, after = read(None)
+    yield page
+    while after is not None:
         page, after = read(after)
         yield page
-        if after is None:
-            return
-        positions.add(after)
 
 
 class Header(NamedTuple):
@@ -164,18 +145,10 @@ class Header(NamedTuple):
     updated_at: Any
 
 
-class StateRow(NamedTuple):
-    """The names of an app or a user, and the unconverted state."""
-
-    names: After
-    state: Any
-
-
 class Tables:
     """The SQL for google-adk's tables in one database, and the conversion of their rows.
 
-    *time_zone* is that of the processes that wrote the database; None for the zone that the
-    installed google-adk assumes.
+    *time_zone* is that of the writers; None for the zone that the installed google-adk assumes.
     """
 
     kinds: tuple[Kind, ...] = _ADK_KINDS
@@ -190,14 +163,15 @@ class Tables:
                 f"{others}): check the URL of the source"
             )
         self.kind: Kind = found[0]
-        self._dialect = connection.dialect.name
-        self._is_mysql = self._dialect in ("mysql", "mariadb")
-        self.sessions_zone: tzinfo | None = adk_rows.zone_of_sessions(self._dialect)
+        self.dialect: str = connection.dialect.name
+        self._is_mysql = self.dialect in ("mysql", "mariadb")
+        self.sessions_zone: tzinfo | None = adk_rows.zone_of_sessions(self.dialect)
         self._events_zone: tzinfo = UTC
         if time_zone is not None:
             self._events_zone = time_zone
-            if self._dialect != "sqlite":
+            if self.dialect != "sqlite":
                 self.sessions_zone = time_zone
+        self._check_names(connection)
         inspector = sa.inspect(connection)
         # Whether `events` has an index on the session's ids.  google-adk 1.28 and later create this
         # index when they open a database.
@@ -224,23 +198,13 @@ class Tables:
             else sa.null()
             for name in self._columns
         ]
-        self._sizes = [_e.c[name] for name in present & {*adk_rows.JSON_VALUES, "actions"}]
-
-    @property
-    def has_shared_states(self) -> bool:
-        """Whether several spellings of a name, for example in another case, share a row of state.
-
-        MySQL and MariaDB compare names with a collation, which by default ignores case.
-        """
-        return self._is_mysql
+        self._size_columns = [_e.c[name] for name in present & {*adk_rows.JSON_VALUES, "actions"}]
 
     def _within(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
-        """Return the conditions on `sessions` for *scope*."""
         since = [] if scope.since is None else [self._since(scope.since)]
         return self._of_app(scope) + since
 
     def size(self, connection: sa.Connection, scope: Scope) -> SourceSize:
-        """Return how many sessions and events *scope* contains."""
         sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(scope))
         events = sa.select(sa.func.count()).select_from(_e)
         if scope.since is not None:
@@ -254,57 +218,61 @@ class Tables:
     ) -> Page[tuple[SourceSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
-        *after* is the position that the last call has returned; None for the first page.  The
-        position in the result is that of the next page; None if this page is the last.
+        *after* is the position that the last call has returned; None for the first page and
+        after the last.
         """
-        self._check_names(connection, _SESSIONS, after)
-        chosen = sa.select(
-            *_SESSION_KEY, _s.c.create_time, _s.c.update_time, self._size(_s.c.state)
+        sizes = (
+            sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._size_columns
         )
-        chosen = chosen.where(*self._within(scope), *self._after(_SESSION_KEY, after))
-        rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(PAGE)).all()
+        size: Any = sum(sizes, start=sa.literal(0))
+        found, position = self._sessions(
+            connection, self._within(scope), after, PAGE, self._size(_s.c.state), size
+        )
+        return [(one, int(size) + int(row.state or 0)) for one, row, size in found], position
+
+    def _sessions(
+        self,
+        connection: sa.Connection,
+        conditions: Sequence[sa.ColumnElement[bool]],
+        after: After | None,
+        limit: int,
+        state: sa.ColumnElement[Any],
+        size: sa.ColumnElement[Any],
+    ) -> Page[tuple[SourceSession, Header, Any]]:
+        """Return the next sessions, with *state* of their rows and *size* of their events."""
+        chosen = sa.select(*_SESSION_KEY, state, _s.c.create_time, _s.c.update_time)
+        chosen = chosen.where(*conditions, *self._after(_SESSION_KEY, after))
+        rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(limit)).all()
         if not rows:
             return [], None
         keys = [self._key(row[:3]) for row in rows]
-        events = (
-            sa.func.count(),
-            sum(
-                (sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._sizes),
-                start=sa.literal(0),
-            ),
-        )
-        counting = sa.select(*_SESSION_KEY, *events).join_from(_s, _e, _of_session())
-        counting = counting.where(*self._of_app(scope))
-        counting = counting.where(*self._between(keys[0], keys[-1])).group_by(*_SESSION_KEY)
+        counting = sa.select(*_SESSION_KEY, sa.func.count(), size)
+        counting = counting.join_from(_s, _e, _of_session()).group_by(*_SESSION_KEY)
+        counting = counting.where(*conditions, *self._between(keys[0], keys[-1]))
         counts = {tuple(row[:3]): row[3:] for row in connection.execute(counting)}
         found = []
         for key, row in zip(keys, rows, strict=True):
-            number, size = counts.get(tuple(row[:3]), (0, 0))
-            session = _session(key, row[3], row[4], number)
-            found.append((session, int(size) + int(row[5] or 0)))
-        return found, keys[-1] if len(rows) == PAGE else None
+            header = Header(*row[3:])
+            number, total = counts.get(tuple(row[:3]), (0, 0))
+            version = f"{_shown(header.created_at)} {_shown(header.updated_at)} {number}"
+            found.append((SourceSession(*three_of(key), version), header, total))
+        return found, keys[-1] if len(rows) == limit else None
 
     def versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
-        """Yield all sessions."""
-        for page in _pages(partial(self.page, connection, EVERYTHING), "sessions"):
+        for page in _pages(partial(self.page, connection, EVERYTHING)):
             yield from (session for session, _size in page)
 
-    def all_states(self, connection: sa.Connection) -> Iterator[Sequence[StateRow]]:
-        """Yield the states of all users and apps, in batches."""
+    def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:
         for table in STATE_TABLES:
-            yield from _pages(partial(self.states, connection, EVERYTHING, table), table.name)
+            yield from _pages(partial(self.states, connection, EVERYTHING, table))
 
     def lock(self, connection: sa.Connection) -> None:
-        """Let no other transaction write to the tables; call this first in a transaction.
-
-        On SQLite, the transaction that the caller has begun has locked the file.
-        """
+        # On SQLite, the transaction that the caller has begun has locked the file.
         dialect_of(connection).lock_tables(connection, *NAMED_TABLES)
         if self._is_mysql:  # each query then locks the rows and gaps that it reads
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE").close()
 
     def delete_all(self, connection: sa.Connection) -> tuple[int, int, int]:
-        """Delete all rows, and return the numbers of sessions, events and states."""
         events, sessions, *states = (
             connection.execute(sa.delete(table)).rowcount for table in NAMED_TABLES
         )
@@ -313,10 +281,7 @@ class Tables:
     def headers(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
     ) -> dict[tuple[Any, ...], Header]:
-        """Return a mapping from the ids of the sessions *keys* to their rows.
-
-        The ids are in the form that `key` returns.  Sessions that are not stored are omitted.
-        """
+        """Return the rows of the sessions *keys*, by ids in the form that `key` returns."""
         query = sa.select(
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(self._is_one_of(_SESSION_KEY, keys))
@@ -325,43 +290,16 @@ class Tables:
     def lookup(
         self, connection: sa.Connection, names: Sequence[str], after: After | None = None
     ) -> Page[tuple[SourceSession, Header]]:
-        """Return the next sessions of an app or of a user, or the session with all three ids.
-
-        *names* are an app name, an app name and a user id, or these and a session id.  *after* and
-        the position in the result are as for `page`.
-        """
-        of_names = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
-        if len(names) < len(_SESSION_KEY):
-            self._check_names(connection, _SESSIONS, after, *of_names)
-        query = sa.select(
-            *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
-        ).where(*of_names, *self._after(_SESSION_KEY, after))
-        rows = connection.execute(query.order_by(*_SESSION_KEY).limit(HEADERS)).all()
-        if not rows:
+        """Return the next sessions of an app, a user or, with three *names*, with these ids."""
+        if not can_store(self.dialect, *names):
             return [], None
-        keys = [self._key(row[:3]) for row in rows]
-        counting = sa.select(*_SESSION_KEY, sa.func.count()).join_from(_s, _e, _of_session())
-        counting = counting.where(*of_names, *self._between(keys[0], keys[-1]))
-        counts = {
-            tuple(row[:3]): row[3] for row in connection.execute(counting.group_by(*_SESSION_KEY))
-        }
-        found = []
-        for key, row in zip(keys, rows, strict=True):
-            # MySQL may find rows whose names differ from *names*, for example in case.
-            if key[: len(names)] == tuple(names):
-                session = _session(key, *row[4:], counts.get(tuple(row[:3]), 0))
-                found.append((session, Header(*row[3:])))
-        return found, keys[-1] if len(rows) == HEADERS else None
-
-    def header(self, session: SourceSession, header: Header) -> SessionHeader:
-        """Convert the row of a session; raise `UnreadableRow` if it cannot be converted."""
-        adk_rows.check_names(*session[:3])
-        return SessionHeader(
-            session,
-            adk_rows.state_of(header.state, "its"),
-            adk_rows.time_of(header.created_at, self.sessions_zone),
-            adk_rows.time_of(header.updated_at, self.sessions_zone),
+        named = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
+        found, position = self._sessions(
+            connection, named, after, HEADERS, self._json(_s.c.state), sa.literal(0)
         )
+        # MySQL may find rows whose names differ from *names*, for example in case.
+        rows = [(one, row) for one, row, _ in found if one[: len(names)] == tuple(names)]
+        return rows, position
 
     def state(self, connection: sa.Connection, table: StateTable, names: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
@@ -369,24 +307,14 @@ class Tables:
         On MySQL, the name in the row may have another spelling than *names*, for example in case.
         google-adk uses the same row.
         """
+        if not can_store(self.dialect, *names):
+            return None
         query = sa.select(self._json(table.table.c.state))
         found = [column == name for column, name in zip(table.key, names, strict=True)]
         return connection.scalar(query.where(*found))
 
-    def can_store(self, names: Sequence[str]) -> bool:
-        """Return whether the database can have rows with these names."""
-        text = "".join(names)
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # a lone surrogate
-            return False
-        return self._dialect != "postgresql" or "\0" not in text
-
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
-        """Return the events of the sessions *keys*, in the order in which google-adk returns them.
-
-        Each row contains the three ids of the session, followed by the columns of the event.
-        """
+        """Return the three ids and the columns of each event, in the order of google-adk."""
         second = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
         if self._is_mysql:
             query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _of_session())
@@ -399,52 +327,54 @@ class Tables:
 
     def key(self, session: SourceSession) -> tuple[Any, ...]:
         """Return the three ids of *session* in the form in which the driver returns them."""
-        if self._dialect == "sqlite":
+        if self.dialect == "sqlite":
             return tuple(name.encode() for name in session[:3])
         return session[:3]
 
     def content(self, session: SourceSession, header: Header, history: list[Row]) -> SessionContent:
-        """Convert the rows of a session; raise `UnreadableRow` if they cannot be converted."""
         adk_rows.check_names(*session[:3])
-        state = adk_rows.state_of(header.state, "its")
+        state = self.convert_state(header.state)
         created_at = adk_rows.time_of(header.created_at, self.sessions_zone)
         updated_at = adk_rows.time_of(header.updated_at, self.sessions_zone)
         events: list[SourceEvent] = []
-        read, zone = self._read_event, self._events_zone
-        reason = f"cannot be read by {adk_rows.INSTALLED}, or exceeds a limit"
-        for row in history:
-            try:
-                events.append(read(row, zone))
-            except UnsafePickle as error:
-                reason = f"has actions that are not loaded: {error}"
-                break
-            except Exception:
-                break
-        if len(events) < len(history):
-            raise UnreadableRow(
-                f"event {len(events) + 1} of {len(history)} {reason}: see docs/limits.md, Sizes"
-            )
+        for number, row in enumerate(history, 1):
+            event = self.convert_event(row)
+            if isinstance(event, str):
+                raise UnreadableRow(f"event {number} of {len(history)}: {event}")
+            events.append(event)
         return SessionContent(state, events, created_at, updated_at)
+
+    def convert_state(self, stored: object) -> JsonObject:
+        return adk_rows.state_of(stored, "its")
+
+    def convert_event(self, row: Row) -> SourceEvent | str:
+        """Return an event, or why it cannot be read."""
+        try:
+            return self._read_event(row, self._events_zone)
+        except UnsafePickle as error:
+            return f"it has actions that are not loaded: {error}"
+        except Exception:
+            return UNREADABLE_EVENT
 
     def states(
         self, connection: sa.Connection, scope: Scope, table: StateTable, after: After | None
-    ) -> Page[StateRow]:
+    ) -> Page[tuple[After, Any]]:
         """Return the next rows of a table of states; *after* and the position are as for `page`."""
         stored, key, _ = table
-        self._check_names(connection, table, after)
         of_app = [] if scope.app_name is None else [stored.c.app_name == scope.app_name]
         query = sa.select(*key, self._json(stored.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
         rows = connection.execute(query).all()
-        found = [StateRow(self._key(row[:-1]), row[-1]) for row in rows]
-        return found, found[-1].names if len(rows) == STATES else None
+        found = [(self._key(row[:-1]), row[-1]) for row in rows]
+        return found, found[-1][0] if len(rows) == STATES else None
 
-    def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> list[StateRow]:
-        """Return the states of owners whose names have another spelling in the table `sessions`.
+    def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> StateRows:
+        """On MySQL, return the states of owners with another spelling in the table `sessions`.
 
-        MySQL and MariaDB use one row of state for several spellings of a name.  A row of the result
-        contains the names as in `sessions`, and the state.
+        Its collation, which by default ignores case, finds one row of state for several spellings.
         """
+        if not self._is_mysql:
+            return []
         stored, key, _ = table
         pairs = list(zip(_SESSION_KEY, key, strict=False))
         spelled = [one for one, _ in pairs]
@@ -455,38 +385,32 @@ class Tables:
             .group_by(*map(sa.func.hex, spelled))
         )
         rows = connection.execute(query.where(*self._of_app(scope)))
-        return [StateRow(tuple(map(adk_rows.text, names)), state) for *names, state in rows]
+        return [(tuple(map(adk_rows.text, names)), state) for *names, state in rows]
 
     def _of_app(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
         return [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
 
-    def _check_names(
-        self, connection: sa.Connection, table: StateTable, after: After | None, *conditions: Any
-    ) -> None:
-        """On SQLite, before the first page, raise ConfigurationError if a name is not a text.
+    def _check_names(self, connection: sa.Connection) -> None:
+        """On SQLite, raise ConfigurationError if a name is not a text.
 
         A column of SQLite may hold values of any type.  SQLite sorts a number before every text and
         a BLOB after every text, so that no page would have such a row.
         """
-        if self._dialect != "sqlite" or after is not None:
-            return
-        others = (sa.func.typeof(column) != "text" for column in table.key)
-        query = sa.select(table.table.c.rowid).where(sa.or_(*others), *conditions).limit(_NAMED)
-        rows = ", ".join(map(str, connection.scalars(query)))
-        if rows:
-            raise ConfigurationError(f"the table {table.name} has (in row {rows}) {_NOT_TEXT}")
+        for table, key, name in _WITH_STATES if self.dialect == "sqlite" else ():
+            others = (sa.func.typeof(column) != "text" for column in key)
+            query = sa.select(table.c.rowid).where(sa.or_(*others)).limit(_NAMED)
+            if rows := ", ".join(map(str, connection.scalars(query))):
+                raise ConfigurationError(f"the table {name} has (in row {rows}) {_NOT_TEXT}")
 
     def _key(self, names: Sequence[Any]) -> After:
-        """Return the *names* of a row as text."""
         try:
             return tuple(map(adk_rows.text, names))
         except (TypeError, ValueError):
             raise ConfigurationError(f"the source has {_NOT_TEXT}") from None
 
     def _since(self, since: int) -> sa.ColumnElement[bool]:
-        time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=since)
-        naive = time.astimezone(self.sessions_zone).replace(tzinfo=None)
-        if self._dialect != "sqlite":
+        naive = datetime_of(since).astimezone(self.sessions_zone).replace(tzinfo=None)
+        if self.dialect != "sqlite":
             return _is_at_least(_s.c.update_time, sa.literal(naive, sa.DateTime()))
         # A row may hold text or seconds.  In SQLite, any text is greater than any number.  So
         # without the condition on the type, the second comparison would accept every text.
@@ -500,23 +424,17 @@ class Tables:
 
     def _json(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
         """Return *column*, which contains JSON, as text.  On PostgreSQL, its type may be JSONB."""
-        return sa.cast(column, sa.Text()) if self._dialect == "postgresql" else column
+        return sa.cast(column, sa.Text()) if self.dialect == "postgresql" else column
 
     def _size(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-        if self._dialect == "postgresql":
+        if self.dialect == "postgresql":
             return sa.func.pg_column_size(column) * _COMPRESSION
         return sa.func.length(column)
 
     def _after(
         self, columns: Sequence[sa.ColumnElement[Any]], key: After | None
     ) -> list[sa.ColumnElement[bool]]:
-        """Return the conditions that a row is after *key*, and that its names are text."""
-        are_text: list[sa.ColumnElement[bool]] = []
-        if self._dialect == "sqlite":
-            are_text = [sa.func.typeof(column) == "text" for column in columns]
-        if key is None:
-            return are_text
-        return [*are_text, self._beyond(columns, key, allow_equal=False)]
+        return [] if key is None else [self._beyond(columns, key, allow_equal=False)]
 
     def _between(self, first: After, last: After) -> Any:
         if not self._is_mysql:
@@ -546,9 +464,9 @@ class Tables:
     def _is_one_of(
         self, columns: Sequence[sa.ColumnElement[Any]], keys: Sequence[tuple[str, ...]]
     ) -> sa.ColumnElement[bool]:
-        if self._is_mysql or not (self._has_index or self._dialect == "postgresql"):
+        if self._is_mysql or not (self._has_index or self.dialect == "postgresql"):
             return sa.tuple_(*columns).in_(keys)
-        if self._dialect == "sqlite":
+        if self.dialect == "sqlite":
             # For a list of tuples, SQLite scans the whole table.  For a table expression, SQLite
             # uses the index.  If there is no index, which the first condition checks, SQLite would
             # scan the table for each tuple of the expression.
@@ -572,26 +490,39 @@ def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnEleme
     return condition
 
 
-def _session(key: After, created_at: Any, updated_at: Any, number: int) -> SourceSession:
-    """Return a session, whose version is its two times and the *number* of its events."""
-    app_name, user_id, session_id = key
-    version = f"{_shown(created_at)} {_shown(updated_at)} {number}"
-    return SourceSession(app_name, user_id, session_id, version)
-
-
 def _shown(time: Any) -> str:
     # Raise no error for bytes that are not UTF-8: `adk_rows.time_of` rejects them later, and then
     # only this session is unreadable.
     return time.decode(errors="backslashreplace") if isinstance(time, bytes) else str(time)
 
 
+def can_store(dialect: str, *texts: str) -> bool:
+    """Return whether a database can have columns with these texts."""
+    text = "".join(texts)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return dialect != "postgresql" or "\0" not in text
+
+
+def three_of(key: After) -> tuple[str, str, str]:
+    app_name, user_id, session_id = key
+    return app_name, user_id, session_id
+
+
 # --- Recognition ---------------------------------------------------------------------------------
 
 
 def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
-    """Return which kinds of session tables the database contains."""
+    """Return which kinds of session tables the database contains.
+
+    google-adk and adk-secure-sessions 1.x use the same names.  If 1.x has encrypted one of the
+    sampled states, the tables are those of 1.x.  So an attacker who replaces only some encrypted
+    states by plaintext does not change the result.
+    """
     inspector = sa.inspect(connection)
-    tables = set(_names(inspector.get_table_names()))
+    tables = set(map(adk_rows.text, inspector.get_table_names()))
     kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()
     if {"sessions", "events", "app_states", "user_states"} <= tables:
         columns = {column["name"]: column for column in inspector.get_columns("events")}
@@ -601,11 +532,7 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
 
 
 def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
-    """Return the kind of the tables, which have the names of google-adk's tables.
-
-    If adk-secure-sessions 1.x has encrypted one of the sampled states, the tables are those of 1.x.
-    """
-    if sampled_states(connection).encrypted:
+    if True in sampled_states(connection):
         return Kind.PACKAGE_1X
     if "adk_internal_metadata" in tables:
         metadata = _table("adk_internal_metadata", "m", "key", "value")
@@ -624,41 +551,31 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
     return Kind.ADK_SQLITE if is_seconds else Kind.ADK_V1
 
 
-class FoundStates(NamedTuple):
-    """Which states the tables `sessions`, `app_states` and `user_states` contain."""
-
-    encrypted: bool  # envelopes of adk-secure-sessions 1.x
-    others: bool  # such as the plaintext of google-adk
-
-
-def sampled_states(connection: sa.Connection) -> FoundStates:
-    """Look at the first and the last states of each table, in the order of the primary key."""
+def sampled_states(connection: sa.Connection) -> set[bool]:
+    """Return whether the first and last states are envelopes of 1.x: True, False, or both."""
     starts: list[str | bytes] = []
     for table, key, _ in _WITH_STATES:
         for order in (key, [column.desc() for column in key]):
-            query = sa.select(start_of(table, connection)).order_by(*order).limit(_SAMPLES)
+            query = sa.select(_start_of(table, connection)).order_by(*order).limit(_SAMPLES)
             starts += (start for start in connection.scalars(query) if start is not None)
-    found = [is_envelope(start) for start in starts]
-    return FoundStates(any(found), not all(found))
+    return set(map(is_envelope, starts))
 
 
 def has_encrypted_states(connection: sa.Connection) -> bool:
     """Return whether any state is an envelope of adk-secure-sessions 1.x; read all states."""
+    return any(map(is_envelope, not_plaintext(connection)))
+
+
+def not_plaintext(connection: sa.Connection, limit: int | None = None) -> Iterator[Any]:
+    """Yield the states that are not JSON objects, at most *limit* of each table."""
     for table, *_ in _WITH_STATES:
-        start = start_of(table, connection)
-        query = sa.select(start).where(sa.func.substr(start, 1, 1) != "{")
-        if any(is_envelope(found) for found in connection.scalars(query)):
-            return True
-    return False
+        is_object = sa.func.substr(_start_of(table, connection), 1, 1) == "{"
+        yield from connection.scalars(sa.select(table.c.state).where(~is_object).limit(limit))
 
 
-def start_of(table: sa.FromClause, connection: sa.Connection) -> sa.ColumnElement[Any]:
+def _start_of(table: sa.FromClause, connection: sa.Connection) -> sa.ColumnElement[Any]:
     """Return the first characters of a state, which are all that `is_envelope` needs."""
     state: sa.ColumnElement[Any] = table.c.state
     if connection.dialect.name == "postgresql":
         state = sa.cast(state, sa.Text())
     return sa.func.substr(state, 1, 4)
-
-
-def _names(names: Sequence[Any]) -> list[str]:
-    return [adk_rows.text(name) for name in names]

@@ -6,7 +6,6 @@ and its own classes convert rows back into events.
 
 import inspect
 import json
-import math
 import os
 import re
 import stat
@@ -14,8 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -25,13 +23,14 @@ from google.adk.events import Event
 from google.adk.sessions.schemas import v1
 from sqlalchemy.dialects.postgresql import JSONB
 
-from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import UniqueViolation, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
+from adk_secure_sessions.formats.times import datetime_of, microseconds
 from adk_secure_sessions.loops import ClosedByWith
-from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
+from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in, three_of
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession, Unreadable
@@ -42,26 +41,17 @@ T = TypeVar("T")
 MISSING = "the target does not have it"
 _STATE = "its state differs"
 
-_LONGEST_ID, _LONGEST_INVOCATION_ID = 128, 256  # characters, in the columns of google-adk
-_EPOCH = datetime(1970, 1, 1)
 _MICROSECOND = timedelta(microseconds=1)
-_FIRST_YEAR = {"mysql": 1000}  # the first year that a column of times can hold; 1 if not listed
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
 _UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
-# PostgreSQL's JSONB returns a float of at least this size as an integer.
-_FIRST_WITHOUT_FRACTION = 1e16
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
-# Finds a number with an exponent of 0 or more, as in the JSON of a large float.
-_LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _JSON_COLUMNS = ("state", "event_data")
 
 
 class UnsuitableSession(Exception):
-    """google-adk's database cannot hold a session or a state.
-
-    The text of the error contains no content of the session or state.
-    """
+    """google-adk's database cannot hold a session or a state; the text has no content of it."""
 
 
 class SessionRows(NamedTuple):
@@ -70,23 +60,6 @@ class SessionRows(NamedTuple):
     ids: Ids
     session: dict[str, object]
     events: list[dict[str, object]]
-
-
-class _Reading(NamedTuple):
-    """The way in which the installed google-adk reads columns with times.
-
-    Recent releases read the columns as UTC.  They read the time of an event from its JSON, and use
-    the column `timestamp` only to sort the events.
-
-    Attributes:
-        has_local_updates: The column `update_time` of a session contains local time.
-        has_local_events: The column `timestamp` of an event contains local time.
-        is_event_time: google-adk reads the time of an event from the column `timestamp`.
-    """
-
-    has_local_updates: bool
-    has_local_events: bool
-    is_event_time: bool
 
 
 @hides_locals
@@ -141,18 +114,14 @@ class AdkTarget(ClosedByWith):
     # --- write -----------------------------------------------------------------------------------
 
     def rows_of(self, ids: Ids, content: SessionContent) -> SessionRows:
-        """Return the rows that google-adk reads as this session.
-
-        Raises:
-            UnsuitableSession: google-adk's database cannot hold the session.
-        """
+        """Return the rows that google-adk reads as this session, or raise UnsuitableSession."""
         app_name, user_id, session_id = ids
-        self._check_ids(ids)
+        self._check_texts(*ids)
         row = {
             "app_name": app_name,
             "user_id": user_id,
             "id": session_id,
-            "state": self._json("the state", states.dumps(content.state)),
+            "state": self._json(states.dumps(content.state)),
             "create_time": self._session_moment("the time of creation", content.created_at),
             "update_time": self._session_moment("the time of the last update", content.updated_at),
         }
@@ -162,14 +131,11 @@ class AdkTarget(ClosedByWith):
         ]
         if len({one["id"] for one in rows}) < len(rows):
             raise UnsuitableSession("two of its events have the same id")
-        self._sort(rows)
+        self._sort(rows, content.events)
         return SessionRows(ids, row, rows)
 
     async def insert(self, batch: Sequence[SessionRows]) -> dict[Ids, str]:
-        """Insert sessions that the target does not have, each in whole or not at all.
-
-        Return a mapping from the ids of each rejected session to the reason.
-        """
+        """Insert sessions, each in whole or not at all, and return why which ids were rejected."""
         if not batch or await self._try(partial(self._insert, batch=batch)) is None:
             return {}
         rejected = {}
@@ -180,16 +146,13 @@ class AdkTarget(ClosedByWith):
         return rejected
 
     async def insert_state(self, owner: Ids, state: bytes) -> bool:
-        """Insert a state; return False if the target already has the same state.
-
-        Raises UnsuitableSession if the target cannot hold the state, or already has another state.
-        """
-        self._check_ids(owner)
+        """Insert a state; return False if the target has it, raise UnsuitableSession if another."""
+        self._check_texts(*owner)
         row = dict(zip(("app_name", "user_id"), owner, strict=False))
-        row["state"] = self._json("the state", state)
+        row["state"] = self._json(state)
         now = datetime.now(UTC).replace(tzinfo=None)
         model = v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
-        insert = self._inserting(model, "state")
+        insert = self._inserting(model)
         reason = await self._try(
             lambda connection: connection.execute(insert, [{**row, "update_time": now}]).close()
         )
@@ -206,13 +169,13 @@ class AdkTarget(ClosedByWith):
 
     async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str | None]:
         """Return how sessions of the target differ from *contents*; None for one that does not."""
-        listed = [SourceSession(*_three(ids), "") for ids in contents if self._can_have(ids)]
+        listed = [SourceSession(*three_of(ids), "") for ids in contents]
         stored = {one.ids: found for one, found in (await self._stored.read(listed)).items()}
-        return {ids: _difference(one, stored.get(_three(ids))) for ids, one in contents.items()}
+        return {ids: _difference(one, stored.get(three_of(ids))) for ids, one in contents.items()}
 
     async def state_difference(self, owner: Ids, state: bytes) -> str | None:
         """Return how a state of the target differs from *state*; None if both are equal."""
-        found = await self._stored.state(*owner) if self._can_have(owner) else None
+        found = await self._stored.state(*owner)
         if found is None:
             return MISSING
         if isinstance(found, Unreadable):
@@ -221,21 +184,13 @@ class AdkTarget(ClosedByWith):
         return None if is_same else _STATE
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
-        """Return the number of sessions in the target.
-
-        If *app_name* is given, count only the sessions of this app.  If *user_id* is given, count
-        only the sessions of users with this id.
-        """
-        if not self._can_have(tuple(one for one in (app_name, user_id) if one is not None)):
+        given = {"app_name": app_name, "user_id": user_id}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not can_store(self._dialect, *filter(None, given.values())):
             return 0
-        table = self._table(v1.StorageSession)
-        query = sa.select(sa.func.count()).select_from(table)
-        for name, value in (("app_name", app_name), ("user_id", user_id)):
-            if value is not None:
-                query = query.where(table.c[name] == value)
-        return int(
-            await self._run(lambda connection: connection.execute(query).scalar_one(), commit=False)
-        )
+        query = sa.select(sa.func.count()).select_from(v1.StorageSession.__table__)
+        query = query.filter_by(**given)
+        return int(await self._run(lambda connection: connection.scalar(query) or 0, commit=False))
 
     # --- conversion ------------------------------------------------------------------------------
 
@@ -244,41 +199,38 @@ class AdkTarget(ClosedByWith):
         parsed = _parsed_event(event, name)
         if "id" not in parsed.model_fields_set or not parsed.id:
             raise UnsuitableSession(f"{name} has no id")
-        self._check_text(f"the id of {name}", parsed.id)
-        invocation = f"the invocation id of {name}"
-        self._check_text(invocation, parsed.invocation_id, _LONGEST_INVOCATION_ID)
+        self._check_texts(parsed.id, parsed.invocation_id)
         return {
             "id": parsed.id,
             "invocation_id": parsed.invocation_id,
-            "timestamp": self._event_moment(name, event.time),
-            "event_data": self._json(name, _json_of(event)),
+            "timestamp": _event_moment(name, parsed.timestamp),
+            "event_data": self._json(json_of(event)),
         }
 
-    def _sort(self, rows: list[dict[str, Any]]) -> None:
+    def _sort(self, rows: list[dict[str, Any]], history: Sequence[SourceEvent]) -> None:
         """Change the column `timestamp` so that google-adk keeps the order of *rows*.
 
         google-adk sorts events by this column.  If the value of an event is not greater than the
         value of the previous event, replace it by the previous value plus 1 microsecond.  The time
-        in the event's JSON does not change.
+        in the event's JSON does not change; some releases of google-adk do not read it.
         """
         last: datetime | None = None
-        for row in rows:
+        for row, event in zip(rows, history, strict=True):
             if last is not None and row["timestamp"] <= last:
-                if self._reading.is_event_time:
-                    raise UnsuitableSession(
-                        "its events do not have increasing times, and the installed google-adk "
-                        "would change their order: install google-adk 2.13 or later"
-                    )
                 if last >= datetime.max:
                     raise UnsuitableSession("the time of an event is out of range")
                 row["timestamp"] = last + _MICROSECOND
             last = row["timestamp"]
+            values = {"author": "a", "timestamp": event.time / 1_000_000}
+            made: Any = v1.StorageEvent(id="e", invocation_id="i", timestamp=last)
+            made.event_data = values
+            if microseconds(made.to_event().timestamp) != event.time:
+                raise UnsuitableSession(
+                    "the installed google-adk would change the time of an event, or the order of "
+                    "events: install google-adk 2.13 or later"
+                )
 
-    def _json(self, name: str, text: bytes) -> str:
-        if self._dialect == "postgresql":
-            if _LARGE_NUMBER.search(text) and not _fits_jsonb(json_text.loads(text)):
-                raise UnsuitableSession(f"{name} has a number that PostgreSQL's JSONB would change")
-            return text.decode()
+    def _json(self, text: bytes) -> str:
         decoded = text.decode()
         # Like google-adk, send only ASCII to MySQL: the column's character set may lack other
         # characters.
@@ -286,142 +238,71 @@ class AdkTarget(ClosedByWith):
             return _NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], decoded)
         return decoded
 
-    def _check_ids(self, ids: tuple[str, ...]) -> None:
-        """Raise UnsuitableSession if the columns cannot hold the ids of a session or an owner."""
-        names = ("the app name", "the user id", "the session id")
-        for name, value in zip(names, ids, strict=False):
-            self._check_text(name, value)
+    def _check_texts(self, *texts: str) -> None:
+        if not can_store(self._dialect, *texts):
+            raise UnsuitableSession("one of its ids has a lone surrogate or a NUL character")
 
-    def _can_have(self, ids: tuple[str, ...]) -> bool:
-        with suppress(UnsuitableSession):
-            self._check_ids(ids)
-            return True
-        return False
-
-    def _check_text(self, name: str, value: str, longest: int = _LONGEST_ID) -> None:
+    def _session_moment(self, name: str, time: int) -> datetime:
+        """Return a time in UTC, or in local time if the installed google-adk reads it so."""
         try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise UnsuitableSession(f"{name} has a lone surrogate") from None
-        if self._dialect == "sqlite":
-            return
-        if len(value) > longest:
-            raise UnsuitableSession(f"{name} has more than {longest} characters")
-        if self._dialect == "postgresql" and "\0" in value:
-            raise UnsuitableSession(f"{name} has a NUL character")
-
-    def _moment(self, name: str, microseconds: int) -> datetime:
-        try:
-            moment = _EPOCH + timedelta(microseconds=microseconds)
-        except OverflowError:
-            moment = datetime.min
-        if moment.year < _FIRST_YEAR.get(self._dialect, 1) or moment == datetime.min:
-            raise UnsuitableSession(f"{name} is out of range")
-        return moment
-
-    def _event_moment(self, name: str, microseconds: int) -> datetime:
-        moment = self._moment(f"the time of {name}", microseconds)
-        if not self._reading.has_local_events:
-            return moment
-        local = _local(moment)
-        if self._reading.is_event_time and _microseconds(local.timestamp()) != microseconds:
-            raise UnsuitableSession(
-                f"the time of {name} is in the hour that a clock change repeats, and the installed "
-                "google-adk would change it: install google-adk 2.13 or later"
-            )
-        return local
-
-    def _session_moment(self, name: str, microseconds: int) -> datetime:
-        moment = self._moment(name, microseconds)
-        return _local(moment) if self._reading.has_local_updates else moment
-
-    @cached_property
-    def _reading(self) -> _Reading:
-        """Find out how the installed google-adk reads times, by converting two times with it."""
-        session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
-        local_updates = local_events = is_event_time = False
-        for seconds in (1_705_000_000.0, 1_720_000_000.0):  # one in winter, one in daylight saving
-            moment = _EPOCH + timedelta(seconds=seconds)
-            event = Event(author="a", invocation_id="i", timestamp=seconds)
-            made: Any = v1.StorageEvent.from_event(session, event)
-            local_events |= made.timestamp.replace(tzinfo=None) != moment
-            made.timestamp, made.event_data = moment, {"author": "a", "timestamp": 1.0}
-            is_event_time |= made.to_event().timestamp != 1.0
-            row: Any = v1.StorageSession(update_time=moment)
-            is_sqlite = self._dialect == "sqlite"
+            moment = datetime_of(time)
+            row: Any = v1.StorageSession(update_time=moment.replace(tzinfo=None))
             # In releases that store UTC in every database, the method has no parameter for the kind
             # of the database.
             asks = "is_sqlite" in inspect.signature(row.get_update_timestamp).parameters
-            stored = row.get_update_timestamp(**({"is_sqlite": is_sqlite} if asks else {}))
-            local_updates |= stored != seconds
-        return _Reading(local_updates, local_events, is_event_time)
+            options = {"is_sqlite": self._file is not None} if asks else {}
+            if microseconds(row.get_update_timestamp(**options)) != time:
+                moment = moment.astimezone()
+        except (OverflowError, ValueError):
+            raise UnsuitableSession(f"{name} is out of range") from None
+        return moment.replace(tzinfo=None)
 
     # --- statements ------------------------------------------------------------------------------
 
-    def _table(self, model: Any) -> sa.TableClause:
-        """Return google-adk's table, but with types of SQLAlchemy for the JSON columns.
-
-        In some releases of google-adk, SQLAlchemy warns about google-adk's own type.
-        """
-        json_type = JSONB() if self._dialect == "postgresql" else sa.Text()
-        columns = (
-            sa.column(column.name, json_type if column.name in _JSON_COLUMNS else column.type)
-            for column in model.__table__.columns
-        )
-        return sa.table(model.__tablename__, *columns)
-
     def _insert(self, connection: sa.Connection, batch: Sequence[SessionRows]) -> None:
-        connection.execute(
-            self._inserting(v1.StorageSession, "state"), [one.session for one in batch]
-        )
+        connection.execute(self._inserting(v1.StorageSession), [one.session for one in batch])
         rows = [row for one in batch for row in one.events]
         if rows:
-            connection.execute(self._inserting(v1.StorageEvent, "event_data"), rows)
+            connection.execute(self._inserting(v1.StorageEvent), rows)
 
-    def _inserting(self, model: Any, json_column: str) -> sa.Insert:
-        """Return the INSERT that stores the text of its parameter *json_column* as JSON."""
-        table = self._table(model)
-        text: sa.ColumnElement[Any] = sa.bindparam(json_column, type_=sa.Text())
-        if self._dialect == "postgresql":
-            text = sa.cast(text, JSONB)
-        values: dict[str, sa.ColumnElement[Any]] = {
-            column.name: sa.bindparam(column.name, type_=column.type) for column in table.columns
-        }
-        return sa.insert(table).values({**values, json_column: text})
+    def _inserting(self, model: Any) -> sa.Insert:
+        """Return the INSERT into google-adk's table, whose parameters for JSON are texts.
+
+        In some releases of google-adk, SQLAlchemy warns about google-adk's own type of JSON.
+        """
+        values: dict[str, sa.ColumnElement[Any]] = {}
+        for column in model.__table__.columns:
+            is_json = column.name in _JSON_COLUMNS
+            value = sa.bindparam(column.name, type_=sa.Text() if is_json else column.type)
+            is_jsonb = is_json and self._dialect == "postgresql"
+            values[column.name] = sa.cast(value, JSONB) if is_jsonb else value
+        return sa.insert(sa.table(model.__tablename__, *map(sa.column, values))).values(values)
 
     async def _try(self, work: Callable[[sa.Connection], None]) -> str | None:
         """Run *work* in a transaction; return why the database rejects its rows, or None."""
-        try:
-            await self._run(work, commit=True)
-        except UniqueViolation:
-            return "the target already has it, or has an id that its collation takes for the same"
-        except DatabaseError as error:
-            if not str(error.code).startswith(_UNSUITABLE):
-                raise
-            return f"the target cannot hold one of its values (error {error.code})"
-        return None
+
+        async def attempt() -> str | None:
+            try:
+                await self._define(work, commit=True)
+            except UniqueViolation:
+                return "the target already has it, or an id that its collation takes for the same"
+            except DatabaseError as error:
+                if not str(error.code).startswith(_UNSUITABLE):
+                    raise
+                return f"the target cannot hold one of its values (error {error.code})"
+            return None
+
+        return await repeated(attempt, writes=True)
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        taken = False
+        return await repeated(lambda: self._define(work, commit=commit), writes=commit)
 
+    async def _define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def strictly(connection: sa.Connection) -> T:
             dialect_of(connection).reject_long_values(connection)
             return work(connection)
 
-        async def attempt() -> T | None:
-            nonlocal taken
-            try:
-                return await self._executor.define(strictly, commit=commit)
-            except UniqueViolation:
-                # `repeated` would run *work* again after this error.  So raise the error only after
-                # `repeated` has returned.
-                taken = True
-                return None
-
-        result: Any = await repeated(attempt, writes=commit)
-        if taken:
-            raise UniqueViolation
-        return result  # type: ignore[no-any-return]
+        return await self._executor.define(strictly, commit=commit)
 
 
 def new_private_file(path: Path) -> BinaryIO:
@@ -430,21 +311,13 @@ def new_private_file(path: Path) -> BinaryIO:
     Do not open the file again by its name: somebody with write access to the directory may have
     replaced the file by a link.
     """
-    created = _create(path)
-    if created is None:
+    try:
+        return os.fdopen(os.open(path, _NEW, 0o600), "wb")
+    except FileExistsError:
         raise ConfigurationError(
             f"{str(path)!r} exists already, and a file is not overwritten: delete it, or give "
             "another name"
-        )
-    return os.fdopen(created, "wb")
-
-
-def _create(path: Path) -> int | None:
-    """Create a file with mode 0600, and return its descriptor; None if the file exists."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return None
+        ) from None
 
 
 def create_private_file(path: Path) -> None:
@@ -453,10 +326,11 @@ def create_private_file(path: Path) -> None:
     A file that exists is accepted if other users cannot read it.  SQLite gives its other files,
     with the endings -wal and -journal, the same permissions.
     """
-    created = _create(path)
-    if created is not None:
-        os.close(created)
+    try:
+        os.close(os.open(path, _NEW, 0o600))
         return
+    except FileExistsError:
+        pass
     found = path.lstat()  # do not follow a link, which may name a file of another user
     # Windows has no `geteuid`, and `st_uid` is always 0 there.
     is_others = sys.platform != "win32" and found.st_uid != os.geteuid()
@@ -482,28 +356,7 @@ def _difference(content: SessionContent, stored: SessionContent | Unreadable | N
     return f"different: {', '.join(fields)}" if fields else None
 
 
-def _three(ids: Ids) -> tuple[str, str, str]:
-    app_name, user_id, session_id = ids
-    return app_name, user_id, session_id
-
-
-def _fits_jsonb(value: Any) -> bool:
-    """Return whether JSONB keeps the numbers in *value*.
-
-    For example, JSONB stores the float 1e23 as the integer 10**23, which differs from the exact
-    value of the float.
-    """
-    if isinstance(value, dict):
-        return all(map(_fits_jsonb, value.values()))
-    if isinstance(value, list):
-        return all(map(_fits_jsonb, value))
-    if not isinstance(value, float) or not abs(value) >= _FIRST_WITHOUT_FRACTION:
-        return True
-    return math.isfinite(value) and int(Decimal(repr(value))) == value
-
-
-def _json_of(event: SourceEvent) -> bytes:
-    """Return the JSON of an event.  In the plaintext, the version of google-adk precedes it."""
+def json_of(event: SourceEvent) -> bytes:
     return event.plaintext[json_text.version_end(event.plaintext) :]
 
 
@@ -513,13 +366,15 @@ def _parsed_event(event: SourceEvent, name: str) -> Event:
     raise UnsuitableSession(f"the installed google-adk cannot read {name}")
 
 
-def _local(moment: datetime) -> datetime:
-    """Convert UTC to the time zone of this process."""
-    return moment.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1_000_000)
+def _event_moment(name: str, seconds: float) -> datetime:
+    """Return the time of an event as the installed google-adk stores it in the column."""
+    session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
+    event = Event(author="a", invocation_id="i", timestamp=seconds)
+    try:
+        stored = v1.StorageEvent.from_event(session, event).timestamp
+    except (OverflowError, ValueError, OSError):
+        raise UnsuitableSession(f"the time of {name} is out of range") from None
+    return stored.replace(tzinfo=None)
 
 
 def _parsed(url: str | sa.URL) -> sa.URL:
@@ -529,17 +384,9 @@ def _parsed(url: str | sa.URL) -> sa.URL:
     at most 64 KiB of JSON.  A service that uses the dialect of MariaDB can nevertheless read the
     columns that were created with the dialect of MySQL, and the reverse.
     """
-    parsed: sa.URL | None = None
-    with suppress(sa.exc.ArgumentError, ValueError):
-        parsed = sa.make_url(url)
-    if parsed is None:
-        raise ConfigurationError(
-            "the target is not a database URL: write, for example, sqlite:///adk.db"
-        )
-    backend, _, driver = parsed.drivername.partition("+")
-    if backend == "mariadb":
-        parsed = parsed.set(drivername="+".join(filter(None, ["mysql", driver])))
-    if parsed.get_backend_name() not in ("sqlite", "postgresql", "postgres", "mysql"):
+    parsed = parsed_url("the target", url)
+    parsed = parsed.set(drivername=parsed.drivername.replace("mariadb", "mysql"))
+    if parsed.get_backend_name() not in ("sqlite", "postgresql", "mysql"):
         raise ConfigurationError(
             f"the target {parsed.drivername}://... cannot be used: give a database of SQLite, "
             "PostgreSQL, MySQL or MariaDB"

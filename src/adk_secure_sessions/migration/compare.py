@@ -3,14 +3,15 @@
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
+from adk_secure_sessions.migration.encrypted import reason_of
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     Scope,
@@ -18,17 +19,13 @@ from adk_secure_sessions.migration.sources import (
     Source,
     Unreadable,
 )
-from adk_secure_sessions.migration.target import Target
+from adk_secure_sessions.migration.target import Pair, SessionPair, StatePair, Target
 from adk_secure_sessions.migration.walk import (
-    CONFLICT,
+    CONFLICTS,
     GONE,
-    SAME_ID,
     Finding,
     Findings,
     Fingerprints,
-    Pair,
-    SessionPair,
-    StatePair,
     Walk,
     Workers,
     packed,
@@ -42,7 +39,6 @@ from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEve
 _READS = 4
 _READ_BYTES = 16 * 2**20
 
-_CONFLICTS = {ImportStatus.CONFLICT: CONFLICT, ImportStatus.SAME_ID: SAME_ID}
 _MISSING = "it was not copied"
 _OLDER = "it has changed in the source since it was copied"
 
@@ -122,54 +118,36 @@ async def compare(
         TamperedError: A row of `secure_migrated` was modified.
         DatabaseError: The source or the target raised an error.
     """
-    run = await Comparing.begin(source, db, scope, show_ids=show_ids, progress=progress)
-    return await run.run()
+    return await Comparing(source, scope, show_ids=show_ids).run(db, progress)
 
 
 class Comparing:
-    """One run of `compare`.
+    """One run of `compare`; *equal_states* has the ids and the JSON of each equal state."""
 
-    Attributes:
-        walk: The walk; after a clean comparison, everything that it has visited is equal.
-        equal_states: After the run, the ids of each owner whose state is equal, with the state in
-            the source as JSON.
-    """
+    walk: Walk
+    _target: Target
+    _meter: Meter
 
-    def __init__(
-        self, walk: Walk, target: Target, findings: Findings, meter: Meter, *, is_everything: bool
-    ) -> None:
-        self.walk: Walk = walk
+    def __init__(self, source: Source, scope: Scope, *, show_ids: bool) -> None:
         self.equal_states: Fingerprints = Fingerprints()
-        self._target = target
-        self._findings = findings
-        self._meter = meter
-        self._is_everything = is_everything
+        self._source = source
+        self._scope = scope
+        self._findings = Findings(with_ids=show_ids)
         self._done = Comparison()
 
-    @classmethod
-    async def begin(
-        cls,
-        source: Source,
-        db: Database,
-        scope: Scope,
-        *,
-        show_ids: bool,
-        progress: Progress | None,
-    ) -> "Comparing":
-        target = await Target.of(db)
-        total = await source.size(scope)
-        meter = Meter(progress, total.sessions + total.events, None)
-        findings = Findings(with_ids=show_ids)
-        walk = Walk(source, target, scope)
-        return cls(walk, target, findings, meter, is_everything=scope == EVERYTHING)
-
-    async def run(self, *, completes: bool = True) -> Comparison:
+    async def run(
+        self, db: Database, progress: Progress | None, *, completes: bool = True
+    ) -> Comparison:
         """Compare everything; if *completes* is True, store or remove the mark."""
         began = time.monotonic()
+        self._target = await Target.of(db)
+        self.walk = Walk(self._source, self._target, self._scope)
+        size = await self._source.size(self._scope)
+        self._meter = Meter(progress, size.sessions + size.events, None)
         async with Workers(_READS, _READ_BYTES) as workers:
             async for sessions in self.walk.sessions():
                 for one in sessions:
-                    await workers.start(self._compare(one), 2 * size_of(one.content))
+                    await workers.start(partial(self._compare, one), 2 * size_of(one.content))
         async for batch in self.walk.states():
             for state in batch:
                 await self._compare_state(state)
@@ -178,11 +156,11 @@ class Comparing:
             self._findings.add(self._target.tag(*changed.ids), _OLDER, *changed.ids)
         async for gone in self.walk.gone():
             self._done.changed += 1
-            self._findings.add(gone.copy.row.tag, GONE, *gone.ids)
+            self._findings.add(gone.tag, GONE, *gone.ids)
         self._meter.finish()
         done, imports = self._done, self._target.imports
         done.clean = done.succeeded
-        done.completed = completes and done.clean and self._is_everything
+        done.completed = completes and done.clean and self._scope == EVERYTHING
         done.completed = done.completed and done.sessions + done.states > 0
         if done.completed:
             await imports.complete_migration()
@@ -224,8 +202,8 @@ class Comparing:
         assert pair.session is not None
         if pair.status is ImportStatus.NEW:
             return _MISSING
-        if pair.status in _CONFLICTS:
-            return _CONFLICTS[pair.status]
+        if pair.status in CONFLICTS:
+            return CONFLICTS[pair.status]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
         copy, problem = await _read(self._target.content(*pair.session.ids))
@@ -257,11 +235,7 @@ class Comparing:
             self.equal_states.add(packed(*pair.ids) + pair.content)
 
     async def _state_reason(self, pair: StatePair, state: bytes) -> str:
-        """Return why *state* is not equal.
-
-        The result is empty if the state is equal, or was changed or deleted in the target after it
-        was copied.
-        """
+        """Return why *state* is not equal; empty if it is, or was changed later in the target."""
         stored, problem = await _read(self._target.state(*pair.ids))
         if stored is None:
             return problem
@@ -285,12 +259,11 @@ _STATES = {
 
 
 async def _read(read: Awaitable[Any]) -> tuple[Any, str]:
-    """Return what the target has; or None, and why the target cannot decrypt it."""
+    """Return what the target has, or None and why it cannot be decrypted."""
     try:
         return await read, ""
     except UNREADABLE as error:
-        said = str(error) if isinstance(error, DecryptionError) else "it is malformed"
-        return None, f"the target cannot decrypt it: {said}"
+        return None, f"the target cannot decrypt it: {reason_of(error)}"
 
 
 # --- fields --------------------------------------------------------------------------------------
@@ -305,8 +278,8 @@ def differences(
 ) -> list[str]:
     """Return the names of the fields in which a session and its copy differ.
 
-    If services have continued the copy, *copied* is the number of copied events.  Then only these
-    events and `created_at` are compared.  If *by_value* is True, `1` and `1.0` are the same.
+    If services have continued the copy, only `created_at` and the first *copied* events are
+    compared.  If *by_value* is True, `1` and `1.0` are the same.
     """
     fields = []
     if copied is None:

@@ -1,9 +1,8 @@
 """Read sessions from a database of this package, which may have other keys."""
 
 import asyncio
-import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -88,17 +87,12 @@ class EncryptedSource(Source):
         return "a database of adk-secure-sessions 2"
 
     async def size(self, scope: Scope) -> SourceSize:
-        """Return how many sessions and events *scope* contains.
-
-        The numbers come from rows that are not authenticated.
-        """
         await self._db.keys()
-        parameters: dict[str, object] = {"now": _now()}
+        since = -(2**63) if scope.since is None else scope.since
+        parameters: dict[str, object] = {"now": _now(), "since": since}
         if scope.app_name is not None:
             parameters["app_tag"] = (await self._db.unit.identify(scope.app_name)).app_tag
-        if scope.since is not None:
-            parameters["since"] = scope.since
-        query = _size(scope.app_name is not None, scope.since is not None)
+        query = _SIZE if scope.app_name is None else _SIZE_OF_APP
         ((number, revisions),) = await self._db.read(query, parameters)
         return SourceSize(number, _count(revisions))
 
@@ -126,7 +120,7 @@ class EncryptedSource(Source):
             found = await asyncio.gather(*contents_of, return_exceptions=True)
             for one, content in zip(part, found, strict=True):
                 if isinstance(content, UNREADABLE):
-                    contents[one] = Unreadable(_reason(content))
+                    contents[one] = Unreadable(reason_of(content))
                 elif isinstance(content, BaseException):
                     raise content
                 elif content is not None:
@@ -134,34 +128,21 @@ class EncryptedSource(Source):
         return contents
 
     async def states(self, scope: Scope) -> AsyncIterator[States]:
-        """Yield the states of all users of apps in *scope*, and then of these apps, in batches.
-
-        If an owner cannot be decrypted, the last id is the table and the row id.
-        """
-        async for rows in owner_tags(self._db, users):
-            yield await self._states(rows, users, self._user_state, scope)
-        async for rows in owner_tags(self._db, apps):
-            yield await self._states(rows, apps, self._app_state, scope)
-
-    async def _states(
-        self,
-        rows: Sequence[OwnerTag],
-        table: sa.Table,
-        read: Callable[[OwnerTag], Awaitable[tuple[Ids, JsonObject] | None]],
-        scope: Scope,
-    ) -> States:
-        found: dict[Ids, JsonObject | Unreadable] = {}
-        for row in rows:
-            try:
-                owner = await read(row)
-            except UNREADABLE as error:
-                name = f"{table.name} row {row.id}"
-                ids = (name,) if table is apps else ("", name)
-                found[ids] = Unreadable(_reason(error))
-                continue
-            if owner is not None and scope.app_name in (None, owner[0][0]):
-                found[owner[0]] = owner[1]
-        return found
+        """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""
+        for table, read in ((users, self._user_state), (apps, self._app_state)):
+            async for rows in owner_tags(self._db, table):
+                found: dict[Ids, JsonObject | Unreadable] = {}
+                for row in rows:
+                    try:
+                        owner = await read(row)
+                    except UNREADABLE as error:
+                        name = f"{table.name} row {row.id}"
+                        ids = (name,) if table is apps else ("", name)
+                        found[ids] = Unreadable(reason_of(error))
+                        continue
+                    if owner is not None and scope.app_name in (None, owner[0][0]):
+                        found[owner[0]] = owner[1]
+                yield found
 
     async def has_others(self) -> bool:
         """Return whether the database has collections (artifacts or memory).
@@ -176,7 +157,6 @@ class EncryptedSource(Source):
         await self._db.close()
 
     async def _sizes(self, span: Span) -> dict[int, int]:
-        """Return how many bytes the events and the snapshot of each session in *span* take."""
         sizes: dict[int, int] = {}
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
@@ -184,7 +164,7 @@ class EncryptedSource(Source):
                 sizes[row] = sizes.get(row, 0) + _count(size)
         return sizes
 
-    async def _app_state(self, row: OwnerTag) -> tuple[Ids, JsonObject]:
+    async def _app_state(self, row: OwnerTag) -> tuple[Ids, JsonObject] | None:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
         app = await self._db.unit.run(reads.CheckOwner(await self._db.unit.identify(app_name)))
@@ -215,7 +195,9 @@ def _is_wanted(one: LocatedSession, scope: Scope) -> bool:
 def _source_session(one: LocatedSession) -> SourceSession:
     if one.ids is None or one.columns is None:
         assert one.error is not None
-        return SourceSession("", "", f"{sessions.name} row {one.row}", NO_IDS + _reason(one.error))
+        return SourceSession(
+            "", "", f"{sessions.name} row {one.row}", NO_IDS + reason_of(one.error)
+        )
     # Every change of a session increases its revision, and a session that is created again has
     # another row id.
     version = f"{one.row}.{one.columns.revision}"
@@ -223,16 +205,22 @@ def _source_session(one: LocatedSession) -> SourceSession:
 
 
 async def _content(db: Database, one: SourceSession) -> SessionContent | Unreadable | None:
-    """Return the content of a session; None if it was deleted or has expired."""
     if not one.has_ids:
         return Unreadable(one.version.removeprefix(NO_IDS))
     who = await db.unit.identify(one.app_name, one.user_id, one.session_id)
     found = await db.unit.run(reads.GetSession(who, _event))
     if found is None:
         return None
-    stored, history = found[0].session, found[1]
+    return content_of(found[0].session, found[1])
+
+
+def content_of(stored: StoredSession, history: Sequence[SourceEvent]) -> SessionContent:
+    with naming(bases.name, stored.id):
+        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
+    with naming(sessions.name, stored.id):
+        state = snapshot | loads(stored.overlay)
     expires_at = None if stored.expires_at == NEVER else stored.expires_at
-    return SessionContent(_state(stored), history, stored.created_at, stored.updated_at, expires_at)
+    return SessionContent(state, history, stored.created_at, stored.updated_at, expires_at)
 
 
 def _event(plaintext: bytes, session_row: int, seq: int) -> SourceEvent:
@@ -245,14 +233,8 @@ def _event(plaintext: bytes, session_row: int, seq: int) -> SourceEvent:
             raise DecryptionError(detail, reason=Reason.MALFORMED) from None
 
 
-def _state(stored: StoredSession) -> JsonObject:
-    with naming(bases.name, stored.id):
-        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
-    with naming(sessions.name, stored.id):
-        return snapshot | loads(stored.overlay)
-
-
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return the reason in *error*, one of `UNREADABLE`, without content."""
     return str(error) if isinstance(error, DecryptionError) else "its content is malformed"
 
 
@@ -261,10 +243,7 @@ def _now() -> int:
 
 
 def _count(number: Any) -> int:
-    """Convert *number*, the result of a SUM, to an integer from 0 to `_MOST`.
-
-    The sum of modified rows may be outside this range.
-    """
+    """Convert *number*, the result of a SUM, to an integer from 0 to `_MOST`."""
     return int(min(max(number or 0, 0), _MOST))
 
 
@@ -277,20 +256,20 @@ _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
 ).group_by(events.c.session_row)
 _SIZES_OF_SNAPSHOTS = sa.select(bases.c.session_row, sa.func.length(bases.c.state))
-
-
-@functools.cache
-def _size(of_app: bool, has_since: bool) -> sa.Select[Any]:
-    # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for
-    # such a sum of integers.  So multiply the revisions by 1.0.
-    revisions = sa.func.sum(sessions.c.revision * sa.literal_column("1.0"))
-    columns: list[Any] = [sa.func.count(), revisions]
-    query = sa.select(*columns).select_from(sessions)
-    query = query.where(~_IS_COLLECTION, sessions.c.expires_at > sa.bindparam("now"))
-    if has_since:
-        query = query.where(sessions.c.updated_at >= sa.bindparam("since"))
-    if of_app:
-        tag = sa.bindparam("app_tag", type_=sa.LargeBinary)
-        of = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row).where(apps.c.tag == tag)
-        query = query.where(sessions.c.user_row.in_(of))
-    return query
+# If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
+# a sum of integers.  So multiply the revisions by 1.0.
+_SIZED: list[Any] = [
+    sa.func.count(),
+    sa.func.sum(sessions.c.revision * sa.literal_column("1.0")),
+]
+_SIZE = sa.select(*_SIZED).where(
+    ~_IS_COLLECTION,
+    sessions.c.expires_at > sa.bindparam("now"),
+    sessions.c.updated_at >= sa.bindparam("since"),
+)
+_USERS_OF_APP = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row)
+_SIZE_OF_APP = _SIZE.where(
+    sessions.c.user_row.in_(
+        _USERS_OF_APP.where(apps.c.tag == sa.bindparam("app_tag", type_=sa.LargeBinary))
+    )
+)

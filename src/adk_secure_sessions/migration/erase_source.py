@@ -12,9 +12,9 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.migration.adk_sql import NAMED_TABLES, Tables
-from adk_secure_sessions.migration.adk_tables import AdkTables, taking_bytes
+from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, taking_bytes
 from adk_secure_sessions.migration.compare import Comparing, Comparison
-from adk_secure_sessions.migration.sources import EVERYTHING, Source
+from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
 from adk_secure_sessions.migration.walk import encode_states, packed
 from adk_secure_sessions.results import Result, count
 
@@ -92,8 +92,8 @@ async def erase_source(
             f"only tables of google-adk can be erased, and the source is {source.description}: "
             "delete it with its own tools"
         )
-    run = await Comparing.begin(source, db, EVERYTHING, show_ids=show_ids, progress=progress)
-    comparison = await run.run(completes=not dry_run)
+    run = Comparing(source, EVERYTHING, show_ids=show_ids)
+    comparison = await run.run(db, progress, completes=not dry_run)
     if not comparison.clean:
         return SourceErasure(comparison)
     if dry_run:
@@ -102,7 +102,7 @@ async def erase_source(
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
     await db.imports.complete_migration(source_is_erased=True)
-    work = partial(_delete_unchanged, source, await source.tables(), run)
+    work = partial(_delete_unchanged, await source.tables(), run)
     writer = source.writer()
     try:
         deleted = await repeated(lambda: writer.define(work, commit=True), writes=True)
@@ -115,7 +115,7 @@ async def erase_source(
 
 
 def _delete_unchanged(
-    source: AdkTables, tables: Tables, compared: Comparing, connection: sa.Connection
+    tables: Tables, compared: Comparing, connection: sa.Connection
 ) -> tuple[int, int, int] | None:
     """Delete all rows, and return the numbers of sessions, events and states.
 
@@ -127,8 +127,9 @@ def _delete_unchanged(
         if not all(map(compared.walk.has_visited, tables.versions(connection))):
             return None
         for rows in tables.all_states(connection):
-            encoded, _ = encode_states(source.convert_states(rows))
-            equal = compared.equal_states
-            if any(packed(*ids) + state not in equal for ids, state in encoded.items()):
-                return None
+            for ids, state in encode_states(convert_states(tables, rows)).items():
+                if isinstance(state, Unreadable):
+                    return None
+                if packed(*ids) + state not in compared.equal_states:
+                    return None
         return tables.delete_all(connection)

@@ -4,14 +4,13 @@ Everything that is written is plaintext.
 """
 
 import time
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from adk_secure_sessions.audit import add_facts, command
-from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text, states
+from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
@@ -21,18 +20,17 @@ from adk_secure_sessions.migration.adk_target import (
     AdkTarget,
     SessionRows,
     UnsuitableSession,
+    json_of,
 )
-from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of
 from adk_secure_sessions.migration.sources import Ids, Scope, SessionContent, Unreadable
 from adk_secure_sessions.migration.target import Target
-from adk_secure_sessions.migration.walk import Finding, Findings, Walk
+from adk_secure_sessions.migration.walk import Finding, Findings, Stop, Walk
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads
-from adk_secure_sessions.storage.features.imports import SourceEvent
 
 LINE_FORMAT = 1  # the format of the lines: docs/migrate.md describes it
 _CACHED_STATES = 64
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass
@@ -102,8 +100,9 @@ async def export_to_adk(
         WrongKeyError: The root keys do not decrypt the keyring.
         DatabaseError: One of the databases raised an error.
     """
-    run = _ToAdk(target, verify=verify)
-    return await run.run(db, app_name, user_id, progress, skip_bad=skip_bad)
+    run = _Exporting(db, app_name, user_id, skip_bad=skip_bad)
+    to_adk = _ToAdk(run, target)
+    return await run.run(partial(to_adk.write, verify=verify), progress, passes=2 if verify else 1)
 
 
 @command
@@ -135,51 +134,38 @@ async def export_lines(
         WrongKeyError: The root keys do not decrypt the keyring.
         DatabaseError: The database raised an error.
     """
-    return await _ToLines(write).run(db, app_name, user_id, progress, skip_bad=skip_bad)
+    run = _Exporting(db, app_name, user_id, skip_bad=skip_bad)
+    return await run.run(partial(_write_lines, run, write), progress)
 
 
-class _ExportStop(Exception):
-    """A session or state cannot be exported, and `skip_bad` is False."""
-
-
-class _ExportRun:
+class _Exporting:
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
-    passes = 1  # how often the run reads all sessions
-    db: Database
-    app_name: str | None
-    user_id: str | None
+    target: Target  # the database that is read: it has the blind indexes of the findings
 
-    def __init__(self) -> None:
+    def __init__(
+        self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
+    ) -> None:
         self.done: Export = Export(verified=None, extra=None)
-
-    @abstractmethod
-    async def write(self) -> None:
-        """Write everything."""
-
-    async def run(
-        self,
-        db: Database,
-        app_name: str | None,
-        user_id: str | None,
-        progress: Progress | None,
-        *,
-        skip_bad: bool,
-    ) -> Export:
-        began = time.monotonic()
         self.db, self.app_name, self.user_id = db, app_name, user_id
         self._skip_bad = skip_bad
         self._findings = Findings(with_ids=False)
-        self._app_names: set[str] = set()
-        self._users: dict[str, str] = {}  # the tag of the user in each app; for the audit record
-        self._target = await Target.of(db)  # a wrong key is noticed before anything is written
-        size = await EncryptedSource(db).size(Scope(app_name))
-        if app_name is not None:
-            add_facts(app=app_name)
-        self._meter = Meter(progress, self.passes * size.sessions, None)
+        # If only one user id is exported: the tag of this user in each app.
+        self._users: dict[str, str] = {}
+
+    async def run(
+        self, write: Callable[[], Awaitable[None]], progress: Progress | None, *, passes: int = 1
+    ) -> Export:
+        """Call *write*, which reads all sessions *passes* times."""
+        began = time.monotonic()
+        self.target = await Target.of(self.db)  # notice a wrong key before anything is written
+        size = await EncryptedSource(self.db).size(Scope(self.app_name))
+        if self.app_name is not None:
+            add_facts(app=self.app_name)
+        self._meter = Meter(progress, passes * size.sessions, None)
         try:
-            await self.write()
-        except _ExportStop:
+            await write()
+        except Stop:
             self.done.stopped = True
         self._meter.finish()
         self.done.findings = tuple(self._findings.kept)
@@ -192,10 +178,7 @@ class _ExportRun:
     async def readable_sessions(
         self, *, reports: bool = True
     ) -> AsyncIterator[Mapping[Ids, SessionContent]]:
-        """Yield the sessions in batches, without those that cannot be decrypted.
-
-        If *reports* is True, `reject` counts and lists each session that cannot be decrypted.
-        """
+        """Yield the sessions in batches; with *reports*, reject those that cannot be decrypted."""
         async for batch in self._walk().sessions():
             for one in batch:
                 if one.ids[1] == self.user_id:
@@ -208,10 +191,7 @@ class _ExportRun:
             await self._meter.advance(len(batch))
 
     async def readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
-        """Yield the states of users and then of apps as JSON, without those that are unreadable.
-
-        If only one user id is exported, yield only the states of the apps that have this user.
-        """
+        """Yield the states as JSON; with one user id, only the states of this user and its apps."""
         async for batch in self._walk().states():
             for one in batch:
                 if isinstance(one.content, Unreadable):
@@ -221,49 +201,44 @@ class _ExportRun:
                     yield one.ids, one.content
 
     def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
-        if user_id is None:
-            return self.user_id is None or app_name in self._app_names
-        if self.user_id not in (None, user_id):
-            return False
-        self._app_names.add(app_name)
-        self._record_user(app_name)
-        return True
+        if self.user_id is None:
+            return True
+        if user_id == self.user_id:
+            self._record_user(app_name)
+        return app_name in self._users and user_id in (None, self.user_id)
 
     def _record_user(self, app_name: str) -> None:
-        """If only one user id is exported, add the user's tag in this app to the audit record."""
+        """Add the user's tag in this app to the audit record."""
         if self.user_id is not None and app_name not in self._users:
-            self._users[app_name] = self._target.tag(app_name, self.user_id).hex()
+            self._users[app_name] = self.target.tag(app_name, self.user_id).hex()
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        """Count and list a session or state that cannot be exported."""
         self.done.bad += 1
         self.report(ids, reason, has_ids=has_ids)
         if not self._skip_bad:
-            raise _ExportStop
+            raise Stop
 
     def report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        """List a session or state; *ids* are unknown if *has_ids* is False."""
-        self._findings.add(self._target.tag(*ids) if has_ids else b"", reason, *ids)
+        self._findings.add(self.target.tag(*ids) if has_ids else b"", reason, *ids)
 
 
-class _ToAdk(_ExportRun):
-    def __init__(self, target: AdkTarget, *, verify: bool) -> None:
-        super().__init__()
-        self.passes = 2 if verify else 1
+class _ToAdk:
+    def __init__(self, run: _Exporting, target: AdkTarget) -> None:
+        self._run = run
         self._adk = target
 
-    async def write(self) -> None:
+    async def write(self, *, verify: bool) -> None:
         await self._adk.open()
-        async for batch in self.readable_sessions():
+        async for batch in self._run.readable_sessions():
             await self._write_sessions(batch)
         # google-adk needs a row of state for each user and each app, even if the state is empty.
-        async for owner, state in self.readable_states():
+        async for owner, state in self._run.readable_states():
             try:
-                self.done.states += await self._adk.insert_state(owner, state)
+                self._run.done.states += await self._adk.insert_state(owner, state)
             except UnsuitableSession as error:
-                self.reject(owner, str(error))
-        if self.passes > 1:
+                self._run.reject(owner, str(error))
+        if verify:
             await self._compare()
 
     async def _write_sessions(self, batch: Mapping[Ids, SessionContent]) -> None:
@@ -280,84 +255,77 @@ class _ToAdk(_ExportRun):
         rejected = await self._adk.insert(new)
         for rows in new:
             if rows.ids not in rejected:
-                self.done.sessions += 1
-                self.done.events += len(rows.events)
+                self._run.done.sessions += 1
+                self._run.done.events += len(rows.events)
         # If the connection was lost after the commit, the repeated INSERT is rejected, although the
         # sessions are stored.  So compare the rejected sessions, too.
         again = await self._adk.differences({ids: batch[ids] for ids in rejected})
         for ids, difference in (known | again).items():
             if difference is None:
-                self.done.unchanged += 1
+                self._run.done.unchanged += 1
             elif ids in rejected:
                 failed[ids] = rejected[ids]
             elif difference != MISSING:
                 failed[ids] = f"the target has another session with its ids: {difference}"
         for ids, reason in failed.items():
-            self.reject(ids, reason)
+            self._run.reject(ids, reason)
 
     async def _compare(self) -> None:
         """Read both databases again, compare all sessions and states, and report differences."""
         found = verified = 0
-        async for batch in self.readable_sessions(reports=False):
+        async for batch in self._run.readable_sessions(reports=False):
             for ids, difference in (await self._adk.differences(batch)).items():
                 verified += 1
                 found += difference != MISSING
                 self._report_difference(ids, difference)
-        async for owner, state in self.readable_states(reports=False):
+        async for owner, state in self._run.readable_states(reports=False):
             different = await self._adk.state_difference(owner, state)
             self._report_difference(owner, different)
-        self.done.verified = verified
-        self.done.extra = max(await self._adk.count(self.app_name, self.user_id) - found, 0)
+        self._run.done.verified = verified
+        self._run.done.extra = max(
+            await self._adk.count(self._run.app_name, self._run.user_id) - found, 0
+        )
 
     def _report_difference(self, ids: Ids, difference: str | None) -> None:
         if difference is not None:
-            self.done.differences += 1
-            self.report(ids, difference)
+            self._run.done.differences += 1
+            self._run.report(ids, difference)
 
 
-class _ToLines(_ExportRun):
-    def __init__(self, write: Callable[[bytes], object]) -> None:
-        super().__init__()
-        self._write = write
-        self._states: Lru[Ids, bytes] = Lru(_CACHED_STATES)
+async def _write_lines(run: _Exporting, write: Callable[[bytes], object]) -> None:
+    cached: Lru[Ids, bytes] = Lru(_CACHED_STATES)
 
-    async def write(self) -> None:
-        async for batch in self.readable_sessions():
-            for ids, content in batch.items():
-                if await self._write_line(ids, content):
-                    self.done.sessions += 1
-                    self.done.events += len(content.events)
-        unit = self.db.unit
-        async for ids, state in self.readable_states():
-            if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
-                who = await unit.identify(ids[0], ids[1])
-                first = reads.ListPage(
-                    who, None, of_app=False, limit=1, newest=False, with_state=False, skip=True
-                )
-                if not (await unit.run(first)).views:
-                    self.done.states += await self._write_line(ids, None)
+    async def state_of(*owner: str) -> bytes:
+        state = cached.get(owner)
+        if state is None:
+            state = await run.target.state(*owner)
+            cached.put(owner, state)
+        return state
 
-    async def _write_line(self, ids: Ids, content: SessionContent | None) -> bool:
-        """Write the line of a session or a user, and return True.
-
-        If the state of the app or of the user cannot be decrypted, list the session or user, and
-        return False.
-        """
+    async def write_line(ids: Ids, content: SessionContent | None) -> bool:
+        """Write a line; return False if the state of the app or of the user is unreadable."""
         try:
-            line = _line(ids, await self._state(ids[0]), await self._state(*ids[:2]), content)
+            line = _line(ids, await state_of(ids[0]), await state_of(*ids[:2]), content)
         except UNREADABLE as error:
-            malformed = "its content is malformed"
-            self.reject(ids, str(error) if isinstance(error, DecryptionError) else malformed)
+            run.reject(ids, reason_of(error))
             return False
-        self._write(line)
+        write(line)
         return True
 
-    async def _state(self, *owner: str) -> bytes:
-        state = self._states.get(owner)
-        if state is None:
-            state = await self._target.state(*owner)
-            self._states.put(owner, state)
-        return state
+    async for batch in run.readable_sessions():
+        for ids, content in batch.items():
+            if await write_line(ids, content):
+                run.done.sessions += 1
+                run.done.events += len(content.events)
+    unit = run.db.unit
+    async for ids, state in run.readable_states():
+        if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
+            who = await unit.identify(ids[0], ids[1])
+            first = reads.ListPage(
+                who, None, of_app=False, limit=1, newest=False, with_state=False, skip=True
+            )
+            if not (await unit.run(first)).views:
+                run.done.states += await write_line(ids, None)
 
 
 def _line(
@@ -368,28 +336,21 @@ def _line(
 ) -> bytes:
     """Return the line of a session or, if *content* is None, of a user without sessions.
 
-    The JSON of states and events is inserted as it is stored: parsing would take most of the time.
+    The JSON is inserted as it is stored: parsing would take most of the time.
     """
     times: Iterable[object] = (None, None, None)
     state, history = b"{}", b""
     if content is not None:
         times = map(_time_text, (content.created_at, content.updated_at, content.expires_at))
         state = states.dumps(content.state)
-        history = b",".join(map(_event, content.events))
+        history = b",".join(map(json_of, content.events))
     names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
     fields = dict(zip(("format", *names), (LINE_FORMAT, *(*ids, None)[:3], *times), strict=True))
     start = json_text.dumps(fields)[:-1]
     by_scope = b'{"app":%b,"user":%b,"session":%b}' % (app_state, user_state, state)
-    return _on_one_line(b'%b,"state":%b,"events":[%b]}' % (start, by_scope, history)) + b"\n"
-
-
-def _event(event: SourceEvent) -> bytes:
-    return event.plaintext[json_text.version_end(event.plaintext) :]
-
-
-def _on_one_line(text: bytes) -> bytes:
-    """Replace line breaks, which JSON allows only between values."""
-    return text.replace(b"\r", b" ").replace(b"\n", b" ")
+    line = b'%b,"state":%b,"events":[%b]}' % (start, by_scope, history)
+    # JSON allows line breaks only between values.
+    return line.replace(b"\r", b" ").replace(b"\n", b" ") + b"\n"
 
 
 def _time_text(microseconds: int | None) -> str | int | None:
@@ -397,7 +358,7 @@ def _time_text(microseconds: int | None) -> str | int | None:
     if microseconds is None:
         return None
     try:
-        moment = _EPOCH + timedelta(microseconds=microseconds)
+        moment = datetime_of(microseconds)
     except OverflowError:
         return microseconds
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -21,9 +21,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from google.adk.errors.already_exists_error import AlreadyExistsError
 from google.adk.errors.session_not_found_error import SessionNotFoundError
@@ -36,14 +36,13 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     LookupSource,
     Scope,
     SessionContent,
-    SessionHeader,
     SourceSession,
     Unreadable,
 )
@@ -55,14 +54,13 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import reads
-from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SessionIds
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-SessionIds = tuple[str, str, str]
 Owner = tuple[str, str | None]  # an app name; and a user id, or None for the app itself
 
 # The marker of a session object that was read from the source begins with this text.  The version
@@ -80,7 +78,7 @@ _THE_SERVICE = attrgetter("_service")
 
 
 @hides_locals
-class PlaintextFallbackService(BaseSessionService):
+class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     """Reads sessions that were not copied yet from a plaintext source; writes only to *service*.
 
     Use this service while `adk-secure-sessions migrate` copies the sessions of an application that
@@ -182,7 +180,7 @@ class PlaintextFallbackService(BaseSessionService):
         """
         check_ids(app_name, user_id, session_id or "")
         if await self._falls_back():
-            if session_id is not None and await self._find((app_name, user_id, session_id)):
+            if session_id is not None and await self._has((app_name, user_id, session_id)):
                 raise AlreadyExistsError("A session with this id already exists.")
             await self._copy_states(app_name, user_id)
         return await self._service.create_session(
@@ -212,36 +210,39 @@ class PlaintextFallbackService(BaseSessionService):
         """
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
-        falls_back = await self._falls_back()
+        get = partial(
+            self._service.get_session,
+            app_name=app_name,
+            user_id=user_id,
+            session_id=session_id,
+            config=config,
+        )
+        if not await self._falls_back():
+            return await get()
         owners: list[Owner] = [(app_name, None), (app_name, user_id)]
-        moved = await self._among_moved(owners) if falls_back else set()
+        is_superseded = False
         while True:
-            session = await self._service.get_session(
-                app_name=app_name, user_id=user_id, session_id=session_id, config=config
-            )
-            if not falls_back or (session and len(moved) == len(owners)):
-                return session
+            moved = await self._among_moved(owners)
+            session = await get()
             if session is not None:
-                await self._fill_states(session, moved)
-            elif await self._is_superseded(ids):
-                # Somebody may have copied the session after the database was read.
-                session = await self._service.get_session(
-                    app_name=app_name, user_id=user_id, session_id=session_id, config=config
-                )
-                if session is None:
-                    return None
-                moved = await self._among_moved(owners)
-                continue
+                await self._fill_states(app_name, [session], moved)
+            elif is_superseded:
+                return None
             else:
-                session = await self._read(ids, config, moved)
-                if session is None:
+                # Somebody may have copied the session after the database was read.
+                is_superseded = await self._is_superseded(ids)
+                if is_superseded:
+                    continue
+                with_events = config is None or config.num_recent_events != 0
+                found = await self._read(ids, with_events=with_events)
+                if found is None:
                     return None
+                state = await self._states(app_name, [user_id], moved)
+                session = _session(*found, state, _history(found[1], config))
                 if await self._is_superseded(ids):
                     continue
-            now_moved = await self._among_moved(owners)
-            if now_moved == moved:
+            if await self._among_moved(owners) == moved:
                 return session
-            moved = now_moved
 
     @audit.accessed("sessions.list", _THE_SERVICE)
     async def list_sessions(
@@ -262,7 +263,7 @@ class PlaintextFallbackService(BaseSessionService):
             return await self._service.list_sessions(app_name=app_name, user_id=user_id)
         # Read the source first.  If a session is copied after that, both listings contain it.
         headers = await self._headers(app_name, user_id)
-        owners: set[Owner] = {(app_name, None), *(ids[:2] for ids in headers)}
+        owners: set[Owner] = {(app_name, None), *(one.ids[:2] for one in headers)}
         moved = await self._among_moved(owners)
         while True:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
@@ -274,10 +275,10 @@ class PlaintextFallbackService(BaseSessionService):
                 break
             moved = now_moved
         listed = response.sessions
-        await self._fill_listed(app_name, user_id, listed, moved)
+        await self._fill_states(app_name, listed, moved)
         known = {(one.app_name, one.user_id, one.id) for one in listed}
-        of_source = [header for ids, header in headers.items() if ids not in known]
-        listed += await self._listed_of_source(app_name, user_id, of_source, listed, moved)
+        of_source = {one: header for one, header in headers.items() if one.ids not in known}
+        listed += await self._listed_of_source(app_name, of_source, listed, moved)
         listed.sort(key=lambda one: (one.last_update_time, one.user_id, one.id))
         return response
 
@@ -291,7 +292,7 @@ class PlaintextFallbackService(BaseSessionService):
         """
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
-        if await self._falls_back() and await self._find(ids):
+        if await self._falls_back() and await self._has(ids):
             await self._imports.tombstone(*ids)
         await self._service.delete_session(
             app_name=app_name, user_id=user_id, session_id=session_id
@@ -351,24 +352,12 @@ class PlaintextFallbackService(BaseSessionService):
         finally:
             await self._in_time(self._source.close())
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
     # --- Copied sessions and states ---------------------------------------------------------------
 
     async def _falls_back(self) -> bool:
-        """Return whether to read the source: False if the mark that ends the migration is stored.
+        """Return whether to read the source: not if the mark that ends the migration is stored.
 
-        The mark is read when the database is opened, and after each time that this process has read
-        the keyring again.
+        The mark is read again each time that this process has read the keyring.
         """
         keyring = (await self._unit.keys()).keyring
         if keyring is not self._keyring:
@@ -391,7 +380,6 @@ class PlaintextFallbackService(BaseSessionService):
         return not self._is_complete
 
     async def _is_superseded(self, ids: SessionIds) -> bool:
-        """Return whether the session was copied or deleted, or its user was erased."""
         return bool(await self._imports.imported([ids]))
 
     async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
@@ -405,65 +393,43 @@ class PlaintextFallbackService(BaseSessionService):
         return moved
 
     async def _moved(self) -> Lru[Owner, bool]:
-        """Return the cache of apps and users whose state was copied or erased.
-
-        Neither can be undone, so an entry never becomes wrong.
-        """
+        """Return the cache of owners whose state was copied or erased, which is never undone."""
         return await self._unit.attached(self, lambda: Lru(_CACHED_OWNERS))
-
-    async def _encrypted_states(self, app_name: str, user_id: str) -> tuple[bytes, bytes]:
-        """Return the stored states of an app and a user as JSON; `{}` for one that is missing."""
-        return await self._unit.run(reads.GetStates(await self._unit.identify(app_name, user_id)))
-
-    async def _is_stored(self, ids: SessionIds) -> bool:
-        """Return whether the session is stored, even if it has expired."""
-        who = await self._unit.identify(*ids)
-        return (
-            await self._unit.run(reads.GetSession(who, lambda *_: None, 0, finds_expired=True))
-            is not None
-        )
 
     # --- Reading the source -----------------------------------------------------------------------
 
     async def _query(self, query: Awaitable[T]) -> T:
-        """Count one query of the source, and return its result."""
         self._count()
         return await self._in_time(query)
 
     async def _batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Yield the batches that queries of the source return, and count each query."""
         while (batch := await self._in_time(anext(batches, None))) is not None:
             self._count()
             yield batch
 
     async def _in_time(self, query: Awaitable[T]) -> T:
-        """Return the result of *query*.
+        """Return the result of *query*, and cancel it if it takes longer than `read_timeout`.
 
-        Cancel *query* if it takes longer than `read_timeout`, or if the caller is cancelled.  A
-        server that does not answer does not react to a cancellation, either.  So wait at most 5
-        seconds for the end of the cancelled query.
+        A server that does not answer does not react to the cancellation, either: wait at most 5
+        seconds for its end.
         """
         task = asyncio.ensure_future(query)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._read_timeout)
-        except asyncio.CancelledError:
-            await self._cancel(task)
-            raise
-        if done:
-            return task.result()
-        await self._cancel(task)
-        raise DatabaseError(
-            f"a read of the plaintext source ({self._source.place}) did not end within "
-            f"{self._read_timeout:g} s and was interrupted: check that this database answers and "
-            "try again, or raise read_timeout of PlaintextFallbackService",
-            retryable=True,
-        )
-
-    async def _cancel(self, query: asyncio.Future[Any]) -> None:
-        query.cancel()
-        self._cancelled.add(query)
-        query.add_done_callback(self._forget)
-        await asyncio.wait({query}, timeout=_CANCEL_TIMEOUT)
+            if done:
+                return task.result()
+            raise DatabaseError(
+                f"a read of the plaintext source ({self._source.place}) did not end within "
+                f"{self._read_timeout:g} s and was interrupted: check that this database answers "
+                "and try again, or raise read_timeout of PlaintextFallbackService",
+                retryable=True,
+            )
+        finally:
+            if not task.done():
+                task.cancel()
+                self._cancelled.add(task)
+                task.add_done_callback(self._forget)
+                await asyncio.wait({task}, timeout=_CANCEL_TIMEOUT)
 
     def _forget(self, query: asyncio.Future[Any]) -> None:
         self._cancelled.discard(query)
@@ -483,28 +449,25 @@ class PlaintextFallbackService(BaseSessionService):
                 self.copied_sessions,
             )
 
-    async def _find(self, ids: SessionIds) -> SessionHeader | Unreadable | None:
-        """Return the session from the source.
-
-        Return None if the source does not have the session, or if a row of `secure_migrated`
-        supersedes it.
-        """
+    async def _has(self, ids: SessionIds) -> bool:
+        """Return whether the source has a session that no row of `secure_migrated` supersedes."""
         found = await self._query(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
         # session between the two queries, and the deleted session would be returned.
-        return None if found is None or await self._is_superseded(ids) else found
+        return found is not None and not await self._is_superseded(ids)
 
-    async def _headers(self, app_name: str, user_id: str | None) -> dict[SessionIds, SessionHeader]:
-        """Return the sessions of the source that no row of `secure_migrated` supersedes, by ids."""
-        found: dict[SessionIds, SessionHeader] = {}
+    async def _headers(
+        self, app_name: str, user_id: str | None
+    ) -> dict[SourceSession, SessionContent]:
+        """Return the sessions of the source that no row of `secure_migrated` supersedes."""
+        found = {}
         async for batch in self._batches(self._source.headers(app_name, user_id)):
-            by_ids = {session[:3]: header for session, header in batch.items()}
-            superseded = await self._imports.imported(by_ids)
-            for ids, header in by_ids.items():
-                if ids in superseded:
+            superseded = await self._imports.imported(session.ids for session in batch)
+            for session, header in batch.items():
+                if session.ids in superseded:
                     continue
-                if isinstance(header, SessionHeader):
-                    found[ids] = header
+                if isinstance(header, SessionContent):
+                    found[session] = header
                 elif self._service._skip:
                     logger.error("left out of a listing: %s", _unreadable(header))
                 else:
@@ -512,33 +475,20 @@ class PlaintextFallbackService(BaseSessionService):
         return found
 
     async def _read(
-        self, ids: SessionIds, config: GetSessionConfig | None, moved: set[Owner]
-    ) -> Session | None:
-        """Return a session of the source; None if the source does not have the session.
-
-        *moved* contains those of the session's app and user whose state was copied or erased.
-        Their states come from the encrypted database.
-        """
-        header = _readable(await self._query(self._source.find(*ids)))
-        if header is None:
+        self, ids: SessionIds, *, with_events: bool = True
+    ) -> tuple[SourceSession, SessionContent] | None:
+        found = await self._query(self._source.find(*ids))
+        if found is None:
             return None
-        history: list[Event] = []
-        state = header.state
-        if config is None or config.num_recent_events != 0:
-            content = await self._content(header.session)
-            if content is None:
+        session, content = found[0], _readable(found[1])
+        if with_events:
+            read = await self._query(self._source.read([session]))
+            if session not in read:
                 return None
-            state = content.state
-            history = _history(content, config)
-        app, user = await self._states(*ids[:2], moved)
-        return _session(header, states.merge(app, user, state), history)
-
-    async def _content(self, session: SourceSession) -> SessionContent | None:
-        found = await self._query(self._source.read([session]))
-        return _readable(found.get(session))
+            content = _readable(read[session])
+        return session, content
 
     async def _state(self, owner: Owner) -> JsonObject:
-        """Return the state of an app or a user in the source."""
         return _readable(await self._query(self._source.state(*owner)), "a state") or {}
 
     # --- States -----------------------------------------------------------------------------------
@@ -547,62 +497,48 @@ class PlaintextFallbackService(BaseSessionService):
     # the source is neither used nor copied.
 
     async def _states(
-        self, app_name: str, user_id: str, moved: set[Owner]
-    ) -> tuple[JsonObject, JsonObject]:
-        """Return the states of an app and a user.
+        self, app_name: str, user_ids: Iterable[str], moved: set[Owner]
+    ) -> dict[Owner, JsonObject]:
+        """Return the states of an app and of its users.
 
-        *moved* contains the apps and users whose state was copied or erased.  If the encrypted
-        state is not empty, or its owner is in *moved*, return the encrypted state.  Otherwise,
-        return the state in the source.
+        If the encrypted state is empty, and its owner is not in *moved* (those whose state was
+        copied or erased), return the state in the source.
         """
-        app_json, user_json = await self._encrypted_states(app_name, user_id)
-        app = states.loads(app_json, "the app's state")
-        user = states.loads(user_json, "the user's state")
-        if not app and (app_name, None) not in moved:
-            app = await self._state((app_name, None))
-        if not user and (app_name, user_id) not in moved:
-            user = await self._state((app_name, user_id))
-        return app, user
+        found: dict[Owner, JsonObject] = {}
+        for user_id in user_ids:
+            who = await self._unit.identify(app_name, user_id)
+            app, user = await self._unit.run(reads.GetStates(who))
+            found[app_name, None] = states.loads(app, "the app's state")
+            found[app_name, user_id] = states.loads(user, "the user's state")
+        missing = {owner for owner, state in found.items() if not state} - moved
+        return found | await self._states_of(app_name, missing)
 
-    async def _fill_states(self, session: Session, moved: set[Owner]) -> None:
-        """Add states in the source to a session of the database.
-
-        *moved* contains the apps and users whose state was copied or erased.  Their states in the
-        source are not used.  Neither is the state in the source if the session already has keys of
-        the encrypted state.
-        """
-        for prefix, owner in _owners(session).items():
-            if owner not in moved and not _has(session, prefix):
-                _add(session, prefix, await self._state(owner))
-
-    async def _fill_listed(
-        self, app_name: str, user_id: str | None, listed: list[Session], moved: set[Owner]
+    async def _fill_states(
+        self, app_name: str, listed: Iterable[Session], moved: set[Owner]
     ) -> None:
-        """Add states in the source to all sessions in *listed*, which are those of the database.
+        """Add states in the source to the sessions in *listed*, which are those of the database.
 
-        The rules are those of `_fill_states`, but each state is read only once.
+        Leave out the states of the owners in *moved*, and those of which a session already has keys
+        of the encrypted state.
         """
         missing: dict[Owner, list[tuple[str, Session]]] = {}
         for session in listed:
-            for prefix, owner in _owners(session).items():
-                if owner not in moved and not _has(session, prefix):
-                    missing.setdefault(owner, []).append((prefix, session))
-        found = await self._states_of(app_name, user_id, missing)
+            owners = {APP_PREFIX: None, USER_PREFIX: session.user_id}
+            for prefix, user_id in owners.items():
+                has_keys = any(key.startswith(prefix) for key in session.state)
+                if (app_name, user_id) not in moved and not has_keys:
+                    missing.setdefault((app_name, user_id), []).append((prefix, session))
+        found = await self._states_of(app_name, missing)
         for owner, lacking in missing.items():
             for prefix, session in lacking:
-                _add(session, prefix, found.get(owner, {}))
+                state = deepcopy(found.get(owner, {}))
+                session.state.update({prefix + key: value for key, value in state.items()})
 
-    async def _states_of(
-        self, app_name: str, user_id: str | None, owners: Iterable[Owner]
-    ) -> Mapping[Owner, JsonObject]:
-        """Return the states of *owners* in the source.
-
-        If *user_id* is None and there are several users, read the states of all users of the app
-        with few queries.
-        """
+    async def _states_of(self, app_name: str, owners: Iterable[Owner]) -> dict[Owner, JsonObject]:
+        """Return the states in the source: of several users, with few queries for the whole app."""
         wanted = set(owners)
         found: dict[Owner, JsonObject] = {}
-        if user_id is None and len(wanted) > 2:
+        if len(wanted) > 2:
             async for batch in self._batches(self._source.states(Scope(app_name))):
                 for ids, state in batch.items():
                     owner = (ids[0], ids[1] if len(ids) > 1 else None)
@@ -616,52 +552,28 @@ class PlaintextFallbackService(BaseSessionService):
     async def _listed_of_source(
         self,
         app_name: str,
-        user_id: str | None,
-        headers: list[SessionHeader],
+        headers: Mapping[SourceSession, SessionContent],
         listed: list[Session],
         moved: set[Owner],
     ) -> list[Session]:
         """Return the sessions *headers* of the source, with all states and without events.
 
-        *listed* are the sessions of the database.  They already contain states of the app and of
-        users, which are not read again.  *moved* contains the apps and users whose state was copied
-        or erased: their states in the source are not used.
+        The sessions *listed* of the database already contain states, which are not read
+        again.
         """
-        if not headers:
-            return []
-        app_and_users: dict[Owner, JsonObject] = {}
+        found: dict[Owner, JsonObject] = {}
         for session in listed:
             scopes = states.split(session.state)
-            app_and_users[app_name, None] = scopes.app
-            app_and_users[app_name, session.user_id] = scopes.user
-        unknown: set[Owner] = {(app_name, header.session.user_id) for header in headers}
-        unknown = (unknown | {(app_name, None)}) - app_and_users.keys()
-        app_and_users |= await self._states_of(app_name, user_id, unknown - moved)
-        for owner in unknown:
-            _, user = owner
-            app_json, user_json = await self._encrypted_states(app_name, user or "")
-            state = states.loads(app_json if user is None else user_json)
-            if state or owner in moved:
-                app_and_users[owner] = state
-        return [
-            _session(
-                header,
-                deepcopy(
-                    states.merge(
-                        app_and_users.get((app_name, None), {}),
-                        app_and_users.get((app_name, header.session.user_id), {}),
-                        header.state,
-                    )
-                ),
-                [],
-            )
-            for header in headers
-        ]
+            found[app_name, None] = scopes.app
+            found[app_name, session.user_id] = scopes.user
+        users = {session.user_id for session in headers}
+        users -= {session.user_id for session in listed}
+        found |= await self._states(app_name, users, moved)
+        return [_session(one, header, found, []) for one, header in headers.items()]
 
     # --- Copying ----------------------------------------------------------------------------------
 
     async def _copy_states(self, app_name: str, user_id: str) -> None:
-        """Copy the states of an app and a user, if they were not copied yet."""
         owners: list[Owner] = [(app_name, None), (app_name, user_id)]
         moved = await self._among_moved(owners)
         for owner in owners:
@@ -677,14 +589,11 @@ class PlaintextFallbackService(BaseSessionService):
             (await self._moved()).put(owner, True)
 
     async def _copy(self, ids: SessionIds) -> ImportStatus | None:
-        """Copy a session and the states of its app and its user.
-
-        Return None if the source does not have the session.
-        """
-        header = _readable(await self._query(self._source.find(*ids)))
-        content = None if header is None else await self._content(header.session)
-        if header is None or content is None:
+        """Copy a session and its states; return None if the source does not have it."""
+        found = await self._read(ids)
+        if found is None:
             return None
+        session, content = found
         await self._copy_states(*ids[:2])
         result = await self._imports.import_session(
             *ids,
@@ -693,82 +602,55 @@ class PlaintextFallbackService(BaseSessionService):
             created_at=content.created_at,
             updated_at=content.updated_at,
             expires_at=content.expires_at,
-            source_version=header.session.version,
+            source_version=session.version,
         )
         self.copied_sessions += result is ImportStatus.NEW
         return result
 
     async def _prepare_write(self, session: Session, ids: SessionIds) -> None:
-        """Copy the session and the states that an append to *session* needs.
-
-        If *session* was read from the source, set its `_storage_update_marker` to the row id and
-        revision of the copied session.
-        """
-        marker = session._storage_update_marker
-        version = (marker or "").partition(_OF_SOURCE)[2]
-        is_of_source = (marker or "").startswith(_OF_SOURCE)
-        falls_back = await self._falls_back()
-        if marker and _OF_DATABASE.fullmatch(marker):
-            if falls_back:
-                await self._copy_states(*ids[:2])
-            return
-        if not falls_back and not is_of_source:
-            return
-        imported = (await self._imports.imported([ids])).get(ids)
+        """Copy the session and the states that an append to *session* needs."""
+        marker = session._storage_update_marker or ""
         result = None
-        if imported is None and falls_back:
-            result = await self._copy(ids)
-            imported = (await self._imports.imported([ids])).get(ids)
-        elif falls_back:
+        if await self._falls_back():
+            if not _OF_DATABASE.fullmatch(marker) and not await self._is_superseded(ids):
+                result = await self._copy(ids)
             await self._copy_states(*ids[:2])
-        if is_of_source:
-            if result is ImportStatus.SAME_ID:
-                raise StaleSessionError(STALE)
-            if imported is None or imported.is_tombstone:
-                raise SessionNotFoundError("Session not found.")
-            if not imported.has_source(version):
-                raise StaleSessionError(STALE)
-            # `append_event` compares the marker with the stored session, which other processes may
-            # have changed since it was copied.
-            session._storage_update_marker = f"{imported.row.row_id:x}.{imported.row.number}"
-        elif imported is None and result is None and await self._is_stored(ids):
-            await self._copy_states(*ids[:2])
+        if not marker.startswith(_OF_SOURCE):
+            return
+        if result is ImportStatus.SAME_ID:
+            raise StaleSessionError(STALE)
+        imported = (await self._imports.imported([ids])).get(ids)
+        if imported is None or imported.is_tombstone:
+            raise SessionNotFoundError("Session not found.")
+        if not imported.has_source(marker.removeprefix(_OF_SOURCE)):
+            raise StaleSessionError(STALE)
+        # `append_event` compares the marker with the stored session, which other processes may
+        # have changed since it was copied.
+        session._storage_update_marker = f"{imported.row.row_id:x}.{imported.row.number}"
 
 
 reject_unknown_methods(PlaintextFallbackService, BaseSessionService)
 
 
-def _owners(session: Session) -> dict[str, Owner]:
-    """Return the app and the user of *session*, by the prefix of their keys in its state."""
-    return {
-        APP_PREFIX: (session.app_name, None),
-        USER_PREFIX: (session.app_name, session.user_id),
-    }
-
-
-def _has(session: Session, prefix: str) -> bool:
-    return any(key.startswith(prefix) for key in session.state)
-
-
-def _add(session: Session, prefix: str, state: JsonObject) -> None:
-    """Add a deep copy of the state of an app or a user to the state of *session*."""
-    session.state.update({prefix + key: deepcopy(value) for key, value in state.items()})
-
-
-def _session(header: SessionHeader, state: JsonObject, history: list[Event]) -> Session:
-    """Return ADK's `Session` object for a session of the source."""
-    app_name, user_id, session_id, version = header.session
-    session = Session(
+def _session(
+    session: SourceSession,
+    content: SessionContent,
+    found: Mapping[Owner, JsonObject],
+    history: list[Event],
+) -> Session:
+    app_name, user_id, session_id, version = session
+    app, user = found.get((app_name, None), {}), found.get((app_name, user_id), {})
+    made = Session(
         id=session_id,
         app_name=app_name,
         user_id=user_id,
-        state=state,
+        state=deepcopy(states.merge(app, user, content.state)),
         events=[],
-        last_update_time=header.updated_at / 1_000_000,
+        last_update_time=content.updated_at / 1_000_000,
     )
-    session.events = history
-    session._storage_update_marker = _OF_SOURCE + version
-    return session
+    made.events = history
+    made._storage_update_marker = _OF_SOURCE + version
+    return made
 
 
 def _history(content: SessionContent, config: GetSessionConfig | None) -> list[Event]:

@@ -1,16 +1,18 @@
 """Copy sessions and states from a source into an encrypted database."""
 
-import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
+from adk_secure_sessions.loops import LoopLocks
+from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.sources import (
@@ -21,17 +23,14 @@ from adk_secure_sessions.migration.sources import (
     Source,
     Unreadable,
 )
-from adk_secure_sessions.migration.target import Target
+from adk_secure_sessions.migration.target import Pair, SessionPair, StatePair, Target
 from adk_secure_sessions.migration.walk import (
-    CONFLICT,
+    CONFLICTS,
     GONE,
-    SAME_ID,
     TOO_LARGE,
     Finding,
     Findings,
-    Pair,
-    SessionPair,
-    StatePair,
+    Stop,
     Walk,
     Workers,
     size_of,
@@ -43,10 +42,9 @@ from adk_secure_sessions.storage.features.imports import ImportStatus
 # server, each import uses a connection of the pool, which has 10.
 _IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
 _IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold at the same time
-_KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_Owners` remembers
+_KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_Run` remembers
 
 _DUE = (ImportStatus.NEW, ImportStatus.OLDER)
-_CONFLICTS = {ImportStatus.CONFLICT: CONFLICT, ImportStatus.SAME_ID: SAME_ID}
 _TIME = "one of its times, or the time of one of its events, is not a possible time"
 
 
@@ -149,7 +147,7 @@ async def migrate(
             "delete_gone cannot be combined with since: sessions that were not read are not gone"
         )
     began = time.monotonic()
-    total = await source.size(scope)
+    size = await source.size(scope)
     if not dry_run:
         await init(db)
     target = None if dry_run and await db.is_new() else await Target.of(db)
@@ -164,7 +162,7 @@ async def migrate(
         Walk(source, target, scope, _DUE),
         target,
         Findings(with_ids=show_ids),
-        Meter(progress, total.sessions + total.events, None),
+        Meter(progress, size.sessions + size.events, None),
         Meter(None, 0, events_per_second),
         writes=not dry_run,
         skip_bad=skip_bad or dry_run,
@@ -172,65 +170,48 @@ async def migrate(
     try:
         await run.copy()
         await run.find_gone(delete=delete_gone)
-    except _Stop:
+    except Stop:
         done.stopped = True
-    run.finish()
+    run.meter.finish()
+    done.findings = tuple(run.findings.kept)
     done.has_others = await source.has_others()
     done.seconds = time.monotonic() - began
     return done
 
 
-class _Stop(Exception):
-    """A session or state cannot be copied, and `skip_bad` is False."""
-
-
+@dataclass
 class _Run:
     """One run of `migrate`.  If *writes* is False, it is a dry run, and *target* may be None."""
 
-    def __init__(
-        self,
-        done: Migration,
-        walk: Walk,
-        target: Target | None,
-        findings: Findings,
-        meter: Meter,
-        limit: Meter,
-        *,
-        writes: bool,
-        skip_bad: bool,
-    ) -> None:
-        self._done = done
-        self._findings = findings
-        self._walk = walk
-        self._target = target
-        self._meter = meter
-        self._limit = limit  # of the events per second
-        self._writes = writes
-        self._skip_bad = skip_bad
-        self._owners = _Owners()
-        self._is_erased = False  # whether `erase_source` may have deleted rows of the source
+    done: Migration
+    walk: Walk
+    target: Target | None
+    findings: Findings
+    meter: Meter
+    limit: Meter  # of the events per second
+    writes: bool
+    skip_bad: bool
 
-    def finish(self) -> None:
-        self._meter.finish()
-        self._done.findings = tuple(self._findings.kept)
+    def __post_init__(self) -> None:
+        self.is_erased = False  # whether `erase_source` may have deleted rows of the source
+        self._locks = LoopLocks()
+        self._known: Lru[Ids, bool] = Lru(_KNOWN_OWNERS)  # apps and users with an ended import
 
     async def copy(self) -> None:
-        """Copy the sessions and states that are new or have changed in the source."""
         number = _IMPORTS
-        if self._target is not None:
-            end = await self._target.imports.migration_end()
-            self._is_erased = end is not None and end.source_is_erased
-            executor = self._target.db.executor
+        if self.target is not None:
+            end = await self.target.imports.migration_end()
+            self.is_erased = end is not None and end.source_is_erased
+            executor = self.target.db.executor
             is_server = await executor.define(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
         async with Workers(number, _IMPORT_BYTES) as workers:
-            async for sessions in self._walk.sessions():
+            async for sessions in self.walk.sessions():
                 for one in sessions:
                     await self._copy_session(one, workers)
             await workers.finish()
             await self._stop_if_bad(workers)
-        async with Workers(number, _IMPORT_BYTES) as workers:
-            async for batch in self._walk.states():
+            async for batch in self.walk.states():
                 for state in batch:
                     await self._copy_state(state, workers)
             await self._stop_if_bad(workers)
@@ -238,12 +219,14 @@ class _Run:
     async def _copy_session(self, pair: SessionPair, workers: Workers) -> None:
         await self._stop_if_bad(workers)
         if pair.content is None:
-            await self._leave(pair)
+            if not self._is_conflict(pair, pair.status):
+                self.done.unchanged += 1
+            await self.meter.advance(1 + pair.copied_events)
         elif isinstance(pair.content, Unreadable):
             await self._report_bad(pair, pair.content.reason)
         else:
-            await self._limit.advance(len(pair.content.events))
-            await workers.start(self._import(pair, pair.content), size_of(pair.content))
+            await self.limit.advance(len(pair.content.events))
+            await workers.start(partial(self._import, pair, pair.content), size_of(pair.content))
 
     async def _import(self, pair: SessionPair, content: SessionContent) -> None:
         try:
@@ -253,13 +236,13 @@ class _Run:
             return
         status = pair.status
         is_older = status is ImportStatus.OLDER
-        if is_older and self._is_erased and not await self._has_copy(pair, content):
+        if is_older and self.is_erased and not await self._has_copy(pair, content):
             status = ImportStatus.CONFLICT
-        elif self._target is not None and self._writes:
+        elif self.target is not None and self.writes:
             assert pair.session is not None
             try:
-                async with self._owners.of(*pair.ids[:2]):
-                    status = await self._target.imports.import_session(
+                async with self._alone_if_first(*pair.ids[:2]):
+                    status = await self.target.imports.import_session(
                         *pair.session.ids,
                         state=state,
                         events=content.events,
@@ -275,37 +258,30 @@ class _Run:
                 await self._report_bad(pair, _TIME)
                 return
         if status.is_due:
-            self._done.copied += 1
-            self._done.events += len(content.events)
+            self.done.copied += 1
+            self.done.events += len(content.events)
         elif not self._is_conflict(pair, status):
-            self._done.unchanged += 1
-        await self._meter.advance(1 + len(content.events))
-
-    async def _leave(self, pair: SessionPair) -> None:
-        """Count a session that this run does not copy, and list it if it is in conflict."""
-        if not self._is_conflict(pair, pair.status):
-            self._done.unchanged += 1
-        await self._meter.advance(1 + pair.copied_events)
+            self.done.unchanged += 1
+        await self.meter.advance(1 + len(content.events))
 
     def _is_conflict(self, pair: Pair[Any], status: ImportStatus) -> bool:
-        reason = _CONFLICTS.get(status)
-        if reason is None:
+        """Return whether *status* is a conflict; if it is, count and list *pair*."""
+        if status not in CONFLICTS:
             return False
-        self._done.conflicts += 1
-        self._findings.add(pair.tag, reason, *pair.ids)
+        self.done.conflicts += 1
+        self.findings.add(pair.tag, CONFLICTS[status], *pair.ids)
         return True
 
     async def _has_copy(self, pair: SessionPair, content: SessionContent) -> bool:
-        """Return whether *content* contains all copied events, so that it may replace the copy.
+        """Return whether *content* has all copied events, or there is no copy that could be lost.
 
-        Also return True if there is no copy any more, so that nothing can be lost.
-
-        If the source was erased, the copy may be the only one, and somebody may since have created
-        another session with the same ids in the source.  Such a session must not replace the copy.
+        If the source was erased, the copy may be the only one, and somebody may since have
+        created another session with the same ids in the source.  Such a session must not
+        replace the copy.
         """
-        assert self._target is not None
+        assert self.target is not None
         assert pair.session is not None
-        copy = await self._target.content(*pair.session.ids)
+        copy = await self.target.content(*pair.session.ids)
         if copy is None or copy.created_at != content.created_at:
             return copy is None
         return list(content.events[: len(copy.events)]) == list(copy.events)
@@ -314,70 +290,58 @@ class _Run:
         await self._stop_if_bad(workers)
         if isinstance(pair.content, Unreadable):
             await self._report_bad(pair, pair.content.reason)
-        elif pair.content is not None and (pair.status.is_due or pair.status in _CONFLICTS):
-            await workers.start(self._import_state(pair, pair.content), len(pair.content))
+        elif pair.content is not None and (pair.status.is_due or pair.status in CONFLICTS):
+            await workers.start(partial(self._import_state, pair, pair.content), len(pair.content))
 
     async def _import_state(self, pair: StatePair, state: bytes) -> None:
         status = ImportStatus.NEW
-        if self._target is not None and self._writes:
+        if self.target is not None and self.writes:
             app_name, user_id = (*pair.ids, None)[:2]
-            async with self._owners.of(*pair.ids):
-                status = await self._target.imports.import_state(
-                    str(app_name), user_id, state, replace=not self._is_erased
+            async with self._alone_if_first(*pair.ids):
+                status = await self.target.imports.import_state(
+                    str(app_name), user_id, state, replace=not self.is_erased
                 )
         self._is_conflict(pair, status)
-        self._done.states += status.is_due
+        self.done.states += status.is_due
+
+    @asynccontextmanager
+    async def _alone_if_first(self, *ids: str) -> AsyncIterator[None]:
+        """Let the first import of each app and of each user run alone.
+
+        It creates the row and the data key of the owner.  If several imports tried to
+        create them at the same time, all except one would have to begin again.
+        """
+        owners = [ids[: length + 1] for length in range(len(ids))]
+        async with AsyncExitStack() as stack:
+            for owner in owners:
+                if not self._known.get(owner):
+                    await stack.enter_async_context(self._locks.hold(owner))
+            yield
+            for owner in owners:
+                self._known.put(owner, True)
 
     async def _report_bad(self, pair: Pair[Any], reason: str) -> None:
-        self._done.bad += 1
-        self._findings.add(pair.tag, reason, *pair.ids)
-        await self._meter.advance()
+        self.done.bad += 1
+        self.findings.add(pair.tag, reason, *pair.ids)
+        await self.meter.advance()
 
     async def _stop_if_bad(self, workers: Workers) -> None:
         """If a bad session or state was found, wait for the running imports, and end the run."""
-        if self._done.bad and not self._skip_bad:
+        if self.done.bad and not self.skip_bad:
             await workers.finish()
-            raise _Stop
+            raise Stop
 
     async def find_gone(self, *, delete: bool) -> None:
         """Count the sessions that have changed since, and those that the source no longer has."""
-        async for _ in self._walk.changed():
-            self._done.behind += 1
-        async for found in self._walk.gone():
-            if delete and not self._walk.versions:
+        async for _ in self.walk.changed():
+            self.done.behind += 1
+        async for found in self.walk.gone():
+            if delete and not self.walk.versions:
                 raise ConfigurationError(
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"
                 )
-            if delete and self._writes and self._target is not None:
-                await self._target.delete(found)
-            self._done.gone += 1
-            self._findings.add(found.copy.row.tag, GONE, *found.ids)
-
-
-class _Owners:
-    """Lets the first import of each app and of each user run alone.
-
-    The first import creates the row and the data key of the owner.  If several imports tried to
-    create them at the same time, all except one would have to begin again.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[Ids] = set()
-        self._locks: dict[Ids, asyncio.Lock] = {}
-
-    @contextlib.asynccontextmanager
-    async def of(self, *ids: str) -> AsyncIterator[None]:
-        """Wait while the first import of this app, or of this user, runs; then run the block."""
-        owners = [ids[: length + 1] for length in range(len(ids))]
-        async with contextlib.AsyncExitStack() as stack:
-            for owner in owners:
-                if owner not in self._known:
-                    lock = self._locks.setdefault(owner, asyncio.Lock())
-                    await stack.enter_async_context(lock)
-            yield
-            if len(self._known) > _KNOWN_OWNERS:
-                self._known.clear()
-            self._known.update(owners)
-        for owner in owners:
-            self._locks.pop(owner, None)
+            if delete and self.writes and self.target is not None:
+                await self.target.delete(found)
+            self.done.gone += 1
+            self.findings.add(found.tag, GONE, *found.ids)

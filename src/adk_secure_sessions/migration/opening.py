@@ -11,8 +11,13 @@ from adk_secure_sessions.backends.named import DEFAULT, NO_OP, backends_for
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration.adk_sql import Kind, has_encrypted_states, sampled_states
-from adk_secure_sessions.migration.adk_tables import AdkTables, detect, inspect
+from adk_secure_sessions.migration.adk_sql import (
+    Kind,
+    has_encrypted_states,
+    kinds_in,
+    sampled_states,
+)
+from adk_secure_sessions.migration.adk_tables import AdkTables, inspect
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
@@ -45,11 +50,11 @@ async def open_source(
     - The tables of adk-secure-sessions 1.x and those of this package: the source is the tables of
       1.x, unless both *backends* and *keys*, or the backend `no-op`, are given.
 
-    google-adk and adk-secure-sessions 1.x use the same names for their tables.  `detect` reads only
-    the first and the last states to tell which of the two has written the tables.  If *keys* are
-    given, and the database has no tables of this package, this function also reads the other
-    states.  If a state is encrypted by 1.x, the source is a `Package1x`, for which states and
-    events in plaintext are unreadable.
+    google-adk and adk-secure-sessions 1.x use the same names for their tables.  The first and the
+    last states tell which of the two has written the tables.  If *keys* are given, and the database
+    has no tables of this package, this function also reads the other states.  If a state is
+    encrypted by 1.x, the source is a `Package1x`, for which states and events in plaintext are
+    unreadable.
 
     Args:
         db_url: The database URL.
@@ -68,7 +73,7 @@ async def open_source(
             given.
         DatabaseError: The database cannot be reached.
     """
-    kinds = await detect(db_url)
+    kinds = await inspect(kinds_in, db_url)
     has_keys = bool(keys) or NO_OP in backends
     if (
         has_keys
@@ -76,10 +81,10 @@ async def open_source(
         and kinds
         and await inspect(has_encrypted_states, db_url)
     ):
-        # `detect` may have found only plaintext, because it reads only the first and the last
+        # `kinds_in` may have found only plaintext, because it reads only the first and the last
         # states.  Without this correction, the error below would tell the caller to omit the keys.
         kinds = frozenset([Kind.PACKAGE_1X])
-    if Kind.PACKAGE_1X in kinds and not has_keys and (await inspect(sampled_states, db_url)).others:
+    if Kind.PACKAGE_1X in kinds and not has_keys and False in await inspect(sampled_states, db_url):
         raise ConfigurationError(_MIXED)
     if Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends):
         _require(has_keys)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
@@ -35,14 +35,6 @@ _SAMPLE = 16
 _LIMITS = "see docs/limits.md, Sizes"
 
 _Content = SessionContent | Unreadable
-
-
-class _ListedSession(NamedTuple):
-    """A session in a listing."""
-
-    user_id: str
-    session_id: str
-    update_time: float
 
 
 @hides_locals
@@ -96,41 +88,35 @@ class ServiceSource(Source):
 
     @property
     def description(self) -> str:
-        """The name of the service's class."""
         return f"a {type(self._service).__name__}"
 
     async def size(self, scope: Scope) -> SourceSize:
-        """Return the number of sessions, and an estimate of the number of events."""
-        sessions, events = 0, 0
+        number, in_all = 0, 0
         for app_name in self._apps(scope):
             listed = await self._listed(app_name, scope.since)
             sample = listed[:: max(1, len(listed) // _SAMPLE)]
-            found = await asyncio.gather(*(self._get(app_name, one) for one in sample))
+            found = await asyncio.gather(*map(self._get, sample))
             counted = sum(len(session.events) for session in found if session)
-            sessions += len(listed)
-            events += round(counted * len(listed) / max(1, len(sample)))
-        return SourceSize(sessions, events)
+            number += len(listed)
+            in_all += round(counted * len(listed) / max(1, len(sample)))
+        return SourceSize(number, in_all)
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        """Yield the sessions in *scope* in batches, sorted by app name, user id and session id."""
         for app_name in self._apps(scope):
             listed = await self._listed(app_name, scope.since)
             if not self._compares_events:
                 for start in range(0, len(listed), _BATCH_SESSIONS):
-                    yield [
-                        SourceSession(app_name, one.user_id, one.session_id, repr(one.update_time))
-                        for one in listed[start : start + _BATCH_SESSIONS]
-                    ]
+                    yield listed[start : start + _BATCH_SESSIONS]
                 continue
             self._contents, total = {}, 0
             for start in range(0, len(listed), _AT_ONCE):
                 some = listed[start : start + _AT_ONCE]
-                found = await asyncio.gather(*(self._get(app_name, one) for one in some))
+                found = await asyncio.gather(*map(self._get, some))
                 for one, session in zip(some, found, strict=True):
                     if session is None:
                         continue
                     version = f"{session.last_update_time!r} {len(session.events)}"
-                    key = SourceSession(app_name, one.user_id, one.session_id, version)
+                    key = one._replace(version=version)
                     content = _content(key, session)
                     self._contents[key] = content
                     if isinstance(content, SessionContent):
@@ -143,25 +129,18 @@ class ServiceSource(Source):
                 self._contents = {}
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
-        """Return the contents of *sessions*; a session that was deleted meanwhile is omitted."""
         known = self._contents
         found = {session: known[session] for session in sessions if session in known}
         missing = [session for session in sessions if session not in found]
-        read = await asyncio.gather(
-            *(
-                self._get(one.app_name, _ListedSession(one.user_id, one.session_id, 0))
-                for one in missing
-            )
-        )
+        read = await asyncio.gather(*map(self._get, missing))
         for key, session in zip(missing, read, strict=True):
             if session is not None:
                 found[key] = _content(key, session)
         return found
 
     async def states(self, scope: Scope) -> AsyncIterator[States]:
-        """Yield the states of users of apps in *scope*, and of these apps, in batches."""
         for app_name in self._apps(scope):
-            by_user: dict[str, list[_ListedSession]] = {}
+            by_user: dict[str, list[SourceSession]] = {}
             by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
             listed = await self._listed(app_name)
             for one in listed:
@@ -177,49 +156,45 @@ class ServiceSource(Source):
                     for user_id, state in zip(some, found, strict=True)
                     if state is not None
                 }
-            session = await self._newest(app_name, listed)
+            session = await self._newest(listed)
             if session is not None:
                 yield {(app_name,): _state(states.split(session.state).app)}
 
     def _apps(self, scope: Scope) -> list[str]:
         return [name for name in self._app_names if scope.app_name in (None, name)]
 
-    async def _listed(self, app_name: str, since: int | None = None) -> list[_ListedSession]:
-        """Return the sessions of an app, sorted by user id and session id.
+    async def _listed(self, app_name: str, since: int | None = None) -> list[SourceSession]:
+        """Return the sessions of an app that were updated at *since* or later, sorted by ids.
 
-        If *since* is not None, omit sessions that were last updated before this time, in
-        microseconds since 1970, UTC.
+        Their versions are their last update times.
         """
         users: Sequence[str | None] = self._user_ids.get(app_name) or [None]
-        found: dict[tuple[str, str], _ListedSession] = {}
+        found = {}
         for user_id in users:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
-            for session in response.sessions:
-                time = session.last_update_time
-                if since is None or microseconds(time) >= since:
-                    key = session.user_id, session.id
-                    found[key] = _ListedSession(*key, time)
+            for one in response.sessions:
+                if since is None or microseconds(one.last_update_time) >= since:
+                    version = repr(one.last_update_time)
+                    key = SourceSession(app_name, one.user_id, one.id, version)
+                    found[key.ids] = key
         return sorted(found.values())
 
-    async def _get(self, app_name: str, one: _ListedSession, **options: Any) -> Session | None:
+    async def _get(self, one: SourceSession, **options: Any) -> Session | None:
         async with self._calls:
             return await self._service.get_session(
-                app_name=app_name, user_id=one.user_id, session_id=one.session_id, **options
+                app_name=one.app_name, user_id=one.user_id, session_id=one.session_id, **options
             )
 
-    async def _newest(self, app_name: str, listed: Sequence[_ListedSession]) -> Session | None:
-        """Return the most recently updated session in *listed* that still exists, without events.
-
-        Return None if no session in *listed* exists any more.
-        """
-        for one in sorted(listed, key=lambda one: one.update_time, reverse=True):
-            session = await self._get(app_name, one, config=GetSessionConfig(num_recent_events=0))
+    async def _newest(self, listed: Sequence[SourceSession]) -> Session | None:
+        """Return the most recently updated session that still exists, without events."""
+        for one in sorted(listed, key=lambda one: float(one.version), reverse=True):
+            session = await self._get(one, config=GetSessionConfig(num_recent_events=0))
             if session is not None:
                 return session
         return None
 
     async def _user_state(
-        self, app_name: str, user_id: str, listed: Sequence[_ListedSession]
+        self, app_name: str, user_id: str, listed: Sequence[SourceSession]
     ) -> JsonObject | None:
         get: Callable[..., Any] | None = getattr(self._service, "get_user_state", None)
         if get is not None:  # google-adk 2.6 and later
@@ -228,12 +203,11 @@ class ServiceSource(Source):
                     return dict(await get(app_name=app_name, user_id=user_id))
             except NotImplementedError:
                 pass
-        session = await self._newest(app_name, listed)
+        session = await self._newest(listed)
         return None if session is None else states.split(session.state).user
 
 
 def _content(key: SourceSession, session: Session) -> _Content:
-    """Convert *session*, which the service returned for *key*."""
     try:
         check_ids(*key[:3])
     except ValueError as error:  # the text of the error contains no id
@@ -263,10 +237,7 @@ def _content(key: SourceSession, session: Session) -> _Content:
 
 
 def _without_temporary(event: Event) -> Event:
-    """Return *event*, with an id and without `temp:` keys, as google-adk stores it.
-
-    If *event* must be changed, return a changed copy.
-    """
+    """Return *event* or a changed copy, with an id and without `temp:` keys, as google-adk."""
     delta = event.actions.state_delta
     if event.id and not any(key.startswith(states.TEMP_PREFIX) for key in delta or ()):
         return event
@@ -276,10 +247,7 @@ def _without_temporary(event: Event) -> Event:
 
 
 def _state(state: JsonObject) -> JsonObject | Unreadable:
-    """Return a copy of *state* that consists of JSON values.
-
-    If *state* exceeds a limit, return an `Unreadable`.
-    """
+    """Return a copy of *state* that consists of JSON values."""
     try:
         return states.loads(states.encode(state))
     except ValueError:

@@ -77,16 +77,8 @@ class Unreadable(NamedTuple):
     reason: str
 
 
+Found = tuple[SourceSession, SessionContent | Unreadable]
 States = Mapping[Ids, JsonObject | Unreadable]
-
-
-class SessionHeader(NamedTuple):
-    """A session in a source, without its events; the fields are those of `SessionContent`."""
-
-    session: SourceSession
-    state: JsonObject
-    created_at: int
-    updated_at: int
 
 
 class SourceSize(NamedTuple):
@@ -154,16 +146,14 @@ class LookupSource(Source):
         return self.description
 
     @abstractmethod
-    async def find(
-        self, app_name: str, user_id: str, session_id: str
-    ) -> SessionHeader | Unreadable | None:
-        """Return a session; None if the source has no session with these ids."""
+    async def find(self, app_name: str, user_id: str, session_id: str) -> Found | None:
+        """Return a session without its events; None if there is none with these ids."""
 
     @abstractmethod
     def headers(
         self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionHeader | Unreadable]]:
-        """Yield the sessions of a user or, if *user_id* is None, of an app, in batches."""
+    ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
+        """Yield the sessions of a user, or of an app, in batches and without their events."""
 
     @abstractmethod
     async def state(

@@ -3,54 +3,55 @@
 import functools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.walk import located
-from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession
+from adk_secure_sessions.migration.encrypted import content_of
+from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession, Unreadable
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.features.imports import (
-    Imported,
     Imports,
     ImportStatus,
     SourceEvent,
 )
 from adk_secure_sessions.storage.pages import pages
-from adk_secure_sessions.storage.queries import (
-    chunks,
-    is_one_of,
-    numbered,
-)
-from adk_secure_sessions.storage.schema import NEVER, apps, migrated, sessions, users
+from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.schema import apps, migrated, sessions, users
+
+C = TypeVar("C")
 
 
-class InTarget(NamedTuple):
-    """The blind index of a session or state, its status, and the number of its copied events."""
+@dataclass(frozen=True, slots=True)
+class Pair(Generic[C]):
+    """A session of the source, or the state of a user or an app, and its status in the target.
 
-    tag: bytes
-    status: ImportStatus
+    Without keys in the target, *tag* is empty.  A *content* that was not read is None; of a
+    state, it is JSON.  *copied_events* were copied before.
+    """
+
+    ids: Ids
+    tag: bytes = b""
+    status: ImportStatus = ImportStatus.NEW
+    content: C | Unreadable | None = None
+    session: SourceSession | None = None
     copied_events: int = 0
 
 
-class Copy(NamedTuple):
-    """A copied session that is still stored; its row was not authenticated."""
-
-    tag: bytes
-    row: int
-
-    @classmethod
-    def of_row(cls, tag: bytes, row: int) -> "Copy":
-        return cls(bytes(tag), int(row))
+SessionPair = Pair[SessionContent]
+StatePair = Pair[bytes]
 
 
 class Located(NamedTuple):
-    """A copied session that is still stored: its row in `secure_migrated`, and its ids."""
+    """A copied session that is still stored, with the row id and the revision of the copy."""
 
-    copy: Imported
+    tag: bytes
+    row: int
+    number: int
     ids: tuple[str, str, str]
 
 
@@ -78,95 +79,77 @@ class Target:
             return index.app(app_name)
         return index.user(app_name, *ids) if len(ids) == 1 else index.session(app_name, *ids)
 
-    async def sessions(self, listed: Sequence[SourceSession]) -> dict[SourceSession, InTarget]:
-        """Return the status of each session in *listed*."""
+    async def sessions(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
         copies = await self.imports.imported([one.ids for one in listed])
         tags = {one: self.tag(*one.ids) for one in listed}
         others = await self._stored(tags[one] for one in listed if one.ids not in copies)
         if others:
             # Another run may have copied a session after the first query.
             copies |= await self.imports.imported(one.ids for one in listed if tags[one] in others)
-        found = {}
+        found: list[SessionPair] = []
         for one, tag in tags.items():
+            status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
             if copy := copies.get(one.ids):
                 status = copy.status(is_unchanged=copy.has_source(one.version))
-                found[one] = InTarget(tag, status, copy.row.number)
-            else:
-                is_other = tag in others
-                found[one] = InTarget(tag, ImportStatus.SAME_ID if is_other else ImportStatus.NEW)
+                number = copy.row.number
+            found.append(Pair(one.ids, tag, status, None, one, number))
         return found
 
     async def _stored(self, tags: Iterable[bytes]) -> set[bytes]:
-        """Return the elements of *tags* for which a session is stored."""
         stored: set[bytes] = set()
         for part in chunks(tags):
             rows = await self.db.read(_with_tags(len(part)), numbered(part))
             stored.update(bytes(tag) for (tag,) in rows)
         return stored
 
-    async def states(self, encoded: Mapping[Ids, bytes]) -> dict[Ids, InTarget]:
-        """Return the status of the state of each owner in *encoded*.
-
-        A value of *encoded* is the state in the source as JSON; empty if it cannot be stored.
-        """
+    async def states(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
+        """Return the status of the state of each owner in *encoded*: the state in the source."""
         owners = {ids: (ids[0], ids[1] if len(ids) > 1 else None) for ids in encoded}
         copies = await self.imports.imported_states(owners.values())
-        found = {}
-        for ids, owner in owners.items():
+        found: list[StatePair] = []
+        for ids, state in encoded.items():
             status = ImportStatus.NEW
-            if copy := copies.get(owner):
-                is_unchanged = bool(encoded[ids]) and copy.has_state(encoded[ids])
+            if copy := copies.get(owners[ids]):
+                is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
-            found[ids] = InTarget(self.tag(*ids), status)
+            found.append(Pair(ids, self.tag(*ids), status, state))
         return found
 
-    async def copies(self, app_name: str | None) -> AsyncIterator[Sequence[Copy]]:
-        """Yield the copied sessions of an app, or of all apps, that are still stored."""
+    async def copies(self, app_name: str | None) -> AsyncIterator[Mapping[bytes, int]]:
+        """Yield the tag and the unauthenticated row of each copied session that is still stored."""
         if not await self.imports.has_imports():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
         query, size = _copies(app_name is not None), self.db.limits.headers
-        async for copies in pages(
-            self.db.read, query, migrated.c.tag, size, Copy.of_row, **parameters
+        async for rows in pages(
+            self.db.read, query, migrated.c.tag, size, lambda *row: row, **parameters
         ):
-            yield copies
+            yield {bytes(tag): int(row) for tag, row in rows}
 
-    async def located(self, one: Copy) -> Located | None:
+    async def located(self, tag: bytes, row: int) -> Located | None:
         """Return a copied session; None if it was deleted or continued, or has expired.
 
-        The source may not list an expired session any more because it has expired there, too.
-        Raises DecryptionError if its ids cannot be decrypted.
+        The source may not list an expired session because it has expired there, too.
         """
-        for found in await located(self.db, [one.row]):
-            if found.tag != one.tag:
+        for found in await located(self.db, [row]):
+            if found.tag != tag:
                 continue
             ids = found.known_ids()[:3]
             if found.columns is not None and found.columns.expires_at <= time.time_ns() // 1000:
                 return None
             copy = (await self.imports.imported([ids])).get(ids)
-            return Located(copy, ids) if copy and copy.is_untouched else None
+            return Located(tag, row, copy.row.number, ids) if copy and copy.is_untouched else None
         return None
 
     async def content(self, app_name: str, user_id: str, session_id: str) -> SessionContent | None:
-        """Return the session in the target, even if it has expired; None if it was deleted.
-
-        Raises one of `maintenance.problems.UNREADABLE` if the session cannot be decrypted.
-        """
+        """Return the session in the target, even if it has expired; None if it was deleted."""
         who = await self.db.unit.identify(app_name, user_id, session_id)
         operation = reads.CheckSession(who, lambda plaintext, _row, _seq: plaintext)
         found = await self.db.unit.run(operation)
         if found is None:
             return None
-        stored = found[0].session
-        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
         events = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
-        return SessionContent(
-            snapshot | loads(stored.overlay),
-            events,
-            stored.created_at,
-            stored.updated_at,
-            None if stored.expires_at == NEVER else stored.expires_at,
-        )
+        return content_of(found[0].session, events)
 
     async def state(self, app_name: str, user_id: str | None = None) -> bytes:
         """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
@@ -178,9 +161,8 @@ class Target:
 
     async def delete(self, found: Located) -> None:
         """Delete a copied session, unless a service has written to it."""
-        copy = found.copy
         who = await self.db.unit.identify(*found.ids)
-        untouched = (copy.row.row_id, copy.row.number)
+        untouched = (found.row, found.number)
         await self.db.unit.run(
             writes.DeleteSession(who, lambda now: (now.id, now.revision) == untouched)
         )

@@ -8,10 +8,10 @@ import asyncio
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.records import encode_text
@@ -25,59 +25,28 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
-from adk_secure_sessions.migration.target import Copy, InTarget, Located, Target
+from adk_secure_sessions.migration.target import Located, Pair, SessionPair, StatePair, Target
 from adk_secure_sessions.storage.features.imports import ImportStatus
 
-C = TypeVar("C")
-
 TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
-CONFLICT = "both sides have changed or deleted it since it was copied"
-SAME_ID = "the target has one with the same ids that was not copied"
+CONFLICTS = {
+    ImportStatus.CONFLICT: "both sides have changed or deleted it since it was copied",
+    ImportStatus.SAME_ID: "the target has one with the same ids that was not copied",
+}
 GONE = "it was copied before, and the source no longer has it"
 
 _EVENT_OVERHEAD = 200  # an estimate of the memory that an event takes in addition to its bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Pair(Generic[C]):
-    """A session of the source, or the state of a user or an app, and its status in the target.
-
-    Attributes:
-        ids: The app name, the user id and the session id; fewer for a state.
-        tag: The blind index in the target; empty if the target has no keys yet.
-        status: The status.
-        content: The content in the source (a state as JSON), or why it cannot be read; None if the
-            visitor does not need it.
-        session: The session in the source; None for a state.
-        copied_events: The number of events that were copied before.
-    """
-
-    ids: Ids
-    tag: bytes
-    status: ImportStatus
-    content: C | Unreadable | None = None
-    session: SourceSession | None = None
-    copied_events: int = 0
-
-
-SessionPair = Pair[SessionContent]
-StatePair = Pair[bytes]
-
-_NOTHING_STORED = InTarget(b"", ImportStatus.NEW)
+class Stop(Exception):
+    """A session or state cannot be copied or exported, and `skip_bad` is False."""
 
 
 class Walk:
     """Yields the sessions of a source, its states, and what has changed in it during the walk.
 
-    Args:
-        source: The source.
-        target: The target; None if it does not exist yet, so that everything is new.
-        scope: Which sessions and states to yield.
-        wanted: The statuses with which a session or state is read; others have no content.
-        user_id: Yield only sessions of users with this id, and sessions without readable ids.
-
-    Attributes:
-        versions: The ids and versions of the sessions that were listed.
+    If *target* is None, everything is new.  Only sessions and states with a status in *wanted*
+    are read.  With *user_id*, other users' sessions are left out.
     """
 
     def __init__(
@@ -98,13 +67,10 @@ class Walk:
         # Versions that were listed, and were gone when their contents were read.  If one is there
         # again later, for example from a replica that lagged behind, nobody has visited it.
         self._unread: set[bytes] = set()
-        self._missing: dict[bytes, Copy] = {}
+        self._missing: dict[bytes, int] = {}
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
-        """Yield the sessions in batches, without those that were deleted in the source meanwhile.
-
-        First come those of a batch that are not read.
-        """
+        """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for listed in self._source.sessions(self._scope):
             if self._user_id is not None:
                 listed = [one for one in listed if one.user_id == self._user_id or not one.has_ids]
@@ -127,19 +93,17 @@ class Walk:
     async def states(self) -> AsyncIterator[Sequence[StatePair]]:
         """Yield the states of users, and then those of apps, in batches."""
         async for batch in self._source.states(self._scope):
-            encoded, bad = encode_states(batch)
-            found = await self._target.states(encoded) if self._target else {}
-            yield [
-                _state(ids, found.get(ids, _NOTHING_STORED), bad.get(ids) or data)
-                for ids, data in encoded.items()
-            ]
+            encoded = encode_states(batch)
+            if self._target:
+                yield await self._target.states(encoded)
+            else:
+                yield [Pair(ids, content=state) for ids, state in encoded.items()]
 
     async def state_again(self, pair: StatePair) -> StatePair:
         """Return *pair* with its present status in the target."""
         assert self._target is not None
         assert isinstance(pair.content, bytes)
-        found = (await self._target.states({pair.ids: pair.content}))[pair.ids]
-        return replace(pair, status=found.status)
+        return (await self._target.states({pair.ids: pair.content}))[0]
 
     def has_visited(self, session: SourceSession) -> bool:
         """Return whether the walk has yielded this version of a session."""
@@ -147,10 +111,7 @@ class Walk:
         return version in self.versions and version not in self._unread
 
     async def changed(self) -> AsyncIterator[SourceSession]:
-        """Yield the sessions that were created or changed in the source since they were listed.
-
-        Afterwards, `gone` returns the copied sessions that neither of the two listings has.
-        """
+        """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_missing()
         async for listed in self._source.sessions(self._scope):
             for one in listed:
@@ -162,36 +123,28 @@ class Walk:
     async def gone(self) -> AsyncIterator[Located]:
         """Yield the copied sessions that the source no longer has.
 
-        Sessions that have expired, or that services continued, are left out.  If only recent
-        sessions are read, or a comparison has ended the migration, no session is gone.
+        Expired and continued ones are left out.  With `since`, or after a comparison has
+        ended the migration, no session is gone.
         """
         assert self._target is not None or not self._missing
-        for copy in self._missing.values():
-            found = self._target and await self._target.located(copy)
+        for tag, row in self._missing.items():
+            found = self._target and await self._target.located(tag, row)
             if found:
                 yield found
 
     async def _find_missing(self) -> None:
-        """Find the copied sessions that the first listing did not have.
-
-        Another run may copy a session that was created after the first listing.  Such a session is
-        in the second listing, so it is not reported as gone.
-        """
         target = self._target
         if target is None or self._scope.since is not None:
             return
         if await target.imports.migration_end():
             return
         async for copies in target.copies(self._scope.app_name):
-            self._missing |= {one.tag: one for one in copies if one.tag not in self._tags}
+            self._missing |= {tag: row for tag, row in copies.items() if tag not in self._tags}
 
     async def _pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
-        found = await self._target.sessions(listed) if self._target else {}
-        pairs: list[SessionPair] = []
-        for one in listed:
-            tag, status, number = found.get(one, _NOTHING_STORED)
-            pairs.append(Pair(one.ids, tag, status, None, one, number))
-        return pairs
+        if self._target:
+            return await self._target.sessions(listed)
+        return [Pair(one.ids, session=one) for one in listed]
 
     async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:
         contents = await self._source.read([one.session for one in pairs if one.session])
@@ -205,27 +158,15 @@ class Walk:
         return found
 
 
-def _state(ids: Ids, found: InTarget, content: bytes | Unreadable) -> StatePair:
-    return Pair(ids, found.tag, found.status, content)
-
-
-def encode_states(batch: States) -> tuple[dict[Ids, bytes], dict[Ids, Unreadable]]:
-    """Return the states in *batch* as JSON, and reasons for those that cannot be stored.
-
-    A state that cannot be stored has empty JSON.
-    """
-    encoded: dict[Ids, bytes] = {}
-    bad = {}
+def encode_states(batch: States) -> dict[Ids, bytes | Unreadable]:
+    """Return the states in *batch* as JSON, or why they cannot be stored."""
+    encoded: dict[Ids, bytes | Unreadable] = {}
     for ids, state in batch.items():
-        encoded[ids] = b""
-        if isinstance(state, Unreadable):
-            bad[ids] = state
-            continue
         try:
-            encoded[ids] = states.encode(state)
+            encoded[ids] = state if isinstance(state, Unreadable) else states.encode(state)
         except ValueError:  # the message of this error names keys of the state
-            bad[ids] = Unreadable(TOO_LARGE)
-    return encoded, bad
+            encoded[ids] = Unreadable(TOO_LARGE)
+    return encoded
 
 
 def size_of(content: SessionContent | Unreadable | None) -> int:
@@ -238,9 +179,8 @@ def size_of(content: SessionContent | Unreadable | None) -> int:
 class Workers:
     """Runs coroutines at the same time: at most *number*, which together take at most *size* bytes.
 
-    Use it with `async with`.  The end of the block waits for all coroutines.  If a coroutine fails,
-    the next call of `start` or `finish`, or the end of the block, raises its error.  If the block
-    ends with an error, all other coroutines are cancelled.
+    The end of the `async with` block waits for them.  If one fails, the next call, or the end
+    of the block, raises its error.  If the block ends with an error, all others are cancelled.
     """
 
     def __init__(self, number: int, size: int) -> None:
@@ -249,24 +189,16 @@ class Workers:
         self._running: dict[asyncio.Task[None], int] = {}
         self._bytes = 0
 
-    async def start(self, coroutine: Coroutine[Any, Any, None], size: int) -> None:
-        """Wait until the limits allow another coroutine of *size* bytes, then start *coroutine*.
-
-        If *size* alone exceeds the limit, the coroutine runs alone.
-        """
-        try:
-            while self._running and (
-                len(self._running) >= self._number or self._bytes + size > self._size
-            ):
-                await self._wait(asyncio.FIRST_COMPLETED)
-        except BaseException:
-            coroutine.close()
-            raise
-        self._running[asyncio.create_task(coroutine)] = size
+    async def start(self, work: Callable[[], Coroutine[Any, Any, None]], size: int) -> None:
+        """Wait until the limits allow *work* of *size* bytes, alone if need be, and start it."""
+        while self._running and (
+            len(self._running) >= self._number or self._bytes + size > self._size
+        ):
+            await self._wait(asyncio.FIRST_COMPLETED)
+        self._running[asyncio.create_task(work())] = size
         self._bytes += size
 
     async def finish(self) -> None:
-        """Wait for all coroutines."""
         while self._running:
             await self._wait(asyncio.FIRST_EXCEPTION)
 
@@ -294,37 +226,30 @@ class Workers:
 
 
 class Fingerprints:
-    """A set of byte strings that needs 8 bytes of memory for each.
+    """A set of byte strings that needs 8 bytes of memory for each: a hash with a random key.
 
-    The set contains only hashes.  So for each string that was added, another string is wrongly
-    found in the set with a probability of 2^-64.  The hashes have a random key, so nobody can
-    choose strings with equal hashes.
+    Another string is wrongly found in it with a probability of 2^-64 for each element.
     """
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
-        # The set is divided into 256 parts, and one part is sorted at a time: sorting creates a
-        # Python object for each number, which takes more than 8 bytes.
-        self._parts = [array("Q") for _ in range(256)]
-        self._is_sorted = [True] * 256
+        self._numbers = array("Q")
+        self._is_sorted = True
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return len(self._numbers)
 
     def add(self, data: bytes) -> None:
-        number = self._number(data)
-        self._parts[number & 255].append(number)
-        self._is_sorted[number & 255] = False
+        self._numbers.append(self._number(data))
+        self._is_sorted = False
 
     def __contains__(self, data: bytes) -> bool:
+        if not self._is_sorted:
+            self._numbers = array("Q", sorted(self._numbers))
+            self._is_sorted = True
         number = self._number(data)
-        index = number & 255
-        if not self._is_sorted[index]:
-            self._parts[index] = array("Q", sorted(self._parts[index]))
-            self._is_sorted[index] = True
-        part = self._parts[index]
-        at = bisect_left(part, number)
-        return at < len(part) and part[at] == number
+        at = bisect_left(self._numbers, number)
+        return at < len(self._numbers) and self._numbers[at] == number
 
     def _number(self, data: bytes) -> int:
         return int.from_bytes(blake2b(data, key=self._key, digest_size=8).digest(), "big")
