@@ -219,7 +219,7 @@ def _content(key: SourceSession, session: Session) -> _Content:
     for event in session.events:
         try:
             time = microseconds(event.timestamp)
-            plaintext = events.encode(_without_temporary(event), replaces=False)
+            plaintext = events.encode(_as_stored(event), replaces=False)
         except ValueError:
             break
         converted.append(SourceEvent(plaintext, time))
@@ -236,11 +236,8 @@ def _content(key: SourceSession, session: Session) -> _Content:
     return SessionContent(state, converted, created_at, updated_at)
 
 
-def _without_temporary(event: Event) -> Event:
-    """Return *event* or a changed copy, with an id and without `temp:` keys, as google-adk."""
-    delta = event.actions.state_delta
-    if event.id and not any(key.startswith(states.TEMP_PREFIX) for key in delta or ()):
-        return event
+def _as_stored(event: Event) -> Event:
+    """Return a copy of *event* with an id and without `temp:` keys, as google-adk stores it."""
     copied = event.model_copy(update={"actions": event.actions.model_copy()})
     events.prepare(copied, {})
     return copied
