@@ -92,9 +92,7 @@ class AsyncEngineExecutor:
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         return await self._shielded(
-            self._translating(
-                lambda connection: self._fetch_in_time(connection, query, parameters)
-            ),
+            self._translating(lambda connection: self._fetch(connection, query, parameters)),
             interruptible=True,
         )
 
@@ -114,12 +112,9 @@ class AsyncEngineExecutor:
             with self._dialect.decoding(connection, any_text):
                 if commit:
                     return work(connection)
-                return self._in_time(connection, lambda: work(connection))
+                return self._in_time(lambda: work(connection))
 
-        return await self._shielded(
-            self._translating(run, commit=commit, exclusive=not self._dialect.is_server),
-            interruptible=not commit,
-        )
+        return await self._shielded(self._translating(run, commit=commit), interruptible=not commit)
 
     async def close(self) -> None:
         while tasks := [*self._tasks, *self._interrupting]:
@@ -137,21 +132,19 @@ class AsyncEngineExecutor:
                 self._dialect.see_what_is_committed(connection)
             return run_in_turn(
                 transaction(),
-                lambda query, parameters: self._fetch_in_time(connection, query, parameters),
+                lambda query, parameters: self._fetch(connection, query, parameters),
                 lambda statement, parameters: self._in_time(
-                    connection, lambda: self._change(connection, statement, parameters), writes=True
+                    lambda: self._change(connection, statement, parameters), writes=True
                 ),
                 is_cluster=self._is_cluster,
             )
 
-        return await self._translating(work, commit=True, exclusive=not self._dialect.is_server)
+        return await self._translating(work, commit=True)
 
-    async def _translating(
-        self, work: Callable[[sa.Connection], T], *, commit: bool = False, exclusive: bool = False
-    ) -> T:
+    async def _translating(self, work: Callable[[sa.Connection], T], *, commit: bool = False) -> T:
         """Do the same as `_run`, with the errors that `failures.meaning` returns."""
         try:
-            return await self._run(work, commit=commit, exclusive=exclusive)
+            return await self._run(work, commit=commit)
         except Exception as error:
             meant = meaning(error)
             if meant is error and asyncio.current_task() not in self._begun:
@@ -162,14 +155,10 @@ class AsyncEngineExecutor:
                 meant = ConfigurationError(_POOLER)
             raise meant from None
 
-    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
-        """Run *work* in a transaction on a connection of the pool, and return its result.
-
-        The transaction is committed only if *commit* is True and *work* raises no error.  If
-        *exclusive* is True, other calls with True in the same event loop wait until this one ends.
-        """
+    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+        """Run *work* in a transaction on a connection of the pool, and return its result."""
         disposals = self._disposals
-        async with self._turn(exclusive), self._engine.connect() as connection:
+        async with self._turn(commit), self._engine.connect() as connection:
             assert connection.sync_connection is not None
             self._mark_begun(connection.sync_connection.connection.driver_connection)
             try:
@@ -194,9 +183,9 @@ class AsyncEngineExecutor:
                 if self._mark_ended() or disposals != self._disposals:
                     await connection.invalidate()
 
-    def _turn(self, exclusive: bool) -> AbstractAsyncContextManager[None]:
-        """Let only one task of an event loop enter at a time, if it must be exclusive."""
-        if exclusive or self._has_one_connection:
+    def _turn(self, writes: bool) -> AbstractAsyncContextManager[None]:
+        """Let only one task of an event loop write to a file, or use a single connection."""
+        if self._has_one_connection or (writes and not self._dialect.is_server):
             return self._locks.hold("connection")
         return nullcontext()
 
@@ -236,14 +225,12 @@ class AsyncEngineExecutor:
         self._dialect.check_sizes(connection, rows)
         return connection.execute(statement, parameters, execution_options=_COUNT_ROWS).rowcount
 
-    def _fetch_in_time(
+    def _fetch(
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
-        return self._in_time(connection, lambda: self._dialect.fetch(connection, query, parameters))
+        return self._in_time(lambda: self._dialect.fetch(connection, query, parameters))
 
-    def _in_time(
-        self, connection: sa.Connection, work: Callable[[], T], *, writes: bool = False
-    ) -> T:
+    def _in_time(self, work: Callable[[], T], *, writes: bool = False) -> T:
         """Run *work*; if it takes too long, interrupt it and raise DatabaseError."""
         task = asyncio.current_task()
         seconds = write_timeout(self._read_timeout) if writes else self._read_timeout

@@ -120,14 +120,14 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
         return await self._use(lambda session: session.follow(transaction(), holds_locks))
 
-    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool, exclusive: bool) -> T:
+    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         await self._take_slot()
         try:
             # Return an idle connection to the pool, so that SQLAlchemy can check it out.
             if self._idle:
                 self._idle.pop().close()
             try:
-                return await super()._run(work, commit=commit, exclusive=exclusive)
+                return await super()._run(work, commit=commit)
             except sa.exc.DBAPIError as error:
                 if not (self._owns_engine and needs_unprepared(error)):
                     raise
@@ -135,7 +135,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             # connections, on which statements are prepared with names, and run *work* again.
             self._pooler.was_found()
             await self._release_all()
-            return await super()._run(work, commit=commit, exclusive=exclusive)
+            return await super()._run(work, commit=commit)
         finally:
             self._slots.release()
 
