@@ -58,9 +58,9 @@ class Point(Enum):
 
     READ = "a query, by itself or of a transaction"
     APPLY = "the changes of one Apply of a transaction"
-    WORK = "the function given to `define`, inside its transaction"
+    WORK = "the function given to `run`, inside its transaction"
     WRITE = "a whole write: before it begins, after it is committed"
-    DEFINE = "a whole `define`: before it begins, after it is committed"
+    RUN = "a whole `run`: before it begins, after it is committed"
 
 
 @dataclass
@@ -151,16 +151,16 @@ class FaultyExecutor:
         await self._pass(Point.WRITE, is_after=True)
         return result
 
-    async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def followed(connection: sa.Connection) -> T:
             self._pass_inside(Point.WORK)
             result = work(connection)
             self._pass_inside(Point.WORK, is_after=True)
             return result
 
-        await self._pass(Point.DEFINE)
-        result = await self._executor.define(followed, commit=commit)
-        await self._pass(Point.DEFINE, is_after=True)
+        await self._pass(Point.RUN)
+        result = await self._executor.run(followed, commit=commit)
+        await self._pass(Point.RUN, is_after=True)
         return result
 
     async def close(self) -> None:

@@ -251,7 +251,7 @@ async def test_data_rolled_back_to_an_unfinished_move_does_not_delete_keys_in_us
 ) -> None:
     """The attacker can write only to the data, and kept a copy from the time of a move."""
     db, faults = with_faults(files.maintained)
-    faults.keys.before(Point.DEFINE, Killed(), when=lambda *_: "holds" not in marks(files.data))
+    faults.keys.before(Point.RUN, Killed(), when=lambda *_: "holds" not in marks(files.data))
     async with db:
         with pytest.raises(Killed):
             await move_keys(db, "db")

@@ -208,9 +208,9 @@ class OnlyReads:
     async def write(self, *_arguments: Any, **_options: Any) -> Any:
         raise AssertionError("it writes")
 
-    async def define(self, work: Callable[[sa.Connection], Any], *, commit: bool) -> Any:
+    async def run(self, work: Callable[[sa.Connection], Any], *, commit: bool) -> Any:
         assert not commit, "it writes"
-        return await self._executor.define(work, commit=commit)
+        return await self._executor.run(work, commit=commit)
 
     async def close(self) -> None:
         await self._executor.close()

@@ -46,7 +46,7 @@ def executor(request: pytest.FixtureRequest, tmp_path: Path) -> SqliteExecutor:
 
 @pytest.fixture
 async def numbers(executor: SqliteExecutor) -> SqliteExecutor:
-    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.run(TABLE.metadata.create_all, commit=True)
     return executor
 
 
@@ -93,7 +93,7 @@ async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None
 
     url = sa.make_url(f"sqlite:///{tmp_path}/numbers.db")
     executor = sqlite_executor(url, {"connect_args": {"factory": Traced}})
-    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.run(TABLE.metadata.create_all, commit=True)
     statements.clear()
     first = asyncio.ensure_future(executor.write(wait))  # meanwhile the others queue up
     await asyncio.sleep(0.05)
@@ -147,7 +147,7 @@ async def test_timeout_of_a_running_transaction_is_still_a_timeout(
 
 async def test_work_queued_before_close_is_done(tmp_path: Path) -> None:
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.run(TABLE.metadata.create_all, commit=True)
     work = [asyncio.ensure_future(executor.write(partial(add, n))) for n in range(20)]
     await asyncio.sleep(0)
     await executor.close()
@@ -158,7 +158,7 @@ async def test_work_queued_before_close_is_done(tmp_path: Path) -> None:
 
 async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> None:
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.run(TABLE.metadata.create_all, commit=True)
 
     def fill() -> Steps[None]:
         yield Read(sa.text("PRAGMA max_page_count = 3"), {})
@@ -174,7 +174,7 @@ async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> N
 
 async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.run(TABLE.metadata.create_all, commit=True)
     mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
     assert mine
     del executor
@@ -186,7 +186,7 @@ async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
 
 async def test_reader_cannot_write(tmp_path: Path) -> None:
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.run(TABLE.metadata.create_all, commit=True)
     await executor.write(partial(add, 1))
     with pytest.raises(DatabaseError, match="readonly"):
         await executor.read(INSERT, {"n": 2})
@@ -229,7 +229,7 @@ async def test_new_file_and_its_log_can_be_read_by_their_owner_only(
     umask = os.umask(0)
     try:
         executor = sqlite_executor(sa.make_url(url.format(tmp_path)), {})
-        await executor.define(TABLE.metadata.create_all, commit=True)
+        await executor.run(TABLE.metadata.create_all, commit=True)
         await executor.write(partial(add, 1))
         assert modes(tmp_path) == {"n.db": 0o600, "n.db-wal": 0o600, "n.db-shm": 0o600}
         await executor.close()
@@ -241,7 +241,7 @@ async def test_mode_of_an_existing_file_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "n.db").touch()
     (tmp_path / "n.db").chmod(0o640)
     executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/n.db"), {})
-    await executor.define(TABLE.metadata.create_all, commit=True)
+    await executor.run(TABLE.metadata.create_all, commit=True)
     await executor.write(partial(add, 1))
     assert set(modes(tmp_path).values()) == {0o640}
     await executor.close()
@@ -265,7 +265,7 @@ def use_as_somebody_else(say: Callable[[object], None], path: str) -> None:
         executor = sqlite_executor(sa.URL.create("sqlite", database=path), {})
         try:
             say(await stored(executor))
-            names = await executor.define(
+            names = await executor.run(
                 lambda connection: sa.inspect(connection).get_table_names(), commit=False
             )
             say(names)
@@ -283,7 +283,7 @@ async def test_file_that_cannot_be_written_can_be_read(is_open: bool) -> None:
         directory = Path(name)
         path = directory / "n ü#?%.db"
         executor = sqlite_executor(sa.URL.create("sqlite", database=str(path)), {})
-        await executor.define(TABLE.metadata.create_all, commit=True)
+        await executor.run(TABLE.metadata.create_all, commit=True)
         await executor.write(partial(add, 1))
         if not is_open:
             await executor.close()

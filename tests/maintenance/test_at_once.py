@@ -251,7 +251,7 @@ async def run_with_another(
     steps = Steps(at, lambda: run(database(case, pair), other or case[0]))
     db, faults = with_faults(lambda: database(case, pair))
     for executor in set(faults):
-        for point in (Point.READ, Point.WRITE, Point.DEFINE):
+        for point in (Point.READ, Point.WRITE, Point.RUN):
             executor.before(point, steps, nth=None)
     await run(db, case[0])
     return steps.number, ended

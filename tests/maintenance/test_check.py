@@ -48,7 +48,7 @@ async def interrupt(pair: Pair, command: Callable[[Database], Awaitable[Any]], m
             raise Killed
 
     db, faults = with_faults(pair.maintained)
-    faults.data.before(Point.DEFINE, kill, nth=None)
+    faults.data.before(Point.RUN, kill, nth=None)
     async with db:
         with pytest.raises(Killed):
             await command(db)

@@ -252,7 +252,7 @@ async def test_move_that_is_interrupted_anywhere_loses_no_key_and_is_continued(
             number += 1
             one = copy_of(files, tmp_path / str(number))
             db, faults = with_faults(lambda one=one: database(one))  # type: ignore[misc]
-            plan = getattr(faults, part).after(Point.DEFINE, fault(), nth=nth)
+            plan = getattr(faults, part).after(Point.RUN, fault(), nth=nth)
             async with db:
                 with contextlib.suppress(Killed):
                     await move_keys(db, to)
@@ -317,7 +317,7 @@ async def interrupt(pair: Pair, to: Any) -> None:
     db, faults = with_faults(lambda: database(pair))
     holds = "data" if to == INTO else None
     source = faults.data if to == INTO else faults.keys
-    source.before(Point.DEFINE, Killed(), when=lambda *_: is_switched(pair, holds))
+    source.before(Point.RUN, Killed(), when=lambda *_: is_switched(pair, holds))
     async with db:
         with pytest.raises(Killed):
             await move_keys(db, to)
@@ -371,7 +371,7 @@ async def test_running_service_creates_no_key_once_the_move_has_begun(pair: Pair
     before = keys_in(old)
     db, faults = with_faults(lambda: database(pair))
     source = faults.data if to == INTO else faults.keys
-    source.after(Point.DEFINE, Killed(), when=lambda *_: "moving" in marks(old)["features"])
+    source.after(Point.RUN, Killed(), when=lambda *_: "moving" in marks(old)["features"])
     async with service_in(pair, BACK if to == INTO else INTO) as service:
         await service.get_session(app_name=APP, user_id="ada", session_id="s0")
         async with db:
@@ -407,7 +407,7 @@ async def test_run_that_was_overtaken_by_another_one_changes_nothing_any_more(
         one = copy_of(files, tmp_path / str(nth))
         db, faults = with_faults(lambda one=one: database(one))  # type: ignore[misc]
         target = faults.data if to == INTO else faults.keys
-        plan = target.before(Point.DEFINE, lambda one=one: move(one, to), nth=nth)  # type: ignore[misc]
+        plan = target.before(Point.RUN, lambda one=one: move(one, to), nth=nth)  # type: ignore[misc]
         async with db:
             with contextlib.suppress(SecureSessionError):
                 await move_keys(db, to)

@@ -130,7 +130,7 @@ async def test_rotations_that_are_started_at_once_are_one_rotation(
         async with Database(file_url) as another:
             begun.extend(one.since for one in (await status(another)).unfinished)
 
-    faults.data.before(Point.DEFINE, begin_another, nth=nth)
+    faults.data.before(Point.RUN, begin_another, nth=nth)
     async with db:
         done = await rotate(db)
         assert (await status(db)).unfinished == ()

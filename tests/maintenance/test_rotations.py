@@ -319,7 +319,7 @@ async def test_rotation_knows_its_new_master_although_an_erasure_empties_the_cac
     db, faults = with_faults(lambda: Database(file_url, AES))
     async with db:
         plans = [
-            faults.data.after(point, empty_caches, nth=None) for point in (Point.READ, Point.DEFINE)
+            faults.data.after(point, empty_caches, nth=None) for point in (Point.READ, Point.RUN)
         ]
         done = await rotate_master(db)
         assert (done.left, done.bad, done.rotated) == (0, 0, 3)

@@ -120,7 +120,7 @@ async def test_separation_that_was_killed_is_continued_and_no_service_starts_mea
 ) -> None:
     before = await content(original)
     db, faults = with_faults(lambda: Database(url_of(copy), AES))
-    plan = faults.data.after(Point.DEFINE, Killed(), nth=nth)
+    plan = faults.data.after(Point.RUN, Killed(), nth=nth)
     async with db:
         with contextlib.suppress(Killed):
             await separate(db)

@@ -101,7 +101,7 @@ class FakeExecutor:
         except StopIteration as end:
             return cast(T, end.value)
 
-    async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         self.defined.append(work)
         return cast(T, self._next(work))
 

@@ -154,14 +154,14 @@ async def nothing() -> None:
 
 
 class InMemory:
-    """An executor of `define` alone, on SQLite in memory; counts what changed something."""
+    """An executor of `run` alone, on SQLite in memory; counts what changed something."""
 
     def __init__(self) -> None:
         self.engine = sa.create_engine("sqlite://", poolclass=sa.StaticPool)
         self.changes = 0
         self.before: Callable[[], Awaitable[None]] = nothing  # awaited before each change
 
-    async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         if commit:
             await self.before()
         with self.engine.connect() as connection:
@@ -171,7 +171,7 @@ class InMemory:
                 connection.commit()
         return result
 
-    def run(self, *statements: str) -> None:
+    def run_sql(self, *statements: str) -> None:
         with self.engine.begin() as connection:
             for statement in statements:
                 connection.exec_driver_sql(statement)
@@ -202,7 +202,7 @@ def executors(database: InMemory) -> Executors:
 
 def test_survey_takes_a_column_more_for_no_other_table(database: InMemory) -> None:
     schema.metadata.create_all(database.engine)
-    database.run("ALTER TABLE secure_users ADD COLUMN theirs TEXT")
+    database.run_sql("ALTER TABLE secure_users ADD COLUMN theirs TEXT")
     assert database.survey().alien_tables == ()
 
 
@@ -215,7 +215,7 @@ def test_survey_sees_whether_anything_is_stored(database: InMemory, table: str) 
     assert not database.survey().is_used
     columns = schema.metadata.tables[table].columns
     slots = ", ".join("1" for _ in columns)
-    database.run(f"INSERT INTO {table} VALUES ({slots})")
+    database.run_sql(f"INSERT INTO {table} VALUES ({slots})")
     assert database.survey().is_used
 
 
@@ -272,7 +272,7 @@ async def test_database_that_never_stops_changing_is_given_up(database: InMemory
         if database.survey().missing_tables == ALL:
             schema.metadata.create_all(database.engine, tables=[schema.meta])
         else:
-            database.run("DROP TABLE secure_meta")
+            database.run_sql("DROP TABLE secure_meta")
 
     database.before = toggle
     with pytest.raises(SecureSessionError, match="kept changing"):
@@ -282,7 +282,7 @@ async def test_database_that_never_stops_changing_is_given_up(database: InMemory
 
 async def test_running_service_rejects_a_feature_list_that_was_modified(database: InMemory) -> None:
     known = await open_database(executors(database), backends(), create_tables=True)
-    database.run(f"UPDATE secure_meta SET value = '{FEATURES}' WHERE name = 'features'")
+    database.run_sql(f"UPDATE secure_meta SET value = '{FEATURES}' WHERE name = 'features'")
     with pytest.raises(WrongKeyError, match=r"row `features` .* tampered with"):
         await open_existing(executors(database), backends(), known)
 

@@ -107,7 +107,7 @@ class AsyncEngineExecutor:
             self._transact(transaction, holds_locks), on_commit_after_cancel
         )
 
-    async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(connection: sa.Connection) -> T:
             with self._dialect.decoding(connection, any_text):
                 if commit:

@@ -212,7 +212,7 @@ class SqliteExecutor:
             lambda driver: _transact(driver, transaction), on_commit_after_cancel
         )
 
-    async def define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         return await self._submit(work, reads=not commit, on_engine=True)
 
     async def close(self) -> None:

@@ -31,7 +31,7 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
         return dialect.empty_log(connection, lock_wait)
 
     try:
-        return await executor.define(work, commit=False)
+        return await executor.run(work, commit=False)
     except Conflict:
         return IN_USE
     except Disconnected as lost:
@@ -46,7 +46,7 @@ async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int
     Return the reasons why tables could not be rewritten; *lock_wait* is as in `clear`.
     """
     try:
-        dialect = await executor.define(dialect_of, commit=False)
+        dialect = await executor.run(dialect_of, commit=False)
     except Disconnected as lost:
         return [str(lost.error)]
     if dialect.has_one_file:

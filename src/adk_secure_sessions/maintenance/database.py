@@ -182,7 +182,7 @@ class Database(KeyMaterial, ClosedByWith):
             is_session = sessions.c.base_revision != COLLECTION
             return describe(connection, table, "updated_at", is_session)
 
-        return await repeated(lambda: self.executor.define(work, commit=False))
+        return await repeated(lambda: self.executor.run(work, commit=False))
 
     async def is_new(self) -> bool:
         """Return whether the database does not exist yet, or has no tables of this package."""

@@ -216,7 +216,7 @@ class _Move:
         """Survey both databases, and reject those between which no key may be moved."""
         data = await repeated(lambda: look_at(self._data.executor))
         keys = await repeated(lambda: look_at(self._keys.executor, KEY_FILE))
-        await repeated(lambda: self._keys.executor.define(_reject_memory, commit=False))
+        await repeated(lambda: self._keys.executor.run(_reject_memory, commit=False))
         if not self._parts and data.part is not None:
             self._parts = (data.part,)
         self.has_audit_table = audit_records.name in data.feature_tables

@@ -208,7 +208,7 @@ class AdkTables(LookupSource):
 
     async def inspect(self, work: Callable[[sa.Connection], T]) -> T:
         """Call *work*, which inspects the tables; unlike in `run`, SQLite returns texts as str."""
-        return await repeated(lambda: self._executor.define(work, commit=False))
+        return await repeated(lambda: self._executor.run(work, commit=False))
 
     async def run(self, work: Callable[[sa.Connection], T]) -> T:
         """Call *work* in a transaction; all its queries read the same state of the database."""
@@ -218,7 +218,7 @@ class AdkTables(LookupSource):
                 dialect_of(connection).begin_snapshot(connection)
                 return work(connection)
 
-        return await repeated(lambda: self._executor.define(run_in_snapshot, commit=False))
+        return await repeated(lambda: self._executor.run(run_in_snapshot, commit=False))
 
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""

@@ -302,7 +302,7 @@ class AdkTarget(ClosedByWith):
             dialect_of(connection).reject_long_values(connection)
             return work(connection)
 
-        return await self._executor.define(strictly, commit=commit)
+        return await self._executor.run(strictly, commit=commit)
 
 
 def new_private_file(path: Path) -> BinaryIO:

@@ -105,7 +105,7 @@ async def erase_source(
     work = partial(_delete_unchanged, await source.tables(), run)
     writer = source.writer()
     try:
-        deleted = await repeated(lambda: writer.define(work, commit=True), writes=True)
+        deleted = await repeated(lambda: writer.run(work, commit=True), writes=True)
         if deleted is None:
             return SourceErasure(comparison, changed=True)
         obstacles = await rewrite(writer, NAMED_TABLES, _LOCK_WAIT)

@@ -211,7 +211,7 @@ async def _make(
     if part.value is not None:
         marks = {**marks, meta.HOLDS: part.value}
     try:
-        await executor.define(partial(_establish, part, expected, marks, fresh), commit=True)
+        await executor.run(partial(_establish, part, expected, marks, fresh), commit=True)
     except DatabaseError as error:
         raise unusable(error, KEY_FILE if part is Part.KEYS else "") from None
 
@@ -260,7 +260,7 @@ def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> b
 
 async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> None:
     if survey.adk_tables:
-        are_of_1x = await executor.define(_are_of_1x, commit=False)
+        are_of_1x = await executor.run(_are_of_1x, commit=False)
         if are_of_1x:
             logger.warning(
                 "this database also holds tables of adk-secure-sessions 1.x (sessions, events): "

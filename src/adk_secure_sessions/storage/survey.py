@@ -256,7 +256,7 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
 async def look_at(executor: Executor, whose: str = "", known: Collection[int] = ()) -> Survey:
     """Do the same as `look`; ConfigurationError if SQLite cannot use the file, which is *whose*."""
     try:
-        return await executor.define(partial(look, known=known), commit=False)
+        return await executor.run(partial(look, known=known), commit=False)
     except DatabaseError as error:
         raise unusable(error, whose) from None
 

@@ -328,13 +328,13 @@ class UnitOfWork:
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction on the data database, and in a new one after a conflict."""
-        define = self.executors.data.define
-        return await repeated(lambda: define(work, commit=commit), writes=True)
+        run = self.executors.data.run
+        return await repeated(lambda: run(work, commit=commit), writes=True)
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* as `change` does, on the database that has the key tables."""
-        define = self.executors.keys.define
-        return await repeated(lambda: define(work, commit=commit), writes=True)
+        run = self.executors.keys.run
+        return await repeated(lambda: run(work, commit=commit), writes=True)
 
     async def data_keys_of(self, *owners: object) -> StagedKeys:
         """Read and return the data keys of *owners*, which are tags.
