@@ -1,12 +1,11 @@
 """Caches are bounded, however many sessions and users a service has seen."""
 
-import asyncio
 import gc
 import os
 import sqlite3
 import weakref
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from adk_secure_sessions import (
     StaticKey,
 )
 from adk_secure_sessions.lru import Lru
-from tests.servers import Server
 
 
 def caches(holder: object) -> list[Lru[object, object]]:
@@ -61,34 +59,6 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
         sizes = [len(cache._entries) for cache in caches(service._unit)]
         assert len(sizes) == 6, "a cache was added, or is no longer found"
         assert all(0 < size <= 5 for size in sizes), sizes
-
-
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-async def test_more_users_at_once_than_cached_keys_do_not_disturb_each_other(
-    database: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    with ExitStack() as stack:
-        url = f"sqlite:///{tmp_path}/s.db"
-        if database == "postgresql":
-            server: Server = request.getfixturevalue(database)
-            database_url = stack.enter_context(server.database())
-            url = database_url.set(drivername="postgresql+asyncpg").render_as_string(
-                hide_password=False
-            )
-        key = AesGcmBackend(os.urandom(32))
-        async with EncryptedSessionService(url, key, cache=Caches(data_keys=10)) as service:
-
-            async def converse(user: str) -> None:
-                session = await service.create_session(app_name="a", user_id=user)
-                for n in range(5):
-                    await service.append_event(session, Event(author="a"))
-                    found = await service.get_session(
-                        app_name="a", user_id=user, session_id=session.id
-                    )
-                    assert found is not None
-                    assert len(found.events) == n + 1
-
-            await asyncio.gather(*(converse(f"u{n}") for n in range(20)))
 
 
 class Counting:

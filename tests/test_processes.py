@@ -161,26 +161,6 @@ async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
     assert count(admin_url, "secure_users") == count(admin_url, "secure_apps") == 1
 
 
-@on_servers
-async def test_tasks_that_are_the_first_of_a_user_agree_on_one_data_key(
-    url: str, admin_url: sa.URL
-) -> None:
-    async with open_service(url) as service:
-        await asyncio.gather(
-            *(
-                service.create_session(
-                    app_name=APP, user_id=USER, session_id=f"s{n}", state={f"user:k{n}": n}
-                )
-                for n in range(20)
-            )
-        )
-        session = await service.get_session(app_name=APP, user_id=USER, session_id="s0")
-        assert session is not None
-        assert session.state == {f"user:k{n}": n for n in range(20)}
-    assert count(admin_url, "secure_data_keys") == 2
-    assert count(admin_url, "secure_sessions") == 20
-
-
 def append_until_killed(say: Say, url: str) -> None:
     async def main() -> None:
         service = open_service(url)

@@ -1,6 +1,5 @@
 """ADK's artifact contract: the same tests on our service and on ADK's own in-memory service."""
 
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
-from adk_secure_sessions.maintenance import Database, separate
 from tests.conformance.support import ADK
 
 BACKEND = AesGcmBackend(bytes(range(32)))
@@ -320,17 +318,6 @@ async def test_streams(ours: EncryptedArtifactService) -> None:
     assert await ours.open_stream(**WHO, session_id="s1", filename="unknown") is None
 
 
-async def test_stream_that_fails_stores_nothing(
-    ours: EncryptedArtifactService, tmp_path: Path
-) -> None:
-    with pytest.raises(RuntimeError, match="cut"):
-        await ours.save_stream(
-            **HERE, pieces=pieces(bytes(10_000_000), then=RuntimeError("cut")), mime_type="a/b"
-        )
-    assert await ours.list_versions(**HERE) == []
-    assert [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()] == []
-
-
 def nested(levels: int) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for _ in range(levels):
@@ -386,19 +373,3 @@ async def test_names_that_json_would_make_equal_are_kept_apart(
     for name in names:
         loaded = await ours.load_artifact(**HERE | {"filename": name})
         assert loaded == types.Part(text=ascii(name))
-
-
-async def test_copy_does_not_delete_the_blobs_of_the_original(
-    ours: EncryptedArtifactService, sessions: EncryptedSessionService, tmp_path: Path
-) -> None:
-    await ours.save_artifact(**HERE, artifact=types.Part(text="original"))
-    await sessions.close()
-    shutil.copy(tmp_path / "s.db", tmp_path / "copy.db")
-    async with Database(f"sqlite:///{tmp_path}/copy.db", BACKEND) as db:
-        assert (await separate(db)).complete
-    async with EncryptedSessionService(f"sqlite:///{tmp_path}/copy.db", BACKEND) as copied:
-        copy = EncryptedArtifactService(copied, tmp_path / "blobs")
-        assert await copy.load_artifact(**HERE) == types.Part(text="original")
-        await copy.delete_artifact(**HERE)
-        assert await copy.load_artifact(**HERE) is None
-    assert await ours.load_artifact(**HERE) == types.Part(text="original")

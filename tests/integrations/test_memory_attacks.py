@@ -1,6 +1,5 @@
 """What somebody who reads or writes the database can do to a memory, and what stays of it."""
 
-import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -124,19 +123,6 @@ async def test_replay_of_a_deleted_entry_is_rejected(
         empty_caches()
         with pytest.raises(TamperedError):
             await found(warm, "cat")
-
-
-async def test_replay_of_an_entry_deleted_twice_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
-    place = stored_in(tmp_path)  # noqa: F811
-    events = [text_event(f"cat {n}") for n in range(3)]
-    async with EncryptedSessionService(file_url, BACKEND) as sessions:
-        memory = ours(sessions)
-        await add(memory, *events)  # one item
-        await forget(memory, events[0].id)
-        once = query(place, ROWS)
-        await forget(memory, events[1].id)
-    put(place, once[1])
-    await every_call_is_rejected(file_url)
 
 
 def put(place: sa.URL, row: Any) -> None:  # noqa: F811
@@ -310,22 +296,3 @@ async def test_rotation_and_retirement_include_the_memory(
         assert await found(memory, "cat") == ["cat 0", "cat 2", "cat 3"]
         await add(memory, text_event("cat"))
         assert await found(memory, "cat") == ["cat"]
-
-
-async def test_memory_that_was_read_while_it_changed_is_complete(file_url: str) -> None:  # noqa: F811
-    async with (
-        EncryptedSessionService(file_url, BACKEND) as sessions,
-        EncryptedSessionService(file_url, BACKEND) as others,
-    ):
-        reader, writer = ours(sessions), ours(others)
-
-        async def write() -> None:
-            for n in range(40):
-                await add_events(writer, text_event(f"cat w{n}"))
-
-        async def read() -> None:
-            known = 0
-            while known < 40:
-                known = sum([bool(await found(reader, f"w{n}")) for n in range(known, 40)]) + known
-
-        await asyncio.wait_for(asyncio.gather(write(), read(), read()), 60)

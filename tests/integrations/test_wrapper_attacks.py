@@ -339,13 +339,6 @@ async def test_session_of_somebody_else_is_rejected(world: World, changed: dict[
         await world.read()
 
 
-async def test_other_sessions_stay_readable(world: World) -> None:
-    record_modified(world)
-    value_modified(world)
-    other = Session(id="two", app_name="app", user_id="ann")
-    assert len((await reload(world.service, other)).events) == 2
-
-
 async def test_equal_keys_of_two_owners_have_different_blind_indexes(world: World) -> None:
     names = [
         *world.inner.app_state["app"],

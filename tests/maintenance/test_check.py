@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions import ConfigurationError, SecureSessionError
+from adk_secure_sessions import SecureSessionError
 from adk_secure_sessions.keys.keyring import MAX_ROWS
 from adk_secure_sessions.maintenance import (
     Check,
@@ -15,7 +15,6 @@ from adk_secure_sessions.maintenance import (
     move_keys,
     separate,
     status,
-    verify,
 )
 from tests.faults import Point, with_faults
 from tests.key_database.support import KEY, OTHER, Pair, create, pair_in, query, run_sql
@@ -126,24 +125,6 @@ async def test_check_rejects_keys_whose_move_was_interrupted(pair: Pair) -> None
     of_service, of_check = await errors(pair)
     assert "run `adk-secure-sessions move-keys` again" in of_service
     assert of_service == of_check
-
-
-@pytest.mark.parametrize("command", [status, verify])
-async def test_interrupted_separation_is_named_while_only_the_keys_have_the_new_id(
-    command: Any, pair: Pair
-) -> None:
-    await interrupt(pair, separate, "separating")
-    async with pair.maintained() as db:
-        with pytest.raises(ConfigurationError, match="separate"):
-            await command(db)
-
-
-async def test_status_tells_that_a_separation_was_interrupted(pair: Pair) -> None:
-    async with pair.maintained() as db:
-        assert (await status(db)).is_separating is False
-    await interrupt(pair, separate, "rotation.")
-    async with pair.maintained(None) as db:
-        assert (await status(db)).is_separating is True
 
 
 async def test_check_tells_which_master_key_wraps_new_data_keys(pair: Pair) -> None:

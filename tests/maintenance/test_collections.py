@@ -17,7 +17,6 @@ from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
     EncryptedSessionService,
-    FernetBackend,
     SecureSessionError,
 )
 from adk_secure_sessions.formats.events import decode_item, encode_item
@@ -152,17 +151,6 @@ async def test_all_commands_treat_collections_so_with_a_key_database(pair: Pair)
     assert "features" not in marks(pair.data)
 
 
-async def test_another_backend_re_encrypts_collections(url: str) -> None:
-    old, new = BACKEND, FernetBackend(NEW)
-    async with EncryptedSessionService(url, old) as service:
-        await fill(service)
-    async with Database(url, new, [old]) as db:
-        assert (await rotate_data(db)).left == 0
-        assert (await retire(db)).kept == 0
-    async with EncryptedSessionService(url, new, [old]) as service:
-        await assert_whole(service)
-
-
 # --- separate ------------------------------------------------------------------------------------
 
 
@@ -182,16 +170,6 @@ async def test_separated_copy_keeps_the_feature_and_its_collections(file_url: st
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await assert_whole(service)
         await service.collections.append(APP, "ada", "e", ITEMS[0])
-
-
-async def test_separated_pair_keeps_the_feature_and_its_collections(files: Pair) -> None:  # noqa: F811
-    async with files.service() as service:
-        await fill(service)
-    async with files.maintained() as db:
-        assert (await separate(db)).complete
-    assert marks(files.keys)["features"].startswith("collections ")
-    async with files.service() as service:
-        await assert_whole(service)
 
 
 async def test_feature_that_is_added_while_a_separation_begins_is_not_lost(

@@ -16,7 +16,6 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.keys.providers import StaticKey
 from adk_secure_sessions.maintenance import Database, rotate_data, rotate_master, verify
-from tests.faults import Point, with_faults
 
 KEY = b"k" * 32
 
@@ -91,28 +90,6 @@ async def test_row_whose_own_data_key_is_gone_leads_to_no_series_of_new_keys(
             assert connection.execute("SELECT count(*) FROM secure_data_keys").fetchone() == (
                 count,
             )
-
-
-async def test_close_during_an_operation_that_meets_a_new_master_key_does_no_harm(
-    tmp_path: Path,
-) -> None:
-    url = await fill(tmp_path / "s.db")
-    service, faults = with_faults(lambda: EncryptedSessionService(url, AesGcmBackend(KEY)))
-    async with service:
-        await service.prepare_tables()
-        async with Database(url, AesGcmBackend(KEY)) as db:
-            await rotate_master(db)
-
-        opened = service._unit._opened
-        assert opened is not None
-
-        async def close() -> None:  # what `close` does first, before it waits for operations
-            service._unit._opened = None
-
-        plan = faults.data.after(Point.READ, close)
-        found = await service.list_sessions(app_name="a")
-        assert plan.happened
-        assert len(found.sessions) == 2
 
 
 class Failing(StaticKey):

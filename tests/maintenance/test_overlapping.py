@@ -182,21 +182,6 @@ async def test_key_of_another_backend_that_is_retired_as_a_service_writes_is_not
         await assert_whole(url, FERNET, AES)
 
 
-async def test_key_that_a_service_of_another_backend_holds_is_kept(url: str, place: sa.URL) -> None:
-    await fill(url, FERNET, users=["ada"], sessions=1)
-    async with (
-        EncryptedSessionService(url, FERNET, [AES]) as service,
-        Database(url, AES, [FERNET]) as db,
-    ):
-        await rotate_data(db)
-        session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
-        assert session is not None
-        await service.append_event(session, event(9))  # with a new key, which the user's row names
-        assert (await retire(db)).kept == 1  # the key for AES-GCM, which the user's row names, too
-        await service.append_event(session, event(10))
-    await assert_whole(url, FERNET, AES)
-
-
 async def test_rotation_makes_no_key_for_a_user_who_is_erased_meanwhile(
     url: str, place: sa.URL
 ) -> None:

@@ -71,14 +71,6 @@ async def test_rotated_database_opens_with_the_new_root_key_and_not_with_the_old
         assert len((await rotate_root(db)).unchanged) == 2
 
 
-async def test_dry_run_tries_the_root_keys_and_writes_nothing(url: str, place: sa.URL) -> None:
-    await fill(url)
-    before = query(place, KEYRING)
-    async with Database(url, new(), [old()]) as db:
-        assert len((await rotate_root(db, dry_run=True)).rotated) == 2
-    assert query(place, KEYRING) == before
-
-
 async def test_services_read_and_write_during_rotations(url: str) -> None:
     """Configured as in a rolling change: some with the old key first, some with the new."""
     await fill(url)

@@ -12,7 +12,7 @@ from adk_secure_sessions.maintenance import (
     status,
 )
 from adk_secure_sessions.storage.writes import DeleteSession
-from tests.maintenance.support import APP, NEW, OLD, OTHER, fill, plaintext_backend, query, run_sql
+from tests.maintenance.support import APP, NEW, OLD, fill, plaintext_backend, query, run_sql
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(NEW)
 
@@ -48,13 +48,6 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
     assert [one.purpose for one in found.masters if one.id == master] == ["data"]
     assert {one.root_key_id for one in found.masters} == {AES.root_key.key_id}
     assert all(one.unwraps is None and 0 <= one.age < 600 for one in found.masters)
-
-
-async def test_status_tells_which_masters_the_root_keys_unwrap(file_url: str) -> None:
-    await fill(file_url, AES)
-    for backend, unwraps in ((AES, True), (AesGcmBackend(OTHER), False)):
-        async with Database(file_url, backend) as db:
-            assert {one.unwraps for one in (await status(db)).masters} == {unwraps}
 
 
 async def test_status_tells_of_plaintext_records(file_url: str) -> None:

@@ -15,7 +15,6 @@ from adk_secure_sessions import (
     AesGcmBackend,
     ConfigurationError,
     EncryptedSessionService,
-    FernetBackend,
     WrongKeyError,
 )
 from adk_secure_sessions.maintenance import Database, rotate_root, status, verify
@@ -86,14 +85,6 @@ async def test_verify_rejects_a_wrong_root_key(file_url: str) -> None:
             await verify(db)
 
 
-async def test_verify_of_two_backends(file_url: str) -> None:
-    aes, fernet = AesGcmBackend(OLD), FernetBackend(NEW)
-    await fill(file_url, aes)
-    await fill(file_url, fernet, others=[aes], name="f")
-    async with Database(file_url, fernet, [aes]) as db:
-        assert (await verify(db)).bad == 0
-
-
 async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
     await fill(url)
     engine = create_async_engine(url)
@@ -130,13 +121,6 @@ async def test_verify_takes_no_more_memory_for_more_sessions(file_url: str) -> N
     few = await peak()
     await fill(file_url, sessions=780, events=2, name="more")
     assert await peak() < few * 1.5  # of four times as many
-
-
-async def test_missing_sqlite_file_is_not_created(tmp_path: Path, file_url: str) -> None:
-    async with Database(file_url, AesGcmBackend(OLD)) as db:
-        with pytest.raises(ConfigurationError, match="there is no file"):
-            await verify(db)
-    assert list(tmp_path.iterdir()) == []
 
 
 async def test_database_without_our_tables_is_left_unchanged(url: str) -> None:

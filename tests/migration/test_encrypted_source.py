@@ -15,7 +15,6 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import decode, encode_item
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration import encrypted
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.sources import (
     Scope,
@@ -25,7 +24,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from tests.faults import Point, with_faults
-from tests.key_database.support import pair_in
 from tests.maintenance import conftest
 from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
 
@@ -126,13 +124,6 @@ async def test_source_with_another_backend_is_read(
         await check_equal(source, of)
 
 
-async def test_source_with_a_key_database_is_read(tmp_path: Any) -> None:
-    files = pair_in(tmp_path)
-    async with files.service() as of, EncryptedSource(files.maintained()) as source:
-        await fill_with_everything(of)
-        await check_equal(source, of)
-
-
 async def test_wrong_key_is_reported_before_anything_is_read(file_url: str) -> None:
     await fill(file_url)
     async with EncryptedSource(Database(file_url, AesGcmBackend(NEW))) as source:
@@ -222,22 +213,6 @@ async def test_collections_are_no_sessions(file_url: str) -> None:
         assert set(await contents(source)) == {(APP, "ada", "s")}
         assert await source.size(ALL) == SourceSize(1, 0)
         assert await source.has_others()
-
-
-async def test_large_sessions_are_batches_of_their_own(
-    file_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fill(file_url, users=["ada"], sessions=6, events=1)
-    monkeypatch.setattr(encrypted, "_BATCH", 2000)
-    async with EncryptedSessionService(file_url, BACKEND) as of:
-        session = await of.get_session(app_name=APP, user_id="ada", session_id="s3")
-        assert session is not None
-        await of.append_event(session, event(1, large="x" * 3000))
-    async with EncryptedSource(Database(file_url, BACKEND)) as source:
-        batches = [[one.session_id for one in batch] async for batch in source.sessions(ALL)]
-    assert ["s3"] in batches
-    assert [name for batch in batches for name in batch] == [f"s{number}" for number in range(6)]
-    assert 1 < len(batches) < 6
 
 
 REASONS = {

@@ -143,15 +143,6 @@ async def test_probe_for_existence_reads_no_events_of_the_source(
     assert "read" not in source.queries
 
 
-async def test_values_from_the_source_are_not_shared_between_sessions(
-    service: PlaintextFallbackService, source: MemoryLookup
-) -> None:
-    source.users["ada"] = {"list": []}
-    response = await service.list_sessions(**ADA)
-    response.sessions[0].state["user:list"].append(1)
-    assert response.sessions[1].state["user:list"] == []
-
-
 async def test_user_state_is_read_from_the_source_until_it_is_copied(
     service: PlaintextFallbackService, source: MemoryLookup
 ) -> None:

@@ -135,11 +135,6 @@ async def test_states_of_owners_without_sessions_are_copied(file_url: str) -> No
         assert session.state == {"user:a": 1}
 
 
-async def test_empty_source_is_copied(file_url: str) -> None:
-    done = await copy(MemorySource(), file_url)
-    assert (numbers(done), done.behind, done.gone) == ({}, 0, 0)
-
-
 async def test_only_the_scope_is_copied(file_url: str) -> None:
     source = filled()
     source.put("ada", "s0", app="other")
@@ -222,17 +217,6 @@ async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str
     assert await stored(url, "ada", "s0") is not None
     assert await stored(url, "ada", "s1") is None
     assert numbers(await copy(source, url)) == {"unchanged": 3}
-
-
-async def test_gone_sessions_of_other_apps_are_not_counted(file_url: str) -> None:
-    source = filled()
-    source.put("ada", "s0", app="other")
-    await copy(source, file_url)
-    del source.contents["other", "ada", "s0"]
-    source.remove("ada", "s0")
-    assert (await copy(source, file_url, Scope(APP))).gone == 1
-    assert (await copy(source, file_url, Scope("other"))).gone == 1
-    assert (await copy(source, file_url)).gone == 2
 
 
 async def test_empty_source_deletes_nothing(file_url: str) -> None:
