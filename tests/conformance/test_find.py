@@ -52,6 +52,7 @@ kind = each_kind(
     some={
         "encrypted-postgresql": [
             *ON_SERVERS,
+            "test_imported_sessions_and_states_are_found",
             "test_index_is_filled_while_services_write",
         ],
         "encrypted-mariadb": ON_SERVERS,

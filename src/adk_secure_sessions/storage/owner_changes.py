@@ -94,9 +94,10 @@ class OwnerChanges:
         row = found.user if owner.is_user else found.app
         assert row is not None
         self._ensure_key(owner.tag, row.state)
+        changed = self._update(owner._replace(state=state), row.state)
         if owner.is_user:
             self._index_user(owner, state)
-        return self._update(owner._replace(state=state), row.state)
+        return changed
 
     def _index_user(self, user: Owner, state: bytes) -> None:
         if not self._keys.keyring.indexed_keys:
