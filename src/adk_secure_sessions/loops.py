@@ -2,11 +2,9 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
 from typing import Generic, Self, TypeVar
-from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
@@ -25,6 +23,9 @@ class ClosedByWith(ABC):
         await self.close()
 
 
+_LoopKey = tuple[asyncio.AbstractEventLoop, Hashable]
+
+
 class LoopLocks:
     """Asyncio locks, one for each event loop and key, created on first use.
 
@@ -32,27 +33,44 @@ class LoopLocks:
     """
 
     def __init__(self) -> None:
-        # The list beside each lock has one number: how many tasks hold the lock or wait for it.
-        self._loops: WeakKeyDictionary[
-            asyncio.AbstractEventLoop, dict[Hashable, tuple[asyncio.Lock, list[int]]]
-        ] = WeakKeyDictionary()
+        self._locks: dict[_LoopKey, _LoopLock] = {}
 
-    @asynccontextmanager
-    async def hold(self, key: Hashable) -> AsyncIterator[None]:
-        """Hold the lock of *key* during the block.
+    def hold(self, key: Hashable) -> "_LoopLock":
+        """Return a context manager that holds the lock of *key* during its block.
 
         Only tasks of the same event loop wait for this lock.
         """
-        locks = self._loops.setdefault(asyncio.get_running_loop(), {})
-        lock, users = locks.setdefault(key, (asyncio.Lock(), [0]))
-        users[0] += 1
+        of_loop = asyncio.get_running_loop(), key
+        lock = self._locks.get(of_loop)
+        if lock is None:
+            lock = self._locks[of_loop] = _LoopLock(self._locks, of_loop)
+        return lock
+
+
+class _LoopLock:
+    __slots__ = ("_key", "_lock", "_locks", "_users")
+
+    def __init__(self, locks: "dict[_LoopKey, _LoopLock]", key: _LoopKey) -> None:
+        self._locks, self._key = locks, key
+        self._lock = asyncio.Lock()
+        self._users = 0  # tasks that hold the lock or wait for it
+
+    async def __aenter__(self) -> None:
+        self._users += 1
         try:
-            async with lock:
-                yield
-        finally:
-            users[0] -= 1
-            if not users[0]:
-                del locks[key]
+            await self._lock.acquire()
+        except BaseException:
+            self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if not self._users:
+            del self._locks[self._key]
 
 
 async def await_to_end(

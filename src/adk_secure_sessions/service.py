@@ -584,9 +584,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     async def _append(self, session: Session, event: Event) -> None:
         scopes = states.encoded_scopes(event.actions.state_delta)
         time_us = microseconds(event.timestamp)
-        expected = _parse_marker(session._storage_update_marker)
-        if session._storage_update_marker is None:
+        marker = session._storage_update_marker
+        if marker is None:
             expected = await self._expected_of_unmarked(session)
+        else:
+            expected = _parse_marker(marker)
 
         def stored(new: StoredSession) -> None:
             session.last_update_time = new.updated_at / 1_000_000
@@ -594,9 +596,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             session.state.update(event.actions.state_delta or {})
             session.events.append(event)
 
-        new = writes.NewEvent(
-            events.encode(event), time_us, scopes.app, scopes.user, scopes.session
-        )
+        new = writes.NewEvent(events.encode(event), time_us, *scopes)
         await self._index.declare_configured(session.app_name)
         who = await self._unit.identify(session.app_name, session.user_id, session.id)
         try:
@@ -725,9 +725,9 @@ def _marker(stored: StoredSession) -> str:
     return f"{stored.id:x}.{stored.revision}"
 
 
-def _parse_marker(marker: str | None) -> writes.Expected:
+def _parse_marker(marker: str) -> writes.Expected:
     """Return the row id and the revision in *marker*; -1 for both if `_marker` did not make it."""
-    row, _, revision = (marker or "").partition(".")
+    row, _, revision = marker.partition(".")
     try:
         return writes.Expected(int(row, 16), int(revision))
     except ValueError:

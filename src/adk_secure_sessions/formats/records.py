@@ -14,7 +14,7 @@ of its last event and of its snapshot.  A row of another copy of the database, s
 backup, is authentic but has other links.
 """
 
-import secrets
+import os
 from collections.abc import Callable
 from struct import Struct, error
 from typing import NamedTuple, Protocol
@@ -287,7 +287,7 @@ class SessionFields(NamedTuple):
 
 def new_link() -> bytes:
     """Return a new link: 16 random bytes."""
-    return secrets.token_bytes(LINK_LENGTH)
+    return os.urandom(LINK_LENGTH)
 
 
 def with_id(identifier: str, rest: bytes) -> bytes:

@@ -101,6 +101,8 @@ def encode(state: JsonObject, prefix: str = "") -> bytes:
 
 def encoded_scopes(state: JsonObject | None) -> Scopes:
     """Split *state* by scope, and convert its values as `encode` does, to JSON values."""
+    if not state:
+        return Scopes({}, {}, {})
     scopes = split(state)
     return Scopes(
         loads(encode(scopes.app, APP_PREFIX)),

@@ -329,8 +329,11 @@ class StagedKeys:
         if known is None or known.current is None:
             return False
         newest = known.current.generation
-        keys = (known.by_id.get(records.unpack(one)[1]) for one in stored)
-        return all(key is not None and key.generation <= newest for key in keys)
+        for one in stored:
+            key = known.by_id.get(records.unpack(one)[1])
+            if key is None or key.generation > newest:
+                return False
+        return True
 
     def seal(
         self, owner: bytes, context: bytes, content: bytes, *, is_packed: bool = False

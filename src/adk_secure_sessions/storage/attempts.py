@@ -92,7 +92,8 @@ class RowCache:
         has_proven_head: bool,
     ) -> None:
         """Cache *session* like `put`, but without its snapshot, which may be large."""
-        session = session._replace(snapshot=None if session.has_snapshot else b"{}")
+        if session.has_snapshot and session.snapshot is not None:
+            session = session._replace(snapshot=None)
         self.put(self.sessions, session.row, witness, session, has_proven_head=has_proven_head)
 
     def forget_session(self, tag: bytes) -> None:

@@ -414,7 +414,8 @@ def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
     context = records.numbered_context(who.session_parts, *SESSIONS.numbers(session.row))
     fields = SessionFields(session.head, session.snapshot_link, session.overlay)
     plaintext = with_id(who.session_id, records.join_session(fields))
-    return session._replace(sealed=attempt.keys.seal(who.user_tag, context, plaintext))
+    record = attempt.keys.seal(who.user_tag, context, plaintext)
+    return StoredSession(*session[:-1], record)  # `_replace` takes four times as long
 
 
 def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:

@@ -265,8 +265,9 @@ class UnitOfWork:
             if reads_keys:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
             attempt = Attempt(
-                who, keys, opened.rows, source, is_first, opened.rows.time, retries.locks_rows
-            )
+                who, keys, opened.rows, source, is_first, opened.rows.time, retries.locks_rows,
+                [] if operation.writes else None,
+            )  # fmt: skip
             is_first = False
             try:
                 try:

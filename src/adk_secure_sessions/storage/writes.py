@@ -110,12 +110,11 @@ class Write(Generic[T]):
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
-        read: list[Callable[[], None]] = []
-        attempt = attempt._replace(after_commit=read)
+        read = attempt.after_commit
         owners = OwnerChanges(attempt)
 
         def cache(result: T) -> None:
-            for put in read:
+            for put in read or ():
                 put()
             self.committed(attempt, owners, result)
 
@@ -403,8 +402,8 @@ class AppendEvent(Write[StoredSession]):
             updated_at=event.time,
             expires_at=session.next_expiry(event.time),
             head=link,
-            snapshot=None,
         )
+        changes = []
         if event.session_delta:
             new = new._replace(overlay=dumps(loads(session.overlay) | event.session_delta))
             if len(new.overlay) > OVERLAY_LIMIT:
@@ -417,6 +416,8 @@ class AppendEvent(Write[StoredSession]):
                     snapshot=snapshot,
                     snapshot_link=new_link(),
                 )
+                changes.append(snapshot_change(attempt, new, session.base_revision))
+                new = new._replace(snapshot=None)  # it may be large
         new = sealed_rows.seal_session(attempt, new)
         row = parameters(session.row, "at_")
         row["revision"] = new.revision
@@ -424,12 +425,10 @@ class AppendEvent(Write[StoredSession]):
         row["updated_at"] = new.updated_at
         row["expires_at"] = new.expires_at
         row["state"] = new.sealed
-        changes = [Change(sql.UPDATE_SESSION, row)]
-        if new.snapshot is not None:
-            changes.append(snapshot_change(attempt, new, session.base_revision))
-        indexed = index_rows.entries(attempt, "", event.session_delta)
-        changes += index_rows.update(session.id, indexed)
-        new = new._replace(snapshot=None)
+        changes.insert(0, Change(sql.UPDATE_SESSION, row))
+        if event.session_delta and attempt.keys.keyring.indexed_keys:
+            indexed = index_rows.entries(attempt, "", event.session_delta)
+            changes += index_rows.update(session.id, indexed)
         one = (event.plaintext, event.time)
         (stored,) = sealed_rows.seal_events(attempt, session.id, seq, [one], [link], session.head)
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
