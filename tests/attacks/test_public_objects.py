@@ -48,7 +48,7 @@ from adk_secure_sessions.results import Result
 from adk_secure_sessions.tracebacks import hides_locals, is_hidden
 from tests.attacks.needles import locals_of
 
-API = Path(__file__).parent.parent.parent / "docs" / "api"
+API = Path(__file__).parent.parent.parent / "docs" / "api.md"
 NEEDLE = "Wq83ZkNdl"
 # It is for tests of providers of the application, whose errors the application wants to see.
 FOR_TESTS = "check_key_provider"
@@ -58,8 +58,7 @@ def public() -> dict[str, Any]:
     """The public functions and classes, by name, without errors and results."""
     packages = (adk_secure_sessions, maintenance, migration)
     names = {f"{one.__name__}.{name}" for one in packages for name in one.__all__}
-    for page in API.glob("*.md"):
-        names |= set(re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.MULTILINE))
+    names |= set(re.findall(r"^::: (\S+)", API.read_text("utf-8"), re.MULTILINE))
     found = {}
     for name in sorted(names):
         module, _, attribute = name.rpartition(".")
