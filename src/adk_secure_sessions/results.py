@@ -1,7 +1,8 @@
 """Results of commands: a counter is declared once, with its words.
 
-The run of a command increments the counters of its result.  The command line prints them, dumps
-them as JSON and computes the exit status, all from the declaration.  A result is a dataclass:
+The run of a command increments the counters of its result.  From the declaration, the command line
+prints them and knows whether the command has succeeded; a few commands have a further condition for
+exit status 0, such as `Separated.complete`.  A result is a dataclass:
 
     @dataclass
     class Purge(Result):
@@ -81,9 +82,6 @@ class Result:
 
     fine: ClassVar[str] = ""  # the last line of a result that has succeeded
 
-    def fields(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
-
     @property
     def numbers(self) -> tuple[int, ...]:
         """The values of the counters."""
@@ -94,17 +92,14 @@ class Result:
         """Whether all is right and nothing is left to do: the command then exits 0."""
         return not any(getattr(self, name) for name, words in self._declared("of") if words.wrong)
 
-    def listed(self) -> Iterator[str]:
-        """Yield a line for each listed row, and one for the number of rows that are not listed."""
+    def lines(self, dry_run: bool = False) -> Iterator[str]:
+        """Yield a line for each listed row, and then those of the counters."""
         for name, totals in self._declared("totals"):
             rows: tuple[_Listed, ...] = getattr(self, name)
             yield from (one.line for one in rows)
             more = sum(map(self._number, totals)) - len(rows)
             if totals and more > 0:
                 yield f"and {more:,} more"
-
-    def counts(self, dry_run: bool = False) -> Iterator[str]:
-        """Yield the lines of the counters."""
         declared = self._declared("of")
         for (words, changes), group in groupby(declared, lambda one: one[1].heading):
             found = [(self._number(name), one) for name, one in group]

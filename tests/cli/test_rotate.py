@@ -219,7 +219,7 @@ def test_spare_keys_are_shown_and_are_no_reason_for_exit_status_1(tmp_path: Path
 
 def test_keys_beyond_the_first_are_counted() -> None:
     key = KeptKey("secure_keyring", 7, (("secure_data_keys", 2),))
-    lines = list(Retirement(0, (), 3, (key,)).listed())
+    lines = list(Retirement(0, (), 3, (key,)).lines())
     assert lines[:2] == ["secure_keyring row 7 is kept: 2 rows of secure_data_keys", "and 2 more"]
 
 

@@ -432,8 +432,8 @@ def test_status_tells_of_a_migration_an_audit_trail_and_a_search_index(field: st
 
 def test_lines_of_a_result_come_from_its_declaration() -> None:
     problem = Problem("secure_sessions", "7", Reason.MISMATCH, "its tag was modified")
-    assert list(IndexChange(2, 1, 3, 0, 1, (problem,)).listed()) == [problem.line]
-    assert list(IndexChange(2, 1, 3, 0, 1).counts()) == [
+    assert next(IndexChange(2, 1, 3, 0, 1, (problem,)).lines()) == problem.line
+    assert list(IndexChange(2, 1, 3, 0, 1).lines()) == [
         "compared with the search index: 2 sessions, 1 user",
         "written to the search index: 3 rows",
         "deleted from the search index: 0 rows",
@@ -441,7 +441,7 @@ def test_lines_of_a_result_come_from_its_declaration() -> None:
     ]
     done = Purge(3, 1, 2, (problem,))
     assert not done.succeeded
-    assert next(done.counts(dry_run=True)) == "would be deleted: 3 sessions"
+    assert list(done.lines(dry_run=True))[1] == "would be deleted: 3 sessions"
 
 
 # --- words ---------------------------------------------------------------------------------------

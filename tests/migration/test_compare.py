@@ -43,7 +43,7 @@ async def is_complete(url: str) -> bool:
 
 
 def numbers(done: Comparison) -> dict[str, int]:
-    return {name: value for name, value in done.fields().items() if type(value) is int and value}
+    return {name: value for name, value in vars(done).items() if type(value) is int and value}
 
 
 async def test_equal_sides_end_the_migration(url: str) -> None:

@@ -49,7 +49,7 @@ def numbers(done: Migration) -> dict[str, int]:
     """The counts that are not 0."""
     return {
         name: value
-        for name, value in done.fields().items()
+        for name, value in vars(done).items()
         if type(value) is int and value and name != "seconds"
     }
 

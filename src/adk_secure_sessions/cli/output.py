@@ -45,7 +45,7 @@ def plain(value: Any, name: str = "") -> Any:
     many programs convert JSON numbers to floating point, which cannot represent all 63-bit ids.
     """
     if isinstance(value, Result):
-        value = value.fields()
+        value = vars(value)
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -98,8 +98,7 @@ def results_in(result: object) -> list[Result]:
 
 def _lines(results: Iterable[Result], dry_run: bool) -> Iterator[str]:
     for one in results:
-        yield from map(for_command_line, one.listed())
-        yield from one.counts(dry_run)
+        yield from map(for_command_line, one.lines(dry_run))
 
 
 def without_controls(text: str) -> str:

@@ -42,9 +42,9 @@ class SourceErasure(Result):
     changed: bool = False
     obstacles: tuple[str, ...] = ()
 
-    def listed(self) -> Iterator[str]:
-        yield from self.comparison.listed()
-        yield from self.comparison.counts()
+    def lines(self, dry_run: bool = False) -> Iterator[str]:
+        yield from self.comparison.lines()
+        yield from super().lines(dry_run)
 
     @property
     def succeeded(self) -> bool:
