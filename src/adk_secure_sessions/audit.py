@@ -250,8 +250,8 @@ def _numbers(result: object) -> dict[str, object] | None:
 
     Only a `Result` or a named tuple has fields.
     """
-    read = result.fields if isinstance(result, Result) else getattr(result, "_asdict", dict)
-    fields: dict[str, object] = read()
+    is_result = isinstance(result, Result)
+    fields: dict[str, object] = vars(result) if is_result else getattr(result, "_asdict", dict)()
     return {name: value for name, value in fields.items() if isinstance(value, int)} or None
 
 

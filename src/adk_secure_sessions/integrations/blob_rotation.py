@@ -79,7 +79,7 @@ async def rotate_data_and_blobs(
     stored = {blob.name: blob.size async for blob in blobs.list()} if dry_run else {}
     run = _BlobRotationRun(db, blobs, place, stored, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.result()
+    return run.done
 
 
 class _BlobRotationRun(DataRotationRun):
@@ -104,14 +104,6 @@ class _BlobRotationRun(DataRotationRun):
         self._store = store  # for new blobs
         self._place = place
         self._stored = stored
-        self._blobs = 0
-        self._bytes = 0
-        self._bad = 0
-
-    def result(self) -> DataRotation:
-        done = super().result()
-        done.blobs, done.blob_bytes, done.bad_blobs = self._blobs, self._bytes, self._bad
-        return done
 
     async def _count_rows(self) -> int:
         return await super()._count_rows() + await self._collections.count_items()
@@ -119,7 +111,7 @@ class _BlobRotationRun(DataRotationRun):
     async def _after_passes(self) -> None:
         async for ids, found in artifacts_of(self._db, self._problems):
             await self._rotate_artifact(ids, found)
-            await self._checkpoints.check(self._since)
+            await self._checkpoints.check(self.done.since)
 
     async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:
         """Re-encrypt the contents of all versions, in ascending order.
@@ -149,15 +141,15 @@ class _BlobRotationRun(DataRotationRun):
                 row = f"{found.at.session_row}, {version.item}"
                 if isinstance(error, DecryptionError) and error.table is None:
                     error = error.about(f"its blob {version.blob.name}")
-                    self._bad += 1
+                    self.done.bad_blobs += 1
                 self._problems.add_error(error, events.name, row)
             else:
-                self._blobs += 1
-                self._bytes += version.blob.size
+                self.done.blobs += 1
+                self.done.blob_bytes += version.blob.size
             await self._meter.advance()
 
     def _is_done(self, version: Version) -> bool:
-        return version.rotation is not None and version.rotation >= self._since
+        return version.rotation is not None and version.rotation >= self.done.since
 
     async def _check(self, blob: Blob) -> None:
         listed = self._stored if blob.prefix == self._store.prefix else {}
@@ -191,7 +183,7 @@ class _BlobRotationRun(DataRotationRun):
         now: Collection | None = found
         while now is not None and version in versions_of(now):
             item = reencrypted_item(
-                now.items[version.item], version.number, version_count(now), new, self._since
+                now.items[version.item], version.number, version_count(now), new, self.done.since
             )
             try:
                 at = await self._collections.append(*ids[:3], item, expected=now.at)

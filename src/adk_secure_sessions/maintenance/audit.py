@@ -1,12 +1,12 @@
 """Check, export and purge the audit trail: the audit records in the table `secure_audit`."""
 
-import functools
 import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -26,22 +26,18 @@ from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problem, Problems
+from adk_secure_sessions.maintenance.problems import Problem, Problems, unlisted
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.pages import pages
-from adk_secure_sessions.storage.queries import (
-    chunks,
-    is_one_of,
-    numbered,
-)
+from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import AUDIT
 
-UNLISTED = (
-    f"{audit_records.name} has rows, and the feature {AUDIT!r} is not listed: an older list was "
-    "replayed; services with Audit(table=True) and maintenance commands add the feature again"
+UNLISTED = unlisted(
+    f"{audit_records.name} has rows",
+    AUDIT,
+    "services with Audit(table=True) and maintenance commands add the feature again",
 )
 _HEAD = "audit.head"  # the event of a log line with the last record of a chain
 _PURGED = "audit.purged"  # the event of a record that names chains which were deleted
@@ -142,28 +138,21 @@ async def verify_audit(
         WrongKeyError: The root keys do not decrypt the keyring.
     """
     trail = await _opened(db, progress, rows_per_second)
-    logged = _Heads(heads, trail.keyring.database_id, trail.problems) if heads else None
+    logged = _Heads(heads or {}, trail)
     chains = 0
     await trail.check_feature()
     await trail.check_types()
-    async for chain in trail.chains():
+    async for chain, _ in trail.chains():
         chains += 1
-        expected = logged.of(chain.id) if logged is not None else {}
-        end = await trail.check(chain.id, _ignore, expected)
-        if end is not None and logged is not None:
-            logged.compare(chain.id, end, trail.problems)
+        end = await trail.check(chain, heads=logged.of(chain))
+        if end is not None:
+            logged.compare(chain, end)
     await trail.check_purged()
-    if logged is not None:
-        logged.find_missing(trail.purged, trail.problems)
+    logged.find_missing(trail.purged)
     trail.meter.finish()
-    return AuditVerification(
-        trail.records,
-        chains,
-        len(trail.purged),
-        None if logged is None else logged.number,
-        trail.problems.count,
-        tuple(trail.problems.kept),
-    )
+    number = logged.number if heads else None
+    done = AuditVerification(trail.records, chains, len(trail.purged), number)
+    return trail.problems.stored_in(done)
 
 
 @audit.command
@@ -209,10 +198,10 @@ async def export_audit(
 
     await trail.check_feature()
     await trail.check_types()
-    async for chain in trail.chains():
-        await trail.check(chain.id, export)
+    async for chain, _ in trail.chains():
+        await trail.check(chain, export)
     trail.meter.finish()
-    return AuditExport(exported, trail.problems.count, tuple(trail.problems.kept))
+    return trail.problems.stored_in(AuditExport(exported))
 
 
 @audit.command
@@ -248,8 +237,8 @@ async def purge_audit(
     trail = await _opened(db, progress, None)
     done = AuditPurge(before=before)
     purging = _Purging(db, done, dry_run)
-    async for chain in trail.chains():
-        if not isinstance(chain.time, int) or chain.time >= before:
+    async for chain, last in trail.chains():
+        if not isinstance(last, int) or last >= before:
             continue
         purges: list[_Record] = []
 
@@ -258,17 +247,16 @@ async def purge_audit(
                 purges.append(one)
 
         bad = trail.problems.count
-        end = await trail.check(chain.id, visit)
+        end = await trail.check(chain, visit)
         if trail.problems.count != bad:
             continue
         if purges:
             done.kept += 1
         elif end is not None:
-            await purging.add(chain.id, end)
+            await purging.add(chain, end)
     await purging.delete()
     trail.meter.finish()
-    done.bad, done.problems = trail.problems.count, tuple(trail.problems.kept)
-    return done
+    return trail.problems.stored_in(done)
 
 
 class _Record(NamedTuple):
@@ -287,25 +275,6 @@ class _End(NamedTuple):
     link: bytes | None
 
 
-class _StoredChain(NamedTuple):
-    """A chain as the database counts it; nothing of it is authenticated."""
-
-    id: Any
-    time: Any  # of the last record
-
-
-class _StoredRecord(NamedTuple):
-    """A row of a chain; nothing of it is authenticated."""
-
-    number: Any
-    time: Any
-    record: Any
-
-
-def _ignore(_: _Record) -> None:
-    """Do nothing with the record."""
-
-
 class _Trail:
     """Reads and checks the chains.
 
@@ -321,6 +290,9 @@ class _Trail:
         self.meter = meter
         self._db = db
 
+    def add_bad(self, row: str, reason: Reason, detail: str) -> None:
+        self.problems.add(audit_records.name, row, reason, detail)
+
     async def check_feature(self) -> None:
         """Report rows in the table of a database whose features do not list the trail."""
         if await is_unlisted(self._db):
@@ -331,37 +303,33 @@ class _Trail:
         ((number,),) = await self._db.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
-            self.problems.add(audit_records.name, "", Reason.MALFORMED, detail)
+            self.add_bad("", Reason.MALFORMED, detail)
 
-    async def chains(self) -> AsyncIterator[_StoredChain]:
-        """Yield all chains in the order in which they were begun."""
-        size = self._db.limits.headers
-        read = self._db.read
-        async for found in pages(read, _CHAINS, _columns.chain, size, _StoredChain, empty=b""):
-            for chain in found:
-                yield chain
+    async def chains(self) -> AsyncIterator[tuple[Any, Any]]:
+        """Yield the ids of all chains, in the order of their beginning, and their last times.
+
+        Neither is authenticated.
+        """
+        query, size = (_CHAINS, _columns.chain), self._db.limits.headers
+        async for found in pages(self._db.read, *query, size, lambda *row: row, empty=b""):
+            for chain, last in found:
+                yield chain, last
 
     async def check(
         self,
         chain: object,
-        visit: Callable[[_Record], None],
-        heads: "dict[int, bytes] | None" = None,
+        visit: Callable[[_Record], None] = lambda _: None,
+        heads: Mapping[int, bytes] = MappingProxyType({}),
     ) -> _End | None:
-        """Check a chain, and call *visit* with each authentic record.
+        """Check a chain, and call *visit* with each authentic record, in order.
 
-        Args:
-            chain: The id of the chain.
-            visit: Called with each authentic record, in order.
-            heads: The links of some records as they were logged, by number.
-
-        Returns:
-            The last record; None if the chain has no records any more, or no valid id.
+        *heads* are the links of some records as they were logged, by number.  Return the last
+        record; None if the chain has no records any more, or no valid id.
         """
-        name = audit_records.name
         if not isinstance(chain, bytes) or len(chain) != CHAIN_LENGTH:
             shown = chain.hex() if isinstance(chain, bytes) else str(chain)
             detail = "its chain does not have 16 bytes: it was inserted"
-            self.problems.add(name, shown, Reason.MALFORMED, detail)
+            self.add_bad(shown, Reason.MALFORMED, detail)
             return None
         cipher = self.keyring.index.audit_cipher(self.keyring.database_id, chain)
         expected, link = 0, bytes(NO_LINK)
@@ -371,24 +339,24 @@ class _Trail:
             row = f"{chain.hex()}, {number}"
             if number != expected:
                 detail = f"the records {expected} to {number - 1} of the chain were removed"
-                self.problems.add(name, f"{chain.hex()}, {expected}", Reason.MISSING, detail)
+                self.add_bad(f"{chain.hex()}, {expected}", Reason.MISSING, detail)
                 known = None
             expected = number + 1
             try:
                 context = record_context(self.keyring.database_id, chain, number, moment)
                 previous, fields = open_record(cipher, context, record)
             except DecryptionError as error:
-                self.problems.add_error(error, name, row)
+                self.problems.add_error(error, audit_records.name, row)
                 known, end = None, _End(number, None)
                 continue
             if known is not None and previous != known:
                 detail = "it does not follow the record before it, which is from another copy"
-                self.problems.add(name, row, Reason.MISMATCH, detail)
+                self.add_bad(row, Reason.MISMATCH, detail)
             known = link_of(context, record)
             end = _End(number, known)
-            if heads and heads.get(number, known) != known:
+            if heads.get(number, known) != known:
                 detail = "it is not the record that was logged: the chain was written again"
-                self.problems.add(name, row, Reason.MISMATCH, detail)
+                self.add_bad(row, Reason.MISMATCH, detail)
             self.records += 1
             self._note_purged(fields)
             visit(_Record(chain, number, moment, fields))
@@ -396,20 +364,19 @@ class _Trail:
 
     async def check_purged(self) -> None:
         """Report chains that are stored although they were purged."""
-        for part in chunks(self.purged):
-            for (chain,) in await self._db.read(_stored_chains(len(part)), numbered(part)):
-                detail = "the chain was purged, and is stored again: it was replayed"
-                self.problems.add(audit_records.name, chain.hex(), Reason.MISMATCH, detail)
+        query = _STORED_CHAINS, _columns.chain
+        for (chain,) in await rows_where(self._db.read, *query, self.purged):
+            detail = "the chain was purged, and is stored again: it was replayed"
+            self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
         """Yield the number, the time and the record of each row of *chain*."""
         size, key = self._db.limits.rows, _columns.number
-        async for rows in pages(self._db.read, _RECORDS, key, size, _StoredRecord, chain=chain):
+        async for rows in pages(self._db.read, _RECORDS, key, size, lambda *row: row, chain=chain):
             for number, moment, record in rows:
                 if not isinstance(number, int):
                     detail = "its number is not an integer: it was inserted"
-                    shown = f"{chain.hex()}, {number}"
-                    self.problems.add(audit_records.name, shown, Reason.MALFORMED, detail)
+                    self.add_bad(f"{chain.hex()}, {number}", Reason.MALFORMED, detail)
                     continue
                 yield number, moment, record
             await self.meter.advance(len(rows))
@@ -445,47 +412,45 @@ async def is_unlisted(db: Database) -> bool:
 class _Heads:
     """The heads in the audit logs; *number* of them are heads of this database."""
 
-    def __init__(
-        self, logs: Mapping[str, Iterable[str]], database_id: bytes, problems: Problems
-    ) -> None:
+    def __init__(self, logs: Mapping[str, Iterable[str]], trail: _Trail) -> None:
         self.number = 0
+        self._add_bad = trail.add_bad
         self._links: dict[bytes, dict[int, bytes]] = {}
         for name, lines in logs.items():
             before = self.number
             for line in lines:
-                found = _head_in(line, database_id.hex())
+                found = _head_in(line, trail.keyring.database_id.hex())
                 if found is not None:
                     self.number += 1
-                    self._add(*found, problems)
+                    self._add(*found)
             if self.number == before:
                 detail = f"no line of the log {name!r} is a head of this database"
-                problems.add(audit_records.name, "", Reason.MISSING, detail)
+                self._add_bad("", Reason.MISSING, detail)
 
-    def _add(self, chain: bytes, number: int, link: bytes, problems: Problems) -> None:
+    def _add(self, chain: bytes, number: int, link: bytes) -> None:
         if self._links.setdefault(chain, {}).setdefault(number, link) != link:
             detail = "two different heads of it were logged: a line was added to a log"
-            problems.add(audit_records.name, f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
+            self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
     def of(self, chain: object) -> dict[int, bytes]:
         """Return the links of the logged records of *chain*, by number."""
         return self._links.get(chain, {}) if isinstance(chain, bytes) else {}
 
-    def compare(self, chain: bytes, end: _End, problems: Problems) -> None:
+    def compare(self, chain: bytes, end: _End) -> None:
         """Report a chain that ends before its last logged record, and forget its heads."""
         last = max(self._links.pop(chain, {}), default=-1)
         if last > end.number:
             detail = f"the records {end.number + 1} to {last} at the end of the chain were removed"
-            row = f"{chain.hex()}, {end.number + 1}"
-            problems.add(audit_records.name, row, Reason.MISSING, detail)
+            self._add_bad(f"{chain.hex()}, {end.number + 1}", Reason.MISSING, detail)
 
-    def find_missing(self, purged: dict[bytes, _End], problems: Problems) -> None:
+    def find_missing(self, purged: dict[bytes, _End]) -> None:
         """Report chains that are not stored, and that no record in *purged* names."""
         for chain, links in self._links.items():
             last = max(links)
             end = purged.get(chain)
             if end is None or end.number < last or links.get(end.number, end.link) != end.link:
                 detail = f"the chain, which had {last + 1} records or more, was removed"
-                problems.add(audit_records.name, chain.hex(), Reason.MISSING, detail)
+                self._add_bad(chain.hex(), Reason.MISSING, detail)
 
 
 def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
@@ -591,8 +556,4 @@ _IS_CHAIN = _columns.chain == sa.bindparam("at_chain", type_=sa.LargeBinary)
 _AT_NUMBER = sa.bindparam("at_number", type_=sa.BigInteger)
 _DELETE_LAST = sa.delete(audit_records).where(_IS_CHAIN, _columns.number == _AT_NUMBER)
 _DELETE_OTHERS = sa.delete(audit_records).where(_IS_CHAIN, _columns.number < _AT_NUMBER)
-
-
-@functools.cache
-def _stored_chains(number: int) -> sa.Select[Any]:
-    return sa.select(_columns.chain).distinct().where(is_one_of(_columns.chain, number))
+_STORED_CHAINS = sa.select(_columns.chain).distinct()

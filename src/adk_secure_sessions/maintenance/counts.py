@@ -13,12 +13,11 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.owners import CurrentKeys
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.maintenance.walk import header_of
-from adk_secure_sessions.storage.pages import pages, spans
+from adk_secure_sessions.maintenance.walk import all_data_keys, header_of
+from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
     apps,
     bases,
-    data_keys,
     events,
     sessions,
     users,
@@ -41,13 +40,6 @@ class RecordCount(NamedTuple):
     backend_id: int | None
     rows: int
     newest: int
-
-
-class RecordCounts(NamedTuple):
-    """The numbers of records, and of spare data keys, which no row or record names."""
-
-    records: tuple[RecordCount, ...]
-    spare_keys: int
 
 
 class DataKeyCount(NamedTuple):
@@ -85,7 +77,7 @@ async def count_events(db: Database) -> int:
 
 async def count_records(
     db: Database, meter: Meter, since: int = 0, masters: Keyring | None = None
-) -> RecordCounts:
+) -> tuple[tuple[RecordCount, ...], int]:
     """Count records by table and by the backend in the header, and spare data keys.
 
     A record counts as `newest` if its header names the current data key of its owner (see
@@ -102,9 +94,8 @@ async def count_records(
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (bases, events) else key
         async for span in spans(db.read, walked, db.limits.headers):
-            rows = await span.read(db.read, query, key)
-            groups = [_RecordGroup(*row) for row in rows]
-            found = await current.of({group.owner for group in groups})
+            groups = await span.read(db.read, query, key)
+            found = await current.of({owner for owner, *_ in groups})
             keys = {
                 owner: row.id
                 for owner, row in found.items()
@@ -112,50 +103,30 @@ async def count_records(
                 and row.created_at >= since
                 and (masters is None or can_unwrap(row, masters))
             }
-            for group in groups:
-                backend_id, key_id = header(group.header) or (None, None)
-                counts[table.name, backend_id] += group.rows
-                if key_id is not None and key_id == keys.get(group.owner):
-                    newest[table.name, backend_id] += group.rows
+            for owner, start, rows in groups:
+                backend_id, key_id = header(start) or (None, None)
+                counts[table.name, backend_id] += rows
+                if key_id is not None and key_id == keys.get(owner):
+                    newest[table.name, backend_id] += rows
                 elif key_id in current.newer:
                     named.add(key_id)
-            await meter.advance(sum(group.rows for group in groups))
+            await meter.advance(sum(rows for *_, rows in groups))
     records = (
         RecordCount(table, backend_id, number, newest[table, backend_id])
         for (table, backend_id), number in counts.items()
     )
-    return RecordCounts(tuple(records), len(current.newer - named))
+    return tuple(records), len(current.newer - named)
 
 
 async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:
     """Count data keys by backend and by data master; *meter* counts the rows."""
     counts: Counter[tuple[int, int | None]] = Counter()
-    size = db.limits.headers
-    async for keys in pages(db.read_keys, _WRAPPED, data_keys.c.id, size, _WrappedKey):
+    async for keys in all_data_keys(db):
         for key in keys:
-            _, master_id = header(key.header) or (None, None)
+            _, master_id = header(key.wrapped) or (None, None)
             counts[key.backend_id, master_id] += 1
         await meter.advance(len(keys))
     return tuple(DataKeyCount(*key, number) for key, number in counts.items())
-
-
-class _RecordGroup(NamedTuple):
-    """How many records of one owner have the same header.
-
-    *owner* is the owner's tag, or None if the owner's row does not exist.
-    """
-
-    owner: object
-    header: object
-    rows: int
-
-
-class _WrappedKey(NamedTuple):
-    """A data key's id and backend, and the header of the column `wrapped`."""
-
-    id: int
-    backend_id: int
-    header: object
 
 
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
@@ -183,15 +154,12 @@ def _count(table: sa.Table) -> sa.Select[Any]:
     return sa.select(sa.func.count()).select_from(table)
 
 
-_WRAPPED = sa.select(data_keys.c.id, data_keys.c.backend_id, header_of(data_keys.c.wrapped))
-
-
 def _by_owner(
     column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
 ) -> sa.Select[Any]:
     """Return the query that counts rows of *source* by owner and by the header in *column*.
 
-    The columns of the result are those of `_RecordGroup`.
+    The owner is a tag; NULL if the owner's row does not exist.
     """
     query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
     return query.group_by(owner, header_of(column))

@@ -8,7 +8,7 @@ and may name any content.  Commands that delete what the operator or an authenti
 """
 
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -18,16 +18,11 @@ from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import apps, bases, events, sessions, users, witnesses
 
 
-class Orphan(NamedTuple):
-    """One orphaned row, or all events of one session that does not exist."""
+async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, str, int]]:
+    """Yield the table and the key of each orphaned row of *tables*, and 1.
 
-    table: str
-    row: str
-    number: int
-
-
-async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[Orphan]:
-    """Yield the orphaned rows of *tables*."""
+    The events of a session that does not exist are one item, with their number.
+    """
     for key, query in _ORPHANS:
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
@@ -35,18 +30,18 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[Orphan]:
             async for span in spans(db.read, walked, db.limits.headers):
                 for row, number in await span.read(db.read, query, key):
                     name = row.hex() if isinstance(row, bytes) else str(row)
-                    yield Orphan(key.table.name, name, number)
+                    yield key.table.name, name, number
 
 
 async def reject_orphans(db: Database) -> None:
     """Raise TamperedError if a row belongs to no session, collection, user or app."""
-    async for found in orphans(db, users, sessions, bases, events, witnesses):
+    async for table, row, _ in orphans(db, users, sessions, bases, events, witnesses):
         raise TamperedError(
             "the row that it belongs to was removed: restore that row, or delete this one; "
             "`verify` lists all such rows",
             reason=Reason.MISSING,
-            table=found.table,
-            row=found.row,
+            table=table,
+            row=row,
         )
 
 

@@ -8,10 +8,8 @@ kept, because the service that created it may be about to name it.  After the ne
 an older key, which `retire` deletes.
 """
 
-import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from operator import attrgetter
-from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -21,27 +19,17 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import app_name_of, header_of
-from adk_secure_sessions.storage.queries import (
-    chunks,
-    is_one_of,
-    numbered,
-)
+from adk_secure_sessions.storage.pages import rows_where
 from adk_secure_sessions.storage.reads import CheckOwner, Headers
 from adk_secure_sessions.storage.rows import Owner
 from adk_secure_sessions.storage.schema import apps, users
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 
-class KeysByAge(NamedTuple):
-    """All data keys of an owner: those older than the current one, the current one, newer ones."""
-
-    older: list[DataKeyRow]
-    current: DataKeyRow
-    newer: list[DataKeyRow]
-
-
-def by_age(rows: Collection[DataKeyRow], named: Collection[int]) -> KeysByAge:
-    """Divide *rows*, all data keys of an owner, at the current one.
+def by_age(
+    rows: Collection[DataKeyRow], named: Collection[int]
+) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
+    """Divide *rows*, all data keys of an owner: older than the current one, the current, newer.
 
     *named* are the ids of the data keys that the owner's row names.  If it names none of *rows*,
     the newest data key counts as the current one.  All generations must be integers.
@@ -49,7 +37,7 @@ def by_age(rows: Collection[DataKeyRow], named: Collection[int]) -> KeysByAge:
     ordered = sorted(rows, key=attrgetter("generation"))
     last = len(ordered) - 1
     at = max((n for n, row in enumerate(ordered) if row.id in named), default=last)
-    return KeysByAge(ordered[:at], ordered[at], ordered[at + 1 :])
+    return ordered[:at], ordered[at], ordered[at + 1 :]
 
 
 class CurrentKeys:
@@ -77,21 +65,20 @@ class CurrentKeys:
         encrypting = await self._keys_of_rows(several)
         current: dict[object, DataKeyRow] = {}
         for owner, rows in keys.items():
-            divided = by_age(rows, ())
+            _, current[owner], _ = by_age(rows, ())
             key_id = encrypting.get(owner)
-            if key_id is not None and key_id != divided.current.id:
+            if key_id is not None and key_id != current[owner].id:
                 if owner not in self._named:
                     self._named[owner] = await self._names(owner, key_id)
-                divided = by_age(rows, self._named[owner])
-                self.newer.update(row.id for row in divided.newer)
-            current[owner] = divided.current
+                _, current[owner], newer = by_age(rows, self._named[owner])
+                self.newer.update(row.id for row in newer)
         return current
 
-    async def _keys_of_rows(self, owners: Iterable[bytes]) -> dict[object, int]:
+    async def _keys_of_rows(self, owners: Collection[bytes]) -> dict[object, int]:
         """Return the ids of the data keys that the headers of the rows of *owners* name."""
         found: dict[object, int] = {}
-        for tags in chunks(owners):
-            for tag, stored in await self._db.read(_headers(len(tags)), numbered(tags)):
+        for table, query in _HEADERS.items():
+            for tag, stored in await rows_where(self._db.read, query, table.c.tag, owners):
                 if (parts := header(stored)) is not None:
                     found[tag] = parts[1]
         return found
@@ -107,21 +94,13 @@ class CurrentKeys:
             found = await check_owner(self._db, owner)
         except (WrongKeyError, *UNREADABLE):
             return ()
-        return () if found is None else found.owner.key_ids
+        return () if found is None else found[0].key_ids
 
 
-class CheckedOwner(NamedTuple):
-    """An app or user whose row and version witness were decrypted.
+async def check_owner(db: Database, tag: bytes) -> tuple[Owner, Headers] | None:
+    """Decrypt the row and the version witness of the app or user with this tag.
 
-    *headers* are the numbers of these records, by table and record header.
-    """
-
-    owner: Owner
-    headers: Headers
-
-
-async def check_owner(db: Database, tag: bytes) -> CheckedOwner | None:
-    """Decrypt the app or user with this tag; return None if no row has the tag.
+    Return the owner and the record headers; None if no row has the tag.
 
     Raises one of `UNREADABLE` if the row or its version witness is not authentic.
     """
@@ -133,21 +112,11 @@ async def check_owner(db: Database, tag: bytes) -> CheckedOwner | None:
             owner = await db.unit.run(check)
             if owner is None or (owner.id, owner.tag) != (row_id, tag):
                 raise TamperedError("its row was removed", reason=Reason.MISSING)
-            return CheckedOwner(owner, check.headers)
+            return owner, check.headers
     return None
 
 
-@functools.cache
-def _headers(number: int) -> sa.CompoundSelect[Any]:
-    """Return the query for the tags and the headers of apps and users, from *number* tags."""
-    return sa.union_all(
-        *(
-            sa.select(table.c.tag, header_of(table.c.state)).where(is_one_of(table.c.tag, number))
-            for table in (apps, users)
-        )
-    )
-
-
+_HEADERS = {table: sa.select(table.c.tag, header_of(table.c.state)) for table in (apps, users)}
 # The row id and the app's name of the app or user with a tag.
 _OWNER = sa.bindparam("owner", type_=users.c.tag.type)
 _APP_OF_TAG = sa.select(apps.c.id, apps.c.app_name).where(apps.c.tag == _OWNER)

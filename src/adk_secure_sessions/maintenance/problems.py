@@ -118,3 +118,15 @@ class Problems(Listed[Problem]):
         rejected = error if isinstance(error, DecryptionError) else None
         self.add(table, row, reason, detail, once=is_shared, error=rejected)
         return is_shared
+
+    def stored_in(self, done: T) -> T:
+        """Set the fields `bad` and `problems` of the result *done*, and return it."""
+        vars(done).update(bad=self.count, problems=tuple(self.kept))
+        return done
+
+
+def unlisted(found: str, feature: str, remedy: str) -> str:
+    """Return the detail of a problem: the database uses *feature*, and does not list it."""
+    return (
+        f"{found}, and the feature {feature!r} is not listed: an older list was replayed; {remedy}"
+    )

@@ -25,7 +25,12 @@ from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.owners import by_age, check_owner
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.walk import header_of, located_sessions, sessions_of
+from adk_secure_sessions.maintenance.walk import (
+    all_data_keys,
+    header_of,
+    located_sessions,
+    sessions_of,
+)
 from adk_secure_sessions.results import Result, count, counted, listing
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.pages import pages
@@ -265,9 +270,9 @@ async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audited
     found = await check_owner(db, owner)
     if found is None:
         return None
-    headers = Counter(found.headers)
-    if found.owner.is_user:
-        async for page in sessions_of(db, found.owner.id):
+    checked, headers = found[0], Counter(found[1])
+    if checked.is_user:
+        async for page in sessions_of(db, checked.id):
             for one in page:
                 who = await db.unit.identify(*one.known_ids())
                 check: CheckSession[None] = CheckSession(who, _undecoded)
@@ -275,7 +280,7 @@ async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audited
                 headers += check.headers
     if not keys.rows_are_authentic(owner, {row.id for row in rows}):
         raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
-    return _Audited(rows, frozenset(found.owner.key_ids), headers)
+    return _Audited(rows, frozenset(checked.key_ids), headers)
 
 
 def _undecoded(plaintext: bytes, session_row: int, seq: int) -> None:
@@ -390,8 +395,7 @@ async def _count_wrapped(db: Database) -> Counter[int] | None:
     """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
     masters = (await db.keys()).keyring
     counts: Counter[int] = Counter()
-    size = db.limits.rows
-    async for rows in pages(db.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow):
+    async for rows in all_data_keys(db):
         for row in rows:
             try:
                 unwrap_data_key(row, masters)

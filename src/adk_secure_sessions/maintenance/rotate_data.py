@@ -2,10 +2,9 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -120,18 +119,18 @@ async def rotate_data(
     """
     run = DataRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.result()
+    return run.done
 
 
 class DataRotationRun(Rotation):
     """One run of `rotate_data`; a subclass may re-encrypt more after the records."""
 
+    done: DataRotation
+
     def __init__(self, db: Database, *, dry_run: bool) -> None:
-        super().__init__(db, "data", dry_run=dry_run)
-        self._keys = 0
-        self._reencrypted = 0  # the number of records re-encrypted in all passes
-        self._left_in: Counter[str] = Counter()
-        self._reencryptor = Reencryptor(db, self._problems, dry_run=dry_run)
+        super().__init__(db, "data", DataRotation(), dry_run=dry_run)
+        self._problems_of_owner = Problems()
+        self._before = 0  # how many records were re-encrypted before the latest pass
 
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
@@ -142,18 +141,6 @@ class DataRotationRun(Rotation):
                 "nothing: run `rotate master` first"
             )
         await super().run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-
-    def result(self) -> DataRotation:
-        return DataRotation(
-            self._since,
-            self._checkpoints.resumed,
-            self._reencrypted,
-            keys=self._keys,
-            left=0 if self._dry_run else self._left,
-            left_in=tuple(self._left_in.items()),
-            bad=self._problems.count,
-            problems=tuple(self._problems.kept),
-        )
 
     async def _count_rows(self) -> int:
         # Each app, user and session has one row of its own and one version witness.
@@ -169,13 +156,12 @@ class DataRotationRun(Rotation):
                 await self._db.change_keys(meta.mark_plaintext)
 
     async def _walk(self) -> None:
-        self._reencryptor = Reencryptor(self._db, self._problems, dry_run=self._dry_run)
+        self._before = self.done.reencrypted
         for table in (apps, users):
             async for page in owner_tags(self._db, table):
                 for row in page:
                     await self._rotate_row(table, row)
-                await self._checkpoints.check(self._since)
-        self._reencrypted += self._reencryptor.count
+                await self._checkpoints.check(self.done.since)
 
     async def _rotate_row(self, table: sa.Table, row: OwnerTag) -> None:
         """Re-encrypt the records of an app or user, and report bad rows.
@@ -184,7 +170,7 @@ class DataRotationRun(Rotation):
         another backend may have created this data key after the owner's data keys were read.
         """
         for is_last in (False, True):
-            problems = self._reencryptor.problems = Problems()
+            problems = self._problems_of_owner = Problems()
             try:
                 await self._rotate_owner(table, row, renews_key=not is_last)
             except UNREADABLE as error:
@@ -217,11 +203,11 @@ class DataRotationRun(Rotation):
         """
         who = await self._db.unit.identify(app_name)
         renewal = RenewKey(
-            who._replace(user_tag=tag) if of_user else who, self._since, of_user=of_user
+            who._replace(user_tag=tag) if of_user else who, self.done.since, of_user=of_user
         )
         exists = await self._db.unit.run(renewal)
-        self._keys += renewal.created
-        self._reencryptor.count += 2 * renewal.changed  # the owner's row and its version witness
+        self.done.keys += renewal.created
+        self.done.reencrypted += 2 * renewal.changed  # the owner's row and its version witness
         if not exists and renewal.stored_keys:
             # The owner was erased after the key was stored in the key database: delete the key.
             await self._db.change_keys(partial(_delete_keys, list(renewal.stored_keys)))
@@ -231,15 +217,10 @@ class DataRotationRun(Rotation):
         # key older than that of the session, so events appended later use the new data key.
         target = self._target(keys, owner.tag)
         current = pack(target.backend_id, target.id) if target else b""
-        problems = self._reencryptor.problems
+        problems = self._problems_of_owner
         async for records in records_of_sessions(self._db, owner, current, problems):
             await self._reencrypt(keys, owner, records)
             await self._meter.advance(len(records))
-
-    async def _reencrypt(self, keys: StagedKeys, owner: OwnerIds, records: list[Record]) -> None:
-        target = self._target(keys, owner.tag)
-        target_id = target.id if target else None
-        await self._reencryptor.reencrypt(keys, owner.tag, records, target_id)
 
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
@@ -251,89 +232,44 @@ class DataRotationRun(Rotation):
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):
             return None
-        return current if current.created_at >= self._since else None
+        return current if current.created_at >= self.done.since else None
 
-    async def _count_left(self) -> int:
-        writer = self._db.backends.writer.backend_id
-        left: Counter[str] = Counter()
-        masters = (await self._db.keys()).keyring
-        for one in (await count_records(self._db, self._meter, self._since, masters)).records:
-            left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
-        self._left_in = +left
-        return self._left_in.total()
+    async def _reencrypt(self, keys: StagedKeys, owner: OwnerIds, records: list[Record]) -> None:
+        """Re-encrypt the *records* that are not encrypted with the owner's current data key yet.
 
-    def _may_walk_again(self) -> bool:
-        # Services may have written records with old keys during the pass.  But if the pass has
-        # re-encrypted nothing, another pass would probably re-encrypt nothing, either.
-        return self._left > 0 and self._reencryptor.count > 0
-
-
-def _delete_keys(ids: list[int], connection: sa.Connection) -> None:
-    connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
-
-
-# --- re-encrypting -------------------------------------------------------------------------------
-
-
-class _Decrypted(NamedTuple):
-    """A decrypted record that must be encrypted with the current data key.
-
-    *plaintext* begins with its flags, so a compressed or padded record stays as it is.
-    """
-
-    record: Record
-    context: bytes
-    plaintext: bytes
-
-
-class Reencryptor:
-    """Re-encrypts records; `count` is the number of records re-encrypted so far."""
-
-    def __init__(self, db: Database, problems: Problems, *, dry_run: bool) -> None:
-        self._db = db
-        self.problems: Problems = problems
-        self._dry_run = dry_run
-        self.count: int = 0
-
-    async def reencrypt(
-        self, keys: StagedKeys, owner: bytes, records: Iterable[Record], target: int | None
-    ) -> None:
-        """Re-encrypt the *records* that are not encrypted with the data key *target* yet.
-
-        A record that cannot be decrypted is added to `problems` and left unchanged.  A record that
-        another process has changed since it was read is left unchanged, too.  Each re-encrypted
-        record is read again and decrypted before it is counted.  A dry run only decrypts and
-        counts.
-
-        *keys* are the data keys of *owner*, a tag.  *target* is the id of the owner's current data
-        key; None in a dry run if the rotation would create that key.
+        A record that another process has changed since it was read is left unchanged.  Each
+        re-encrypted record is read again and decrypted before it is counted.
         """
-        old: list[_Decrypted] = []
+        target = self._target(keys, owner.tag)
+        # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
+        old: list[tuple[Record, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
             table = record.column.table.name
             try:
                 with naming(table, record.name):
-                    if _key_id(record.stored) != target:
+                    if target is None or _key_id(record.stored) != target.id:
                         context = record.column.context(record.ids, record.row)
-                        plaintext = _plaintext(keys, owner, record, context)
-                        old.append(_Decrypted(record, context, plaintext))
+                        old.append((record, context, _plaintext(keys, owner.tag, record, context)))
             except UNREADABLE as error:
-                self.problems.add_error(error, table, record.name)
+                self._problems_of_owner.add_error(error, table, record.name)
         if self._dry_run or not old:
-            self.count += len(old)
+            self.done.reencrypted += len(old)
             return
-        new = [keys.seal(owner, one.context, one.plaintext, is_packed=True) for one in old]
-        changes = [(one.record, sealed) for one, sealed in zip(old, new, strict=True)]
+        new = [
+            keys.seal(owner.tag, context, plaintext, is_packed=True)
+            for _, context, plaintext in old
+        ]
+        changes = [(record, sealed) for (record, *_), sealed in zip(old, new, strict=True)]
         await self._db.change(partial(_replace, changes))
-        stored = await self._read_back([one.record for one in old])
-        for one, sealed in zip(old, new, strict=True):
-            table = one.record.column.table.name
-            if stored.get((table, one.record.key)) == sealed:
-                if keys.open(owner, one.context, sealed, open_whole) != one.plaintext:
+        stored = await self._read_back([record for record, *_ in old])
+        for (record, context, plaintext), sealed in zip(old, new, strict=True):
+            table = record.column.table.name
+            if stored.get((table, record.key)) == sealed:
+                if keys.open(owner.tag, context, sealed, open_whole) != plaintext:
                     raise SecureSessionError(
-                        f"{table} row {one.record.name} does not read back as it was written"
+                        f"{table} row {record.name} does not read back as it was written"
                     )
-                self.count += 1
+                self.done.reencrypted += 1
 
     async def _read_back(self, records: list[Record]) -> dict[tuple[str, tuple[Any, ...]], bytes]:
         found = {}
@@ -342,6 +278,27 @@ class Reencryptor:
             for row in await rows_with_keys(self._db, column, keys):
                 found[column.table.name, column.key_of(row)] = row[-1]
         return found
+
+    async def _count_left(self) -> int:
+        writer = self._db.backends.writer.backend_id
+        left: Counter[str] = Counter()
+        masters = (await self._db.keys()).keyring
+        counts, _ = await count_records(self._db, self._meter, self.done.since, masters)
+        for one in counts:
+            left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
+        if self._dry_run:
+            return 0
+        self.done.left_in = tuple((+left).items())
+        return left.total()
+
+    def _may_walk_again(self) -> bool:
+        # Services may have written records with old keys during the pass.  But if the pass has
+        # re-encrypted nothing, another pass would probably re-encrypt nothing, either.
+        return self.done.left > 0 and self.done.reencrypted > self._before
+
+
+def _delete_keys(ids: list[int], connection: sa.Connection) -> None:
+    connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
 
 
 def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:

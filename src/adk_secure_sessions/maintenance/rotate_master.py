@@ -32,9 +32,10 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
+from adk_secure_sessions.maintenance.walk import all_data_keys
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import clusters, meta
-from adk_secure_sessions.storage.pages import Span, pages
+from adk_secure_sessions.storage.pages import Span
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys, keyring
 
@@ -99,25 +100,14 @@ async def rotate_master(
     await db.keys()
     run = _MasterRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.result()
+    return run.done
 
 
 class _MasterRotationRun(Rotation):
-    def __init__(self, db: Database, *, dry_run: bool) -> None:
-        super().__init__(db, "master", dry_run=dry_run)
-        self._master_id: int | None = None
-        self._rotated = 0
+    done: MasterRotation
 
-    def result(self) -> MasterRotation:
-        return MasterRotation(
-            self._master_id,
-            self._since,
-            self._checkpoints.resumed,
-            self._rotated,
-            self._problems.count if self._dry_run else self._left,
-            self._problems.count,
-            tuple(self._problems.kept),
-        )
+    def __init__(self, db: Database, *, dry_run: bool) -> None:
+        super().__init__(db, "master", MasterRotation(), dry_run=dry_run)
 
     async def _count_rows(self) -> int:
         return await count_rows(self._db, data_keys)
@@ -139,9 +129,9 @@ class _MasterRotationRun(Rotation):
             masters = await authentic_masters(self._db, survey)
             fitting = [row for row in masters if row.root_key_id == root.key_id]
             newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)
-            if newest is not None and newest.created_at >= self._since:
+            if newest is not None and newest.created_at >= self.done.since:
                 await self._db.renew_keyring()
-                self._master_id = newest.id
+                self.done.master_id = newest.id
                 if newest == fresh:
                     kind = f"{DATA} master"
                     record_new_key(database_id, kind, newest.id, root_key=root.key_id)
@@ -150,7 +140,7 @@ class _MasterRotationRun(Rotation):
                 return
             # Services wrap new data keys with the data master that was created last.  So the new
             # data master must have a later time of creation than all other data masters.
-            now = max([self._since, *(after_creation(keyring, row) for row in masters)])
+            now = max([self.done.since, *(after_creation(keyring, row) for row in masters)])
             fresh = (await new_master(DATA, root, database_id, now)).row
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
@@ -158,12 +148,11 @@ class _MasterRotationRun(Rotation):
 
     async def _walk(self) -> None:
         masters = (await self._db.keys()).keyring
-        current = (WRAP_BACKEND_ID, self._master_id)
-        size = self._db.limits.headers
-        async for rows in pages(self._db.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow):
+        current = (WRAP_BACKEND_ID, self.done.master_id)
+        async for rows in all_data_keys(self._db):
             await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
-            await self._checkpoints.check(self._since)
+            await self._checkpoints.check(self.done.since)
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
         """Wrap the data keys in *rows* with the new data master.
@@ -180,9 +169,9 @@ class _MasterRotationRun(Rotation):
             else:
                 old[row.id] = row
         if self._dry_run or not old:
-            self._rotated += len(old)
+            self.done.rotated += len(old)
             return
-        master_id = self._master_id
+        master_id = self.done.master_id
         assert master_id is not None, "only a dry run creates no data master"
         new = {row.id: wrap_data_key(row, masters, master_id, keys[row.id]) for row in old.values()}
         pairs = [(row, new[row.id]) for row in old.values()]
@@ -195,21 +184,21 @@ class _MasterRotationRun(Rotation):
                     raise SecureSessionError(
                         f"data key {row.id} does not read back as it was written"
                     )
-                self._rotated += 1
+                self.done.rotated += 1
 
     async def _count_left(self) -> int:
         if self._dry_run:
-            return self._rotated + self._problems.count
-        if self._master_id not in {row.id for row in (await self._db.survey()).keyring}:
+            return self._problems.count
+        if self.done.master_id not in {row.id for row in (await self._db.survey()).keyring}:
             raise SecureSessionError(
-                f"master key {self._master_id} was retired meanwhile: {OVERLAPPED}"
+                f"master key {self.done.master_id} was retired meanwhile: {OVERLAPPED}"
             )
         counts = await count_data_keys(self._db, Meter(None, 0, None))
-        return sum(one.keys for one in counts if one.master_id != self._master_id)
+        return sum(one.keys for one in counts if one.master_id != self.done.master_id)
 
     def _may_walk_again(self) -> bool:
         # Other processes may have wrapped data keys with an old data master during the pass.
-        return self._left > self._problems.count
+        return self.done.left > self._problems.count
 
 
 def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection) -> None:

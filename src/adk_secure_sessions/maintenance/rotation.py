@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -68,34 +68,32 @@ class Rotation(ABC):
     Therefore a run has up to 3 passes.
     """
 
-    def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
+    def __init__(self, db: Database, name: str, done: Any, *, dry_run: bool) -> None:
+        self.done: Any = done  # a result with `since`, `resumed`, `left`, `bad` and `problems`
         self._db = db
         self._dry_run = dry_run
         self._checkpoints = Checkpoints(db, name, dry_run=dry_run)
-        self._since = 0
         self._meter = Meter(None, 0, None)
         self._problems = Problems()  # problems of the latest pass
-        self._left = 0  # the number of rows that use older keys after the latest pass
 
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
     ) -> None:
-        """Continue the unfinished rotation, or begin a new rotation.
-
-        A new rotation begins if there is no unfinished rotation, or if *restart* is True.
-        """
+        """Continue the unfinished rotation; begin a new one if there is none, or with *restart*."""
         self._meter = Meter(progress, await self._count_rows(), rows_per_second)
-        self._since = await self._checkpoints.begin(restart=restart)
+        self.done.since = await self._checkpoints.begin(restart=restart)
+        self.done.resumed = self._checkpoints.resumed
         await self._begin()
         for _ in range(_PASSES):
             self._problems = Problems()
             await self._walk()
-            self._left = await self._count_left()
+            self.done.left = await self._count_left()
             if self._dry_run or not self._may_walk_again():
                 break
         await self._after_passes()
-        complete = not (self._left or self._problems.count)
-        await self._checkpoints.end(self._since, complete=complete)
+        self._problems.stored_in(self.done)
+        complete = not (self.done.left or self.done.bad)
+        await self._checkpoints.end(self.done.since, complete=complete)
         self._meter.finish()
 
     @abstractmethod
@@ -119,7 +117,7 @@ class Rotation(ABC):
 
     @abstractmethod
     async def _count_left(self) -> int:
-        """Count the rows that still use older keys; in a dry run, the rows that would change."""
+        """Count the rows that still use older keys; in a dry run, those that would keep them."""
 
     @abstractmethod
     def _may_walk_again(self) -> bool:

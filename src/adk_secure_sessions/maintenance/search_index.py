@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -273,16 +273,6 @@ ORPHANS_OF_INDEX = (
 )
 
 
-class KeyMark(NamedTuple):
-    """A mark of the search index.
-
-    *state* is None if the mark is not authentic, or if its authenticity was not checked.
-    """
-
-    key_tag: object
-    state: IndexState | None
-
-
 _MOST_MARKS = 1000
 _MARKS = (
     sa.select(indexed.c.key_tag, indexed.c.value_tag)
@@ -293,9 +283,12 @@ _MARKS = (
 )
 
 
-async def read_marks(db: Database, index: Any) -> list[KeyMark]:
-    """Return the first 1000 marks; *index* authenticates them, or is None."""
+async def read_marks(db: Database, index: Any) -> list[tuple[object, IndexState | None]]:
+    """Return the keys' tags and the states of the first 1000 marks; *index* authenticates them.
+
+    A state is None if the mark is not authentic, or if *index* is None.
+    """
     return [
-        KeyMark(tag, None if index is None else state_of_mark(index, tag, mac))
+        (tag, None if index is None else state_of_mark(index, tag, mac))
         for tag, mac in await db.read(_MARKS, {})
     ]

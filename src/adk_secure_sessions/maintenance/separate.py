@@ -249,7 +249,7 @@ async def _records_left(db: Database, since: int) -> int:
     A record need not be re-encrypted if its header names the current data key of its owner, and
     this key was created at *since* (microseconds since 1970) or later.
     """
-    counts = (await count_records(db, Meter(None, 0, None), since)).records
+    counts, _ = await count_records(db, Meter(None, 0, None), since)
     return sum(one.rows - one.newest for one in counts)
 
 

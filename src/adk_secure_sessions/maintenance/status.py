@@ -250,8 +250,8 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
     marks = await read_marks(db, index)
     if index is None:
         return IndexStatus(int(rows), len(marks), None, None)
-    complete = sum(mark.state is IndexState.COMPLETE for mark in marks)
-    tampered = sum(mark.state is None for mark in marks)
+    complete = sum(state is IndexState.COMPLETE for _, state in marks)
+    tampered = sum(state is None for _, state in marks)
     return IndexStatus(int(rows), len(marks) - tampered, complete, tampered)
 
 

@@ -1,10 +1,8 @@
 """Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
-import functools
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -21,12 +19,13 @@ from adk_secure_sessions.maintenance.audit import UNLISTED, is_unlisted
 from adk_secure_sessions.maintenance.counts import count_events, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.orphans import orphans
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems, unlisted
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.search_index import ORPHANS_OF_INDEX, read_marks
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
     OwnerTag,
+    all_data_keys,
     located_sessions,
     owner_tags,
     read_tagged_user,
@@ -36,13 +35,7 @@ from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.index_rows import IndexState
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
-from adk_secure_sessions.storage.pages import pages, spans
-from adk_secure_sessions.storage.queries import (
-    DATA_KEYS,
-    chunks,
-    is_one_of,
-    numbered,
-)
+from adk_secure_sessions.storage.pages import pages, rows_where, spans
 from adk_secure_sessions.storage.reads import CheckLocatedSession, CheckOwner
 from adk_secure_sessions.storage.rows import Identity, MigratedRow, StoredSession, naming
 from adk_secure_sessions.storage.schema import (
@@ -143,30 +136,7 @@ async def verify(
     await _find_orphans(db, run.problems)
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
-    return run.result()
-
-
-class _ImportedRow(NamedTuple):
-    """A row of `secure_migrated`.
-
-    *version* is the present revision of the imported session, or the present version of the user or
-    app whose state was imported.  It is None if that row is not stored any more.
-    """
-
-    tag: bytes
-    row_id: int
-    number: int
-    source: bytes
-    seal: bytes
-    version: int | None
-
-
-class _Histories:
-    """The numbers of authentic sessions and their events, or of collections and their items."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.events = 0
+    return run.problems.stored_in(run.done)
 
 
 class _Verifier:
@@ -178,40 +148,27 @@ class _Verifier:
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
+        self.done = Verification()
         self.problems = Problems()
         self._db = db
         self._index = index
         self._meter = meter
         self._misnamed_apps: set[int] = set()
-        self._apps = self._users = self._unchecked = self._imports = 0
+        self._imports = 0
         # The tags of the keys whose rows of the search index are complete, and whether it has rows.
         self._indexed: set[bytes] = set()
         self._has_marks = False
-        self._sessions, self._collections = _Histories(), _Histories()
-
-    def result(self) -> Verification:
-        return Verification(
-            self._apps,
-            self._users,
-            self._sessions.number,
-            self._sessions.events,
-            self._collections.number,
-            self._collections.events,
-            self._unchecked,
-            self.problems.count,
-            tuple(self.problems.kept),
-        )
 
     async def check_marks(self) -> None:
         """Report marks of the search index that are not authentic."""
-        for mark in await read_marks(self._db, self._index):
+        for tag, state in await read_marks(self._db, self._index):
             self._has_marks = True
-            if mark.state is None:
-                name = mark.key_tag.hex() if isinstance(mark.key_tag, bytes) else "?"
+            if state is None:
+                name = tag.hex() if isinstance(tag, bytes) else "?"
                 self.problems.add(indexed.name, name, Reason.MISMATCH, _WRONG_MARK)
-            elif mark.state is IndexState.COMPLETE:
-                assert isinstance(mark.key_tag, bytes)
-                self._indexed.add(mark.key_tag)
+            elif state is IndexState.COMPLETE:
+                assert isinstance(tag, bytes)
+                self._indexed.add(tag)
 
     async def _check_indexed(self, who: Identity, *, of_user: bool) -> None:
         """Report rows of the search index that are missing, wrong, or too many.
@@ -244,7 +201,7 @@ class _Verifier:
                         self._misnamed_apps.add(row.id)
                     self.problems.add_error(error, apps.name, row.id)
                 else:
-                    self._apps += 1
+                    self.done.apps += 1
                 await self._meter.advance()
 
     async def check_users(self) -> None:
@@ -278,25 +235,25 @@ class _Verifier:
         know the feature would use the database.
         """
         listed = (await self._db.survey()).features
-        if self._collections.number and COLLECTIONS not in listed:
-            detail = (
-                f"the database has collections, and the feature {COLLECTIONS!r} is not listed: an "
-                "older list was replayed; the next service that appends an item adds the feature"
+        index_rows, imports = f"{indexed.name} has rows", f"{migrated.name} has rows"
+        service = "service with indexed_state_keys"
+        replayed = [
+            unlisted(found, feature, f"the next {writer} adds the feature")
+            for number, found, feature, writer in (
+                (
+                    self.done.collections,
+                    "the database has collections",
+                    COLLECTIONS,
+                    "service that appends an item",
+                ),
+                (self._has_marks, index_rows, STATE_INDEX, service),
+                (self._imports, imports, MIGRATION, "run of `migrate`"),
             )
-            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
+            if number and feature not in listed
+        ]
         if await is_unlisted(self._db):
-            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED)
-        if self._has_marks and STATE_INDEX not in listed:
-            detail = (
-                f"{indexed.name} has rows, and the feature {STATE_INDEX!r} is not listed: an older "
-                "list was replayed; the next service with indexed_state_keys adds the feature"
-            )
-            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
-        if self._imports and MIGRATION not in listed:
-            detail = (
-                f"{migrated.name} has rows, and the feature {MIGRATION!r} is not listed: an older "
-                "list was replayed; the next run of `migrate` adds the feature"
-            )
+            replayed.append(UNLISTED)
+        for detail in replayed:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
     async def check_imports(self) -> None:
@@ -307,12 +264,16 @@ class _Verifier:
         """
         seals = Seals((await self._db.keys()).keyring)
         size = self._db.limits.headers
-        async for rows in pages(self._db.read, _MIGRATED, migrated.c.tag, size, _ImportedRow):
-            for row in rows:
+
+        def imported(*row: Any) -> tuple[MigratedRow, int | None]:
+            return MigratedRow(*row[:-1]), row[-1]
+
+        async for rows in pages(self._db.read, _MIGRATED, migrated.c.tag, size, imported):
+            for row, version in rows:
                 self._imports += 1
                 try:
-                    seals.check(MigratedRow(*row[:5]))
-                    _reject_rollback(row)
+                    seals.check(row)
+                    _reject_rollback(row, version)
                 except UNREADABLE as error:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
@@ -330,14 +291,16 @@ class _Verifier:
 
     async def _count_user(self, row: OwnerTag) -> None:
         try:
-            self._users += await self._check_user(row)
+            is_there = await self._check_user(row)
         except UNREADABLE as error:
             # If the app's name was modified, that is the cause, and `check_apps` has reported it.
             if row.app_row in self._misnamed_apps:
-                self._unchecked += 1
+                self.done.unchecked += 1
             else:
                 self.problems.add_error(error, users.name, row.id)
             self.problems.suppress(users.name, row.id)
+        else:
+            self.done.users += is_there
 
     async def _check_user(self, row: OwnerTag) -> bool:
         """Check a user; return False if the user was deleted after *row* was read."""
@@ -373,14 +336,16 @@ class _Verifier:
                 _check_states(session)
                 items = [item for item in history if item is not None]
                 memory_items.check_replaced(items, 0, events.name, session.id)
-                counted = self._collections if ids.is_collection else self._sessions
-                counted.number += 1
-                counted.events += len(history)
                 rows += len(history)
-                if not ids.is_collection:
+                if ids.is_collection:
+                    self.done.collections += 1
+                    self.done.items += len(history)
+                else:
+                    self.done.sessions += 1
+                    self.done.events += len(history)
                     await self._check_indexed(who, of_user=False)
         except UNREADABLE as error:
-            self._unchecked += self.problems.add_error(error, sessions.name, located.row)
+            self.done.unchecked += self.problems.add_error(error, sessions.name, located.row)
         await self._meter.advance(rows)
 
 
@@ -408,11 +373,11 @@ def _check_states(session: StoredSession) -> None:
         loads(session.overlay)
 
 
-def _reject_rollback(row: _ImportedRow) -> None:
+def _reject_rollback(row: MigratedRow, version: int | None) -> None:
     """Raise TamperedError if the imported row is older now than right after the import."""
-    if isinstance(row.version, int) and row.version < row.number:
+    if isinstance(version, int) and version < row.number:
         raise TamperedError(
-            f"the row that was imported has version {row.version} instead of {row.number} or a "
+            f"the row that was imported has version {version} instead of {row.number} or a "
             "later one: an older row was replayed",
             reason=Reason.MISMATCH,
             table=migrated.name,
@@ -425,14 +390,13 @@ def _reject_rollback(row: _ImportedRow) -> None:
 
 async def _find_orphans(db: Database, problems: Problems) -> None:
     """Report events, snapshots and version witnesses whose session, user or app does not exist."""
-    async for found in orphans(db, bases, events, witnesses):
-        if found.table == bases.name:
-            detail = "it belongs to no session"
-        elif found.table == events.name:
-            detail = f"{found.number} events belong to no session, or items to no collection"
-        else:
-            detail = "the app, user or session row that it confirms was removed"
-        problems.add(found.table, found.row, Reason.MISSING, detail)
+    async for table, row, number in orphans(db, bases, events, witnesses):
+        details = {
+            bases.name: "it belongs to no session",
+            events.name: f"{number} events belong to no session, or items to no collection",
+            witnesses.name: "the app, user or session row that it confirms was removed",
+        }
+        problems.add(table, row, Reason.MISSING, details[table])
 
 
 async def _find_orphans_of_index(db: Database, problems: Problems) -> None:
@@ -453,15 +417,19 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
     detail = "its owner's row was removed"
     if db.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
-    size = db.limits.headers
-    async for rows in pages(db.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow):
+    async for rows in all_data_keys(db):
         for row in rows:
             try:
                 unwrap_data_key(row, masters)
             except UNREADABLE as error:
                 problems.add_error(error, data_keys.name, row.id)
                 problems.suppress(data_keys.name, row.id)
-        known = await _existing_owners(db, {row.owner for row in rows})
+        owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
+        known = {
+            tag
+            for column, query in _TAGS.items()
+            for (tag,) in await rows_where(db.read, query, column, owners)
+        }
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  In that
         # case, the erasure has also deleted the data keys.  So report only data keys that still
@@ -484,19 +452,15 @@ def _may_be_new(db: Database, row: DataKeyRow) -> bool:
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
 
 
-async def _existing_owners(db: Database, tags: Iterable[object]) -> set[object]:
-    """Return the *tags* (blind indexes) for which an app or a user exists."""
-    found: set[object] = set()
-    for chunk in chunks({tag for tag in tags if isinstance(tag, bytes)}):
-        found |= {tag for (tag,) in await db.read(_owners(len(chunk)), numbered(chunk))}
-    return found
-
-
 # --- statements ----------------------------------------------------------------------------------
 
 
 def _with_version() -> sa.Select[Any]:
-    """Return the query for the columns of `_ImportedRow`."""
+    """Return the query for the rows of `secure_migrated`, with the present versions.
+
+    That is the revision of the imported session, or the version of the user or app whose state was
+    imported; NULL if that row is not stored any more.
+    """
     c = migrated.c
     versions = [
         sa.select(version)
@@ -513,10 +477,4 @@ def _with_version() -> sa.Select[Any]:
 
 
 _MIGRATED = _with_version()
-
-
-@functools.cache
-def _owners(number: int) -> sa.CompoundSelect[Any]:
-    """Select the tags of existing apps and users from a list of *number* tags."""
-    tags = (table.c.tag for table in (apps, users))
-    return sa.union_all(*(sa.select(tag).where(is_one_of(tag, number)) for tag in tags))
+_TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}

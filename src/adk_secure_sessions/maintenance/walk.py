@@ -15,15 +15,11 @@ from adk_secure_sessions.formats.records import (
     split_id,
     split_owner,
 )
-from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
-from adk_secure_sessions.storage.pages import Span, grouped, pages
-from adk_secure_sessions.storage.queries import (
-    chunks,
-    is_one_of,
-    numbered,
-)
+from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
+from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.reads import CheckOwner
 from adk_secure_sessions.storage.rows import (
     APPS,
@@ -39,7 +35,7 @@ from adk_secure_sessions.storage.rows import (
     UserRow,
     naming,
 )
-from adk_secure_sessions.storage.schema import COLLECTION, apps, sessions, users
+from adk_secure_sessions.storage.schema import COLLECTION, apps, data_keys, sessions, users
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
@@ -143,6 +139,11 @@ def app_name_of(stored: object) -> str:
     return decode_text(stored)
 
 
+def all_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
+    """Yield all rows of `secure_data_keys` in pages."""
+    return pages(db.read_keys, DATA_KEYS, data_keys.c.id, db.limits.headers, DataKeyRow)
+
+
 class OwnerTag(NamedTuple):
     """The columns that identify an app or a user; they are not authenticated yet.
 
@@ -163,8 +164,10 @@ def owner_tags(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerTag]]:
 
 
 _APP_TAGS = sa.select(apps.c.id, apps.c.tag, apps.c.app_name)
+_WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
+_USERS = sa.select(*users.c, apps.c.app_name).select_from(_WITH_APP)
 _USER_TAGS = sa.select(users.c.id, users.c.tag, apps.c.app_name, users.c.app_row).select_from(
-    users.outerjoin(apps, apps.c.id == users.c.app_row)
+    _WITH_APP
 )
 
 
@@ -202,18 +205,16 @@ async def _located(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSess
 
 async def _decrypted(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
     owners: dict[object, tuple[UserRow, object]] = {}
-    for ids in chunks({row.user_row for row in rows}):
-        for *user, app_name in await db.read(_users(len(ids)), numbered(ids)):
-            owners[user[0]] = UserRow(*user), app_name
+    user_rows = {row.user_row for row in rows}
+    for *user, app_name in await rows_where(db.read, _USERS, users.c.id, user_rows):
+        owners[user[0]] = UserRow(*user), app_name
     keys = await db.keys_of(*(user.tag for user, _ in owners.values()))
     return [_locate(row, owners.get(row.user_row), keys) for row in rows]
 
 
 async def _with_ids(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
-    rows: list[SessionRow] = []
-    for ids in chunks(row_ids):
-        rows += [SessionRow(*row) for row in await db.read(_sessions(len(ids)), numbered(ids))]
-    return sorted(rows)
+    rows = await rows_where(db.read, _SESSIONS, sessions.c.id, row_ids)
+    return sorted(SessionRow(*row) for row in rows)
 
 
 def _locate(
@@ -385,18 +386,6 @@ def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     one: sa.ColumnElement[int] = sa.literal_column("1")
     length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
     return sa.func.substr(column, one, length, type_=sa.LargeBinary)
-
-
-@functools.cache
-def _sessions(number: int) -> sa.Select[Any]:
-    return _SESSIONS.where(is_one_of(sessions.c.id, number))
-
-
-@functools.cache
-def _users(number: int) -> sa.Select[Any]:
-    query = sa.select(*users.c, apps.c.app_name)
-    query = query.select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
-    return query.where(is_one_of(users.c.id, number))
 
 
 @functools.cache

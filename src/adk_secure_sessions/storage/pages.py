@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Parameters, Row
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,6 +68,19 @@ async def pages(
         if len(rows) < size:
             return
         after = end_of(rows, columns)
+
+
+async def rows_where(
+    read: Reader, query: sa.Select[Any], column: Key, values: Iterable[object]
+) -> list[Row]:
+    """Return the rows of *query* whose *column* has one of *values*.
+
+    *query* must be a constant or cached, because each form of it is kept.
+    """
+    rows: list[Row] = []
+    for part in chunks(values):
+        rows += await read(_where(query, column, len(part)), numbered(part))
+    return rows
 
 
 async def spans(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[Span]:
@@ -141,6 +155,11 @@ def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.
 @functools.cache
 def _within(query: sa.Select[Any], key: Key, has_limits: Span) -> sa.Select[Any]:
     return query.where(*has_limits.conditions(key))
+
+
+@functools.cache
+def _where(query: sa.Select[Any], column: Key, number: int) -> sa.Select[Any]:
+    return query.where(is_one_of(column, number))
 
 
 @functools.cache
