@@ -1,4 +1,19 @@
-"""Functions that maintain a database of encrypted sessions while services use the database."""
+"""Functions that maintain a database of encrypted sessions while services use the database.
+
+Several functions have these arguments:
+
+- `db` is the `Database`, with every backend and root key that its rows may need.
+- With `dry_run`, a function reads, decrypts and checks as usual, but writes nothing.  Its result is
+  the expected one.
+- `progress` is called again and again with two numbers: how many rows are done, and how many rows
+  there are.  Some functions count other things than rows, and say so.
+- `rows_per_second` is the maximum number of these rows per second.
+
+Every function raises `ConfigurationError` if the database cannot be used, or holds no encrypted
+sessions yet.  If a function needs the root keys, it raises `WrongKeyError` if they do not decrypt
+the keyring, `PlaintextRefusedError` if a master key is stored as plaintext and `NoOpBackend` is not
+given, and `KeyServiceError` if the key provider fails.
+"""
 
 from adk_secure_sessions.maintenance.audit import (
     AuditExport,

@@ -125,17 +125,14 @@ async def verify_audit(
     This function stores no record of its own, so it also works if the account may only read.
 
     Args:
-        db: The database.
         heads: The lines of each audit log, by the name of the log.  Those with the event
             `audit.head` say how many records each chain had.  Without them, nobody can detect that
             the last records of a chain, or a whole chain, were removed.  A log without a head of
             the database is a problem, and so are two different heads of one record.
-        progress: Called with the number of records checked and the number of all records.
-        rows_per_second: The maximum number of records to check per second.
+        progress: Counts records.
 
     Raises:
-        ConfigurationError: The database has no audit trail, or cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: The database has no audit trail.
     """
     trail = await _opened(db, progress, rows_per_second)
     logged = _Heads(heads or {}, trail)
@@ -171,16 +168,13 @@ async def export_audit(
     Records that are not authentic are not written.
 
     Args:
-        db: The database.
         write: Called with each line, which ends with a line feed.
         since: Write only records of this time or later; the time must have a time zone.
         until: Write only records before this time; the time must have a time zone.
-        progress: Called with the number of records read and the number of all records.
+        progress: Counts records.
 
     Raises:
-        ConfigurationError: The database has no audit trail, or cannot be used; or a time has no
-            time zone.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: The database has no audit trail, or a time has no time zone.
     """
     if any(one is not None and one.tzinfo is None for one in (since, until)):
         raise ConfigurationError("since and until must have a time zone")
@@ -218,15 +212,11 @@ async def purge_audit(
     accepts their heads.  Chains with such records are never deleted.
 
     Args:
-        db: The database.
         older_than: The minimum age of the last record, at least 48 hours.
-        dry_run: Count the records, but delete nothing.
-        progress: Called with the number of records read and the number of all records.
+        progress: Counts records.
 
     Raises:
-        ConfigurationError: The database has no audit trail, or cannot be used; or *older_than* is
-            too short.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: The database has no audit trail, or *older_than* is too short.
         DatabaseError: The database failed, or the connection was lost: run the command again.
     """
     if older_than < _MIN_AGE:

@@ -42,12 +42,7 @@ async def check(db: Database) -> Check:
         db: The database, with the backends that the service has.
 
     Raises:
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or
-            `separate` or `move_keys` has not ended.
-        WrongKeyError: The root keys do not decrypt the keyring.
-        PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is neither
-            `backend` nor one of `additional_backends`.
-        KeyServiceError: The key provider failed.
+        ConfigurationError: `separate` or `move_keys` has not ended.
     """
     db.require_files()
     backends = db.backends

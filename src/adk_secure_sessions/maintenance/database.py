@@ -161,20 +161,12 @@ class Database(KeyMaterial, ClosedByWith):
                 )
 
     async def survey(self) -> Survey:
-        """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`.
-
-        Raises:
-            ConfigurationError: The tables do not exist, or the database cannot be used.
-        """
+        """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`."""
         self.require_files()
         return await repeated(lambda: survey_existing(self.executors))
 
     async def describe(self) -> Description:
-        """Describe the database to a person who is to confirm a command; this needs no root key.
-
-        Raises:
-            ConfigurationError: The file of a SQLite database does not exist.
-        """
+        """Describe the database to a person who is to confirm a command; this needs no root key."""
         self.require_files(of_keys=False)
 
         def work(connection: sa.Connection) -> Description:
@@ -192,15 +184,7 @@ class Database(KeyMaterial, ClosedByWith):
         return survey.format_version is None
 
     async def keys(self) -> DataKeys:
-        """Return the cache of data keys, with the unwrapped keyring.
-
-        Raises:
-            ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
-            WrongKeyError: The root keys do not decrypt the keyring.
-            PlaintextRefusedError: A master key is stored as plaintext, and `NoOpBackend` is neither
-                `backend` nor one of `additional_backends`.
-            KeyServiceError: The key provider failed.
-        """
+        """Return the cache of data keys, with the unwrapped keyring."""
         return await self.unit.keys()
 
     async def renew_keyring(self) -> Keyring:

@@ -100,17 +100,13 @@ async def erase_user(
     migration.  On PostgreSQL, storing the tombstone waits until running imports have ended.
 
     Args:
-        db: The database.
         app_name: The app's name.
         user_id: The user's id in ADK.
-        dry_run: Count the rows, but delete nothing.
         rewrite: Rewrite the table of data keys (SQLite: the whole file), so that its free space
             contains no copy of the keys.  Services wait until the table is rewritten.
 
     Raises:
-        WrongKeyError: The root keys do not decrypt the keyring.
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or
-            *app_name* or *user_id* is not text.
+        ConfigurationError: *app_name* or *user_id* is not text.
         DatabaseError: The database failed, or it does not delete the rows.
     """
     if not (isinstance(app_name, str) and isinstance(user_id, str)):

@@ -32,7 +32,6 @@ async def init(db: Database) -> Initialisation:
     Raises:
         ConfigurationError: The database cannot be used.  It was left unchanged.
         WrongKeyError: The database has master keys that the root keys do not unwrap.
-        KeyServiceError: The key provider failed.
     """
     backends = db.backends
     opening = partial(open_database, db.executors, backends, True)

@@ -94,9 +94,7 @@ async def lookup(
     """Find the rows of an app and, if given, of a user, of a session and of a collection.
 
     Raises:
-        ConfigurationError: *session_id* or *collection* was given without *user_id*, or the
-            database cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: *session_id* or *collection* was given without *user_id*.
     """
     if session_id is not None and user_id is None:
         raise ConfigurationError("a session id is unique only for one user: give the user id, too")
@@ -134,8 +132,7 @@ async def inspect(
         limit: The maximum number of rows to return.
 
     Raises:
-        ConfigurationError: *table* contains no records, *row* is malformed, or the database cannot
-            be used.
+        ConfigurationError: *table* contains no records, or *row* is malformed.
     """
     if table not in _RECORDS:
         raise ConfigurationError(f"not a table with records: choose one of {', '.join(TABLES)}")

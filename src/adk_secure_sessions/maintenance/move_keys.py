@@ -116,13 +116,12 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
         db: The database, with `key_db_url` or `key_db_engine`, and with all root keys.
         to: "key-db" moves the keys into the key database, which must be empty.  "db" moves them
             into the database of the data.
-        progress: Called with the number of copied data keys and the number of all data keys.
+        progress: Counts data keys.
 
     Raises:
-        ConfigurationError: There is no key database; or one of the databases cannot be used; or the
-            key database is not empty; or an unfinished move has the other direction; or
-            `EncryptedSessionWrapper` uses the database.
-        WrongKeyError: The root keys do not decrypt the keyring, or `secure_meta` was modified.
+        ConfigurationError: There is no key database, or it is not empty; or an unfinished move has
+            the other direction; or `EncryptedSessionWrapper` uses the database.
+        WrongKeyError: `secure_meta` was modified.
         TamperedError: The row of a data key is malformed.
         SecureSessionError: Another process has changed the keys during this run.
     """

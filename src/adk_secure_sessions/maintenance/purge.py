@@ -62,20 +62,15 @@ async def purge(
     their rows and states, even if they have no session left.
 
     Args:
-        db: The database, with every backend whose records it may contain.
         older_than: The minimum age of a session.  The age is the difference between the clock of
             this machine and the timestamp of the last event, which the application sets.  If None,
             only expired sessions are deleted.
         app_name: Delete only sessions of this app.
         user_id: Delete only sessions of the users with this id.
-        dry_run: Count the sessions, but delete nothing.
-        progress: Called with the number of due sessions processed and the number of all due
-            sessions, of all apps and users.
-        rows_per_second: The maximum number of due sessions to process per second.
+        progress: Counts due sessions, of all apps and users.
 
     Raises:
-        ConfigurationError: `older_than` is negative, or the database cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: `older_than` is negative.
     """
     now, before = time.time_ns() // 1000, None
     if older_than is not None:

@@ -128,16 +128,10 @@ async def retire(
     all data masters are kept.
 
     Args:
-        db: The database.
-        dry_run: Find unused keys, but delete nothing.
-        progress: Called with the number of owners (users and apps) processed, and the number of
-            all owners with more than one data key.
-        rows_per_second: The maximum number of owners to check per second.
+        progress: Counts owners (users and apps) with more than one data key.
 
     Raises:
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet; or
-            `EncryptedSessionWrapper` uses it.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: `EncryptedSessionWrapper` uses the database.
         TamperedError: A row belongs to no session, user or app, or the row of a session cannot be
             decrypted; nothing was deleted.
     """

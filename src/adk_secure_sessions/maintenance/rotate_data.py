@@ -102,16 +102,10 @@ async def rotate_data(
     the same arguments.
 
     Args:
-        db: The database, with every backend whose records it may have.
-        dry_run: Decrypt the records that would be re-encrypted, but write nothing.
         restart: Begin a new rotation even if another one is unfinished.
-        progress: Called with the number of rows processed and the number of all rows.
-        rows_per_second: The maximum number of rows to process per second.
 
     Raises:
-        WrongKeyError: The root keys do not decrypt the keyring.
-        ConfigurationError: The database cannot be used, or its only data master is stored as
-            plaintext.
+        ConfigurationError: The only data master is stored as plaintext.
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
         SecureSessionError: Another rotation was started during this one.  The records that this

@@ -80,18 +80,13 @@ async def rotate_master(
     until `retire` deletes them.
 
     Args:
-        db: The database, with all root keys that wrap its master keys.
-        dry_run: Unwrap all data keys, but write nothing.
         restart: Begin a new rotation even if another one is unfinished.
-        progress: Called with the number of data keys done and the number of all data keys.
-        rows_per_second: The maximum number of data keys to wrap per second.
+        progress: Counts data keys.
 
     Raises:
-        WrongKeyError: A root key is missing or wrong.
         SecureSessionError: Another rotation was started during this one.  The data keys that this
             rotation has already wrapped keep the new data master.
-        KeyServiceError: The key provider failed.
-        ConfigurationError: The database cannot be used, or `backend` has no root key.
+        ConfigurationError: `backend` has no root key.
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
     """

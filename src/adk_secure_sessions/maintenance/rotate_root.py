@@ -51,16 +51,12 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     keep running, but a service that starts later needs the new root key.  A second run changes
     nothing.
 
-    Args:
-        db: The database; `backend` has the new root key, `additional_backends` the old one.
-        dry_run: Check that the root keys can unwrap and wrap the master keys, but write nothing.
+    In *db*, `backend` has the new root key, and `additional_backends` have the old one.  After an
+    error, nothing was written.
 
     Raises:
-        WrongKeyError: A root key is missing or wrong; nothing was written.
-        KeyServiceError: A key provider failed; nothing was written.
-        SecureSessionError: Another process has changed the keyring since it was read; nothing was
-            written.
-        ConfigurationError: The database cannot be used, or `backend` has no root key.
+        SecureSessionError: Another process has changed the keyring since it was read.
+        ConfigurationError: `backend` has no root key.
     """
     root = db.backends.writer.root_key
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:

@@ -90,19 +90,15 @@ async def fill_index(
     are right are not written again.
 
     Args:
-        db: The database, with every backend whose records it may contain.
         app_name: The app whose sessions are indexed.
         keys: Keys of the state.  A key that begins with `user:` is a key of the state of users.
         skip_unreadable: Allow searches even if sessions or users cannot be decrypted.  If they can
             be decrypted later, for example after a restore, they are not found until `fill_index`
             is called again.
-        progress: Called with the number of rows processed and the number of all rows of sessions
-            and, if a key begins with `user:`, of users.
-        rows_per_second: The maximum number of rows to process per second.
+        progress: Counts sessions and, if a key begins with `user:`, users.
 
     Raises:
-        ConfigurationError: A key cannot be indexed, or the database cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: A key cannot be indexed.
     """
     _check(app_name, keys)
     add_facts(app=app_name)
@@ -132,13 +128,11 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     restarted stores rows again.
 
     Args:
-        db: The database, with a backend that has the root key.
         app_name: The app.
         keys: Keys of the state.
 
     Raises:
-        ConfigurationError: A key cannot be indexed, or the database cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
+        ConfigurationError: A key cannot be indexed.
     """
     _check(app_name, keys)
     add_facts(app=app_name)

@@ -85,17 +85,12 @@ async def separate(
     is killed, or if its result is not `complete`, run `separate` again: the next run continues.
 
     Args:
-        db: The copy, with all backends and root keys.
-        progress: Called with the number of rows processed and the number of all rows.  Both start
-            again for each of the three steps: rotate the data master, rotate the data keys, retire
-            the old keys.
-        rows_per_second: The maximum number of rows to process per second.
+        progress: Begins again for each of three steps: the rotation of the data master, that of
+            the data keys, and the retirement of the old keys.
 
     Raises:
-        WrongKeyError: The root keys do not decrypt the keyring.
-        KeyServiceError: The key provider failed.
-        ConfigurationError: The database cannot be used, its keyring has more than 8 data masters,
-            or `EncryptedSessionWrapper` uses it.
+        ConfigurationError: The keyring has more than 8 data masters, or
+            `EncryptedSessionWrapper` uses the database.
         TamperedError: A row belongs to no session, user or app; or the row of a session cannot be
             decrypted.
         SecureSessionError: Another process has changed the keyring or started a rotation during

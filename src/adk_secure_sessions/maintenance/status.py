@@ -169,12 +169,6 @@ async def status(
             unwrapped, and whether the checkpoints of unfinished rotations are authentic.  It also
             tells whether the mark that ends a migration is authentic (see `MigrationStatus`).  And
             the row of an owner with spare data keys is decrypted, because it names the current one.
-        progress: Called with the number of rows processed and the number of all rows.
-        rows_per_second: The maximum number of rows to count per second.
-
-    Raises:
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
-        KeyServiceError: The key provider failed.
     """
     survey = await db.survey()
     assert survey.database_id is not None, "survey() rejects such a database"
@@ -266,10 +260,6 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 @hides_locals
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key.
-
-    Raises:
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
-        KeyServiceError: The key provider failed.
     """
     return await _unfinished(db, await db.survey())
 

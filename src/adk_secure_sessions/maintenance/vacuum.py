@@ -31,12 +31,6 @@ async def vacuum(db: Database) -> Vacuum:
     SQLite rewrites the whole file.  Other databases rewrite one table after the other.  The key
     database is rewritten after the data database.  Services wait while a table is rewritten.  Logs,
     replicas and backups are not cleared.
-
-    Args:
-        db: The database.
-
-    Raises:
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
     """
     present = (await db.survey()).feature_tables
     of_features = tuple(table for table in FEATURE_TABLES if table.name in present)

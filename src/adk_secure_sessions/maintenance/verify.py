@@ -105,15 +105,6 @@ async def verify(
     because one statement reads a whole session.  Memory must hold the events of one session at a
     time.  `verify` parses the JSON of states, events and items, but does not check that the
     installed google-adk can read the events.
-
-    Args:
-        db: The database, with all backends and root keys that its records may need.
-        progress: Called with the number of rows processed and the number of all rows.
-        rows_per_second: The maximum number of rows to check per second.
-
-    Raises:
-        WrongKeyError: The root keys do not decrypt the keyring.
-        ConfigurationError: The database cannot be used, or holds no encrypted sessions yet.
     """
     index = (await db.keys()).keyring.index
     of_features = (await db.survey()).feature_tables
