@@ -14,9 +14,9 @@ from adk_secure_sessions.cli.config import variable
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
-    inspect,
     lookup,
     purge,
+    record_headers,
     retire,
     rotate_data,
     rotate_master,
@@ -59,7 +59,9 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
     async with pair.maintained(None) as db:
         db.limits = few
         found = await status(db)
-        shown = [await inspect(db, f"secure_{name}") for name in ("keyring", "data_keys", "users")]
+        shown = [
+            await record_headers(db, f"secure_{name}") for name in ("keyring", "data_keys", "users")
+        ]
     assert {(one.table, one.rows, one.newest) for one in found.records} == {
         ("secure_apps", 1, 1),
         ("secure_users", 7, 7),

@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import Database, erase_user
-from adk_secure_sessions.maintenance.clearing import clear
 from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.maintenance.vacuum import clear
 from adk_secure_sessions.storage.schema import data_keys
 from tests.attacks.needles import files_of
 from tests.maintenance.support import APP, OLD, event, fill, query

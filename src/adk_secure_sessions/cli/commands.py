@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -310,9 +311,8 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
     """
     from adk_secure_sessions import maintenance
 
-    found = run(
-        db, lambda opened: maintenance.inspect(opened, table_name, row, limit=limit), again=None
-    )
+    reading = partial(maintenance.record_headers, table=table_name, row=row, limit=limit)
+    found = run(db, reading, again=None)
     rows = [
         (
             f"row {one.row}",

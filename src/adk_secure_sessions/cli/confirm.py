@@ -15,7 +15,7 @@ from adk_secure_sessions.cli.program import Declined, Failure
 from adk_secure_sessions.cli.text import moment
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance.description import Description
+    from adk_secure_sessions.maintenance.database import Description
 
 Command = Callable[..., Any]
 

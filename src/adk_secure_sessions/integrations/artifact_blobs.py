@@ -21,8 +21,7 @@ from adk_secure_sessions.integrations.artifact_versions import is_artifact, vers
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, opened
 from adk_secure_sessions.maintenance import Database, Problem
-from adk_secure_sessions.maintenance.orphans import reject_orphans
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems, reject_orphans
 from adk_secure_sessions.maintenance.walk import SessionIds, located_sessions
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections

@@ -23,12 +23,17 @@ from adk_secure_sessions.maintenance.audit import (
     purge_audit,
     verify_audit,
 )
-from adk_secure_sessions.maintenance.check import Check, check
 from adk_secure_sessions.maintenance.counts import DataKeyCount, RecordCount
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.debug import (
+    TABLES,
+    Location,
+    RecordHeader,
+    lookup,
+    record_headers,
+)
 from adk_secure_sessions.maintenance.erase import Erasure, erase_user
-from adk_secure_sessions.maintenance.init import Initialisation, init
-from adk_secure_sessions.maintenance.inspect import TABLES, Location, RecordHeader, inspect, lookup
+from adk_secure_sessions.maintenance.init import Check, Initialisation, check, init
 from adk_secure_sessions.maintenance.move_keys import KeyMove, move_keys
 from adk_secure_sessions.maintenance.problems import Problem
 from adk_secure_sessions.maintenance.progress import Progress
@@ -94,11 +99,11 @@ __all__ = [
     "export_audit",
     "fill_index",
     "init",
-    "inspect",
     "lookup",
     "move_keys",
     "purge",
     "purge_audit",
+    "record_headers",
     "retire",
     "rotate_data",
     "rotate_master",

@@ -11,8 +11,8 @@ from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
-from adk_secure_sessions.maintenance.clearing import clear
 from adk_secure_sessions.maintenance.database import Database, Limits
+from adk_secure_sessions.maintenance.vacuum import clear
 from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import clusters

@@ -35,9 +35,9 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow, check_row_count, open_keyring
-from adk_secure_sessions.maintenance.clearing import rewrite
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark

@@ -21,9 +21,8 @@ from adk_secure_sessions.keys.data_keys import (
 )
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.orphans import reject_orphans
 from adk_secure_sessions.maintenance.owners import by_age, check_owner
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import (
     all_data_keys,

@@ -259,8 +259,7 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 
 @hides_locals
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
-    """Return the rotations that are running, were killed, or could not replace every key.
-    """
+    """Return the rotations that are running, were killed, or could not replace every key."""
     return await _unfinished(db, await db.survey())
 
 

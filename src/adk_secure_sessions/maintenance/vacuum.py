@@ -1,9 +1,19 @@
-"""Rewrite all tables, so that their files contain no bytes of deleted or replaced rows."""
+"""Remove the bytes of deleted and replaced rows from the files of a database.
 
+When a row is deleted or replaced, a database only marks the row's space in the file as free.  The
+bytes of the row remain in the file.  docs/erasure.md describes which bytes remain on each kind of
+database.
+"""
+
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import sqlalchemy as sa
+
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.maintenance.clearing import rewrite
+from adk_secure_sessions.db.dialects import IN_USE, dialect_of
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
+from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.schema import DATA_TABLES, FEATURE_TABLES, KEY_TABLES, TABLES
 
@@ -42,3 +52,48 @@ async def vacuum(db: Database) -> Vacuum:
     for executor, tables in places:
         obstacles += await rewrite(executor, tables, db.limits.lock_wait)
     return Vacuum(not obstacles, tuple(obstacles))
+
+
+async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite: bool) -> str:
+    """Remove the bytes of deleted rows from the file that stores *table*.
+
+    *lock_wait* is how many seconds to wait for a lock.  If *rewrite* is True, rewrite the table
+    (SQLite: the whole file); services wait until this is done.  Otherwise only empty the
+    write-ahead log of SQLite.
+
+    Return the reason why the bytes could not be removed; empty if they were removed.
+    """
+
+    def work(connection: sa.Connection) -> str:
+        dialect = dialect_of(connection)
+        if rewrite:
+            return dialect.rewrite(connection, table, lock_wait)
+        return dialect.empty_log(connection, lock_wait)
+
+    try:
+        return await executor.run(work, commit=False)
+    except Conflict:
+        return IN_USE
+    except Disconnected as lost:
+        return str(lost.error)
+    except DatabaseError as error:
+        return str(error)
+
+
+async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int) -> list[str]:
+    """Rewrite *tables*, which must be all tables of this package in the database of *executor*.
+
+    Return the reasons why tables could not be rewritten; *lock_wait* is as in `clear`.
+    """
+    try:
+        dialect = await executor.run(dialect_of, commit=False)
+    except Disconnected as lost:
+        return [str(lost.error)]
+    if dialect.has_one_file:
+        obstacle = await clear(executor, tables[0], lock_wait, rewrite=True)
+        return [obstacle] if obstacle else []
+    obstacles = []
+    for table in tables:
+        if obstacle := await clear(executor, table, lock_wait, rewrite=True):
+            obstacles.append(f"{table.name}: {obstacle}")
+    return obstacles

@@ -18,8 +18,13 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit import UNLISTED, is_unlisted
 from adk_secure_sessions.maintenance.counts import count_events, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.orphans import orphans
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems, unlisted
+from adk_secure_sessions.maintenance.problems import (
+    UNREADABLE,
+    Problem,
+    Problems,
+    orphans,
+    unlisted,
+)
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.search_index import ORPHANS_OF_INDEX, read_marks
 from adk_secure_sessions.maintenance.walk import (

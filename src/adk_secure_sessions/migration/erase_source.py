@@ -10,7 +10,7 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
-from adk_secure_sessions.maintenance.clearing import rewrite
+from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.migration.adk_sql import NAMED_TABLES, Tables
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, taking_bytes
 from adk_secure_sessions.migration.compare import Comparing, Comparison

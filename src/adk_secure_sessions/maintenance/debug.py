@@ -118,7 +118,7 @@ async def lookup(
 
 
 @unstored_command
-async def inspect(
+async def record_headers(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:
     """Return the headers of stored records; no key is needed.
