@@ -346,7 +346,7 @@ async def test_process_that_stops_before_the_feature_is_added_leaves_a_usable_da
     service: BaseSessionService, store: Imports, db: Database, kind: Kind, url: URL
 ) -> None:
     assert not await store.has_imports()
-    await db.change(lambda connection: create_table_of(MIGRATION, connection, may_create=True))
+    await db.unit.change(lambda connection: create_table_of(MIGRATION, connection, may_create=True))
     assert not await store.has_imports()
     async with maintained(url, kind) as other:
         assert await is_clean(other)
@@ -359,7 +359,7 @@ async def test_removed_table_is_reported(
     store: Imports, db: Database, kind: Kind, url: URL
 ) -> None:
     await imported(store)
-    await db.change(lambda connection: migrated.drop(connection))
+    await db.unit.change(lambda connection: migrated.drop(connection))
     async with maintained(url, kind) as other:
         with pytest.raises(ConfigurationError, match="secure_migrated was removed: restore it"):
             await other.keys()
@@ -376,14 +376,14 @@ async def test_table_is_not_created_if_the_application_forbids_it(
     assert not await store.has_imports()
     with pytest.raises(ConfigurationError, match="create_tables is False"):
         await store.tombstone(APP, USER)
-    await db.change(lambda connection: migrated.create(connection))
+    await db.unit.change(lambda connection: migrated.create(connection))
     assert await imported(store) is ImportStatus.NEW
 
 
 async def test_table_of_another_program_is_rejected(
     db: Database, store: Imports, kind: Kind, url: URL
 ) -> None:
-    await db.change(
+    await db.unit.change(
         lambda connection: connection.execute(sa.text("CREATE TABLE secure_migrated (x INTEGER)"))
     )
     async with maintained(url, kind) as other:

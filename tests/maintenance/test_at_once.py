@@ -29,11 +29,11 @@ from adk_secure_sessions.maintenance import (
     export_audit,
     fill_index,
     init,
-    inspect,
     lookup,
     move_keys,
     purge,
     purge_audit,
+    record_headers,
     retire,
     rotate_data,
     rotate_master,
@@ -126,7 +126,9 @@ COMMANDS: dict[str, Command] = {
     "index drop": Command(lambda db, directory: drop_index(db, APP, ["n"])),
     "index fill": Command(lambda db, directory: fill_index(db, APP, ["n"])),
     "init": Command(_alone(init), world="empty"),
-    "debug inspect": Command(lambda db, directory: inspect(db, "secure_users"), only_reads=True),
+    "debug inspect": Command(
+        lambda db, directory: record_headers(db, "secure_users"), only_reads=True
+    ),
     "debug lookup": Command(lambda db, directory: lookup(db, APP, "ada"), only_reads=True),
     "migrate compare": Command(_compare, before=(_migrate,)),
     "migrate copy": Command(_migrate),

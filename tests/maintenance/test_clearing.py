@@ -130,7 +130,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
             assert present(path, values) == len(values)
         assert (await erase_user(db, APP, "ada")).cleared
         assert present(path, values) == 0
-        timeout = await db.executor.run(
+        timeout = await db.unit.executors.data.run(
             lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout").scalar(),
             commit=False,
         )
@@ -186,7 +186,7 @@ async def test_postgresql_keeps_bytes_in_the_table_until_it_is_rewritten(
             postgresql.flush()
             # The write-ahead log remains, a file whose name has 24 hexadecimal digits.
             assert {name for name in files_with(postgresql, wrapped) if len(name) != 24} == set()
-            timeout = await db.executor.run(
+            timeout = await db.unit.executors.data.run(
                 lambda connection: connection.exec_driver_sql("SHOW lock_timeout").scalar(),
                 commit=False,
             )

@@ -484,7 +484,7 @@ async def renew_keys(db: Database) -> None:
     """Give each app and user a new data key, as a rotation does first; re-encrypt nothing else."""
     who, now = await db.unit.identify(APP), time.time_ns() // 1000
     await db.unit.run(RenewKey(who, now, of_user=False))
-    for (tag,) in await db.read(sa.select(users.c.tag), {}):
+    for (tag,) in await db.unit.read(sa.select(users.c.tag), {}):
         await db.unit.run(RenewKey(who._replace(user_tag=tag), now, of_user=True))
 
 

@@ -290,7 +290,7 @@ class _Trail:
 
     async def check_types(self) -> None:
         """Report rows that no query for a chain finds, because their key has another type."""
-        ((number,),) = await self._db.read(_WRONG_KEYS, {"empty": b""})
+        ((number,),) = await self._db.unit.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
             self.add_bad("", Reason.MALFORMED, detail)
@@ -301,7 +301,7 @@ class _Trail:
         Neither is authenticated.
         """
         query, size = (_CHAINS, _columns.chain), self._db.limits.headers
-        async for found in pages(self._db.read, *query, size, lambda *row: row, empty=b""):
+        async for found in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
             for chain, last in found:
                 yield chain, last
 
@@ -355,14 +355,16 @@ class _Trail:
     async def check_purged(self) -> None:
         """Report chains that are stored although they were purged."""
         query = _STORED_CHAINS, _columns.chain
-        for (chain,) in await rows_where(self._db.read, *query, self.purged):
+        for (chain,) in await rows_where(self._db.unit.read, *query, self.purged):
             detail = "the chain was purged, and is stored again: it was replayed"
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
         """Yield the number, the time and the record of each row of *chain*."""
         size, key = self._db.limits.rows, _columns.number
-        async for rows in pages(self._db.read, _RECORDS, key, size, lambda *row: row, chain=chain):
+        async for rows in pages(
+            self._db.unit.read, _RECORDS, key, size, lambda *row: row, chain=chain
+        ):
             for number, moment, record in rows:
                 if not isinstance(number, int):
                     detail = "its number is not an integer: it was inserted"

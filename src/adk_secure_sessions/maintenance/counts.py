@@ -70,7 +70,7 @@ async def count_events(db: Database) -> int:
 
     Counting the rows of `secure_events` would take long, because that table is large.
     """
-    ((number,),) = await db.read(_CLAIMED_EVENTS, {})
+    ((number,),) = await db.unit.read(_CLAIMED_EVENTS, {})
     # If revisions were tampered with, they may be negative, or their sum may be infinite.
     return int(min(max(number or 0, 0), _MOST_EVENTS))
 
@@ -93,8 +93,8 @@ async def count_records(
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (bases, events) else key
-        async for span in spans(db.read, walked, db.limits.headers):
-            groups = await span.read(db.read, query, key)
+        async for span in spans(db.unit.read, walked, db.limits.headers):
+            groups = await span.read(db.unit.read, query, key)
             found = await current.of({owner for owner, *_ in groups})
             keys = {
                 owner: row.id

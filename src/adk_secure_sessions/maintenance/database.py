@@ -8,14 +8,14 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import running_command
 from adk_secure_sessions.backends import EncryptionBackend
-from adk_secure_sessions.backends.registry import Backends, register
+from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of, has_table
-from adk_secure_sessions.db.protocol import Executor, Executors, Parameters, Row, repeated
+from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.flags import Packing
-from adk_secure_sessions.keys.data_keys import DataKeys, StagedKeys
+from adk_secure_sessions.keys.data_keys import DataKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.lru import Caches
@@ -163,26 +163,6 @@ class Database(KeyMaterial, ClosedByWith):
         self.has_keys: bool = backend is not None
         self.limits: Limits = Limits()
 
-    @property
-    def executors(self) -> Executors:
-        """The executors of the data database and of the key database."""
-        return self.unit.executors
-
-    @property
-    def executor(self) -> Executor:
-        """The executor that runs statements on the data database."""
-        return self.executors.data
-
-    @property
-    def key_executor(self) -> Executor:
-        """The executor that runs statements on `secure_keyring` and `secure_data_keys`."""
-        return self.executors.keys
-
-    @property
-    def backends(self) -> Backends:
-        """The backends that were given.  Raises ConfigurationError if no backend was given."""
-        return self.unit.backends
-
     def find_keys(self, *, in_key_database: bool) -> None:
         """Use the keys in the key database that was given, or those in the data database.
 
@@ -207,7 +187,7 @@ class Database(KeyMaterial, ClosedByWith):
     async def survey(self) -> Survey:
         """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`."""
         self.require_files()
-        return await repeated(lambda: survey_existing(self.executors))
+        return await repeated(lambda: survey_existing(self.unit.executors))
 
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm a command; this needs no root key."""
@@ -218,13 +198,13 @@ class Database(KeyMaterial, ClosedByWith):
             is_session = sessions.c.base_revision != COLLECTION
             return describe(connection, table, "updated_at", is_session)
 
-        return await repeated(lambda: self.executor.run(work, commit=False))
+        return await repeated(lambda: self.unit.executors.data.run(work, commit=False))
 
     async def is_new(self) -> bool:
         """Return whether the database does not exist yet, or has no tables of this package."""
         if any(file is not None and not file.exists() for file in self._files):
             return True  # opening the database would create the file
-        survey = await repeated(lambda: look_at(self.executor))
+        survey = await repeated(lambda: look_at(self.unit.executors.data))
         return survey.format_version is None
 
     async def keys(self) -> DataKeys:
@@ -237,39 +217,11 @@ class Database(KeyMaterial, ClosedByWith):
         await self.unit.renew_keyring(keys.keyring)
         return keys.keyring
 
-    async def keys_of(self, *owners: object) -> StagedKeys:
-        """Read the data keys of *owners*, which are tags, from the database.
-
-        A tampered data key raises no error in this call.  Each later use of the data key raises
-        DecryptionError.
-        """
-        return await self.unit.data_keys_of(*owners)
-
-    async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run *query* on the data database, and return the rows; retry after a lost connection."""
-        return await self.unit.read(query, parameters)
-
-    async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Do the same as `read`, but run *query* on the key tables."""
-        return await self.unit.read_keys(query, parameters)
-
     def reader_of(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
-        """Return `read_keys` if *table* is a key table, otherwise `read`."""
-        return self.read_keys if table in (keyring, data_keys) else self.read
-
-    async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* in one transaction on the data database, and return what *work* returns.
-
-        After a conflict or a lost connection, run *work* again in a new transaction.  If *commit*
-        is False, roll the transaction back at its end.
-        """
-        return await self.unit.change(work, commit=commit)
-
-    async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Do the same as `change`, but on the database that has the key tables."""
-        return await self.unit.change_keys(work, commit=commit)
+        """Return `UnitOfWork.read_keys` if *table* is a key table, otherwise `read`."""
+        return self.unit.read_keys if table in (keyring, data_keys) else self.unit.read
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
@@ -297,11 +249,11 @@ class Database(KeyMaterial, ClosedByWith):
 
         If the features of the database do not list the trail, an older list was replayed.
         """
-        return bool(await self.read(_ANY_RECORD, {}))
+        return bool(await self.unit.read(_ANY_RECORD, {}))
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()
-        return await open_existing(self.executors, self.backends, known)
+        return await open_existing(self.unit.executors, self.unit.backends, known)
 
 
 _ANY_RECORD = (

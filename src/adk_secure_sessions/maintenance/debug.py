@@ -112,7 +112,7 @@ async def lookup(
             wanted.append(("collection", sessions, tag))
     found = []
     for kind, table, tag in wanted:
-        ids = [row_id for (row_id,) in await db.read(_by_tag(table), {"tag": tag})]
+        ids = [row_id for (row_id,) in await db.unit.read(_by_tag(table), {"tag": tag})]
         found.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
     return tuple(found)
 

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -11,7 +12,7 @@ from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
-from adk_secure_sessions.maintenance.database import Database, Limits
+from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.vacuum import clear
 from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.results import Result, count
@@ -114,35 +115,37 @@ async def erase_user(
     ids = identify((await db.keys()).keyring.index, app_name, user_id)
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
-    has_app = bool(await db.read(_APP, {"tag": ids.app_tag}))
+    has_app = bool(await db.unit.read(_APP, {"tag": ids.app_tag}))
     was_migrated = await _may_have_imports(db)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
-    erasing = _Erasing(tag, dry_run, db.limits)
-    if db.key_executor is db.executor:
-        then = await erasing.commit(db.change, [find, rows, keys])
-        deleted = then.counts
-    else:  # delete the keys first: afterwards, nobody can decrypt the rows
-        first = await erasing.commit(db.change_keys, [find, keys])
-        then = await erasing.commit(db.change, [rows], first.headers)
+    attempt = partial(_Deletion, tag=tag, dry_run=dry_run, names=db.limits.names)
+    executors = db.unit.executors
+    if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
+        first = await _commit(db.unit.change_keys, attempt, [find, keys])
+        attempt = partial(attempt, headers=first.headers)
+        then = await _commit(db.unit.change, attempt, [rows])
         deleted = first.counts + then.counts
+    else:
+        then = await _commit(db.unit.change, attempt, [find, rows, keys])
+        deleted = then.counts
     obstacle = "nothing was deleted"
     if not dry_run:
         empty_caches()
-        obstacle = await clear(db.key_executor, data_keys, db.limits.lock_wait, rewrite=rewrite)
+        obstacle = await clear(executors.keys, data_keys, db.limits.lock_wait, rewrite=rewrite)
     return Erasure(
-        deleted[data_keys.name],
-        deleted[users.name],
-        deleted[sessions.name] - len(then.collections),
-        deleted[bases.name],
-        deleted[events.name],
-        deleted[witnesses.name],
-        len(then.collections),
-        not obstacle,
-        obstacle,
-        has_app,
-        was_migrated,
+        data_keys=deleted[data_keys.name],
+        users=deleted[users.name],
+        sessions=deleted[sessions.name] - len(then.collections),
+        bases=deleted[bases.name],
+        events=deleted[events.name],
+        witnesses=deleted[witnesses.name],
+        collections=len(then.collections),
+        cleared=not obstacle,
+        obstacle=obstacle,
+        has_app=has_app,
+        was_migrated=was_migrated,
     )
 
 
@@ -155,65 +158,59 @@ async def _may_have_imports(db: Database) -> bool:
     A list of features without the feature `migration` does not prove that nothing was imported: an
     attacker may have replayed an older list for the time of the erasure.
     """
-    return await db.change(lambda connection: has_table(connection, migrated), commit=False)
+    return await db.unit.change(lambda connection: has_table(connection, migrated), commit=False)
 
 
 # --- deleting ------------------------------------------------------------------------------------
 
 
-class _Erasing(NamedTuple):
-    """The erasure of the user with the tag *tag*; a dry run only counts the user's rows."""
+async def _commit(
+    change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]],
+    attempt: "Callable[[sa.Connection], _Deletion]",
+    steps: Sequence[Callable[["_Deletion"], None]],
+) -> "_Deletion":
+    """Run *steps* in one transaction of *change*, and return the attempt that was committed."""
+    attempts: list[_Deletion] = []
 
-    tag: bytes
-    dry_run: bool
-    limits: Limits
+    def work(connection: sa.Connection) -> None:
+        deletion = attempt(connection)
+        deletion.run(steps)
+        attempts.append(deletion)
 
-    async def commit(
-        self,
-        change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]],
-        steps: Sequence[Callable[["_Deletion"], None]],
-        headers: Collection[bytes] = (),
-    ) -> "_Deletion":
-        """Run *steps* in one transaction, and return the attempt that was committed.
-
-        *change* runs the transaction.  After a conflict or a lost connection, *change* runs another
-        attempt.  *headers* are record headers that name the user's data keys, if an earlier
-        transaction has found them.
-        """
-        attempts: list[_Deletion] = []
-
-        def work(connection: sa.Connection) -> None:
-            attempt = _Deletion(connection, self, headers)
-            attempt.run(steps)
-            attempts.append(attempt)
-
-        await change(work)
-        # If the connection was lost during COMMIT, the attempt may have been committed.  In that
-        # case, the next attempt found no rows.  So return the latest attempt that deleted rows.
-        return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
+    await change(work)
+    # If the connection was lost during COMMIT, the attempt may have been committed.  In that
+    # case, the next attempt found no rows.  So return the latest attempt that deleted rows.
+    return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
 
 
 class _Deletion:
-    """One attempt to delete a user's rows, in one transaction.
+    """One attempt to delete the rows of the user with the tag *tag*, in one transaction.
 
     *headers* are the record headers that name the user's data keys.  These headers identify the
-    user's records even if the user's row was removed or modified.
+    user's records even if the user's row was removed or modified.  A dry run only counts the rows.
+    *names* is the maximum number of row ids in one statement.
     """
 
     def __init__(
-        self, connection: sa.Connection, erasing: _Erasing, headers: Collection[bytes]
+        self,
+        connection: sa.Connection,
+        *,
+        tag: bytes,
+        dry_run: bool,
+        names: int,
+        headers: Collection[bytes] = (),
     ) -> None:
         self.counts: Counter[str] = Counter()  # number of rows by table
         self.headers = set(headers)
         self.collections: set[int] = set()  # those of `_sessions` that are collections
         self._users: set[int] = set()  # row ids
-        self._sessions: set[_SessionKey] = set()
+        self._sessions: set[tuple[int, bytes]] = set()  # row ids and tags
         self._connection = connection
         self._dialect = dialect_of(connection)
-        self._tag = erasing.tag
-        self._dry_run = erasing.dry_run
+        self._tag = tag
+        self._dry_run = dry_run
         self._has_index = has_table(connection, indexed)
-        self._names = erasing.limits.names
+        self._names = names
 
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
         """Run all *steps* in passes until a pass finds no more rows; a dry run has one pass.
@@ -320,7 +317,7 @@ class _Deletion:
             found = self._ids(query.where(header_of(users.c.state).in_(self.headers)))
         return found
 
-    def _locked_sessions(self) -> list["_SessionKey"]:
+    def _locked_sessions(self) -> list[tuple[int, bytes]]:
         """Lock the rows of the user's sessions, and return their ids and tags.
 
         These are the sessions that refer to the user's row.  If the user has no row, they are the
@@ -347,7 +344,7 @@ class _Deletion:
             query = query.with_for_update(nowait=nowait)
         found = []
         for row_id, tag, base_revision in self._connection.execute(query):
-            found.append(_SessionKey(row_id, tag))
+            found.append((row_id, tag))
             if base_revision == COLLECTION:
                 self.collections.add(row_id)
         return found
@@ -363,8 +360,3 @@ class _Deletion:
         else:
             deleted = self._connection.execute(sa.delete(table).where(which))
             self.counts[table.name] += deleted.rowcount
-
-
-class _SessionKey(NamedTuple):
-    id: int
-    tag: bytes

@@ -34,13 +34,13 @@ async def init(db: Database) -> Initialisation:
         ConfigurationError: The database cannot be used.  It was left unchanged.
         WrongKeyError: The database has master keys that the root keys do not unwrap.
     """
-    backends = db.backends
-    opening = partial(open_database, db.executors, backends, True)
+    backends = db.unit.backends
+    opening = partial(open_database, db.unit.executors, backends, True)
     data_before, keys_before = await _survey_both(db)
     await repeated(opening)
     data, keys = await _survey_both(db)
     made = [data_before.missing_tables - data.missing_tables]
-    if db.executors.has_key_database:
+    if db.unit.executors.has_key_database:
         made.insert(0, keys_before.missing_tables - keys.missing_tables)
     known = {row.id for row in keys_before.keyring}
     return Initialisation(
@@ -54,7 +54,7 @@ async def init(db: Database) -> Initialisation:
 async def _survey_both(db: Database) -> tuple[Survey, Survey]:
     """Return the survey of the database with the data, and of the database with the key tables."""
 
-    data, keys = db.executors
+    data, keys = db.unit.executors
     return await repeated(lambda: look_at(data)), await repeated(lambda: look_at(keys, KEY_FILE))
 
 
@@ -94,8 +94,8 @@ async def check(db: Database) -> Check:
         ConfigurationError: `separate` or `move_keys` has not ended.
     """
     db.require_files()
-    backends = db.backends
-    opening = partial(open_for_service, db.executors, backends, create_tables=True)
+    backends = db.unit.backends
+    opening = partial(open_for_service, db.unit.executors, backends, create_tables=True)
     data, keys, keyring = await repeated(opening)
     reject_new(data)
     assert keyring is not None, "keys are created before data"
@@ -104,6 +104,6 @@ async def check(db: Database) -> Check:
         backends.writer.root_key.key_id,
         len(keys.keyring),
         keyring.current_id,
-        db.executors.has_key_database,
+        db.unit.executors.has_key_database,
         data.has_plaintext_records,
     )

@@ -128,7 +128,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     if to not in ("key-db", "db"):
         raise ConfigurationError("to must be 'key-db' or 'db'")
     db.find_keys(in_key_database=True)
-    if not db.executors.has_key_database:
+    if not db.unit.executors.has_key_database:
         raise ConfigurationError("give the key database: pass it as key_db_url")
     db.require_files(of_keys=to == "db")
     move = _Move(db, to, progress)
@@ -169,8 +169,10 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run = secrets.token_hex(16)
-        self._data = _Place("db", db.executor, db.read, db.change)
-        self._keys = _Place("key-db", db.key_executor, db.read_keys, db.change_keys)
+        self._data = _Place("db", db.unit.executors.data, db.unit.read, db.unit.change)
+        self._keys = _Place(
+            "key-db", db.unit.executors.keys, db.unit.read_keys, db.unit.change_keys
+        )
         into = to == "key-db"
         self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]
         self._part_after = Part.DATA if into else Part.ALL  # of the data database
@@ -253,7 +255,7 @@ class _Move:
         check_row_count(holder.keyring_rows)
         assert holder.database_id is not None, "the caller rejects that"
         rows = [_unparked(row) for row in holder.keyring]
-        backends = self._db.backends
+        backends = self._db.unit.backends
         writer = backends.writer.root_key.key_id
         self._opened = await open_keyring(rows, backends.roots, writer, holder.database_id)
         check_features(holder, self._opened)

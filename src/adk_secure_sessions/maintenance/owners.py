@@ -57,7 +57,7 @@ class CurrentKeys:
     async def of(self, owners: set[object]) -> dict[object, DataKeyRow]:
         """Return the current data key of each of *owners* (tags) that has data keys."""
         keys: dict[bytes, list[DataKeyRow]] = {}
-        for row in (await read_data_keys(self._db.read_keys, owners)).data_keys:
+        for row in (await read_data_keys(self._db.unit.read_keys, owners)).data_keys:
             # SQLite stores any type in any column, so a modified generation can have another type.
             if isinstance(row.generation, int):
                 keys.setdefault(row.owner, []).append(row)
@@ -78,7 +78,7 @@ class CurrentKeys:
         """Return the ids of the data keys that the headers of the rows of *owners* name."""
         found: dict[object, int] = {}
         for table, query in _HEADERS.items():
-            for tag, stored in await rows_where(self._db.read, query, table.c.tag, owners):
+            for tag, stored in await rows_where(self._db.unit.read, query, table.c.tag, owners):
                 if (parts := header(stored)) is not None:
                     found[tag] = parts[1]
         return found
@@ -105,7 +105,7 @@ async def check_owner(db: Database, tag: bytes) -> tuple[Owner, Headers] | None:
     Raises one of `UNREADABLE` if the row or its version witness is not authentic.
     """
     for is_user, query in ((False, _APP_OF_TAG), (True, _USER_OF_TAG)):
-        for row_id, app_name in await db.read(query, {"owner": tag}):
+        for row_id, app_name in await db.unit.read(query, {"owner": tag}):
             who = await db.unit.identify(app_name_of(app_name))
             who = who._replace(user_tag=tag) if is_user else who
             check = CheckOwner(who, of_user=is_user)

@@ -78,7 +78,7 @@ async def purge(
             raise ConfigurationError("older_than must not be negative")
         before = now - older_than // timedelta(microseconds=1)
     due = Due(before, now)
-    ((total,),) = await db.read(_number_of_due(), due.parameters)
+    ((total,),) = await db.unit.read(_number_of_due(), due.parameters)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     done = Purge(before=before)

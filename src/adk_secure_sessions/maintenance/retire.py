@@ -138,12 +138,12 @@ async def retire(
     reject_wrapper(await db.survey(), "retire")
     await reject_orphans(db)
     await _reject_unreadable_sessions(db)
-    ((total,),) = await db.read_keys(_NUMBER_OF_OWNERS, {})
+    ((total,),) = await db.unit.read_keys(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total), rows_per_second)
     kept: Listed[KeptKey] = Listed()
     deleted = spare = 0
     owner_tag, size = data_keys.c.owner, db.limits.headers
-    async for owners in pages(db.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
+    async for owners in pages(db.unit.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run)
             deleted += len(keys.unused)
@@ -216,11 +216,11 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Repla
     """Delete the unused data keys of *owner*, unless *dry_run* is True."""
     keys: _Replaced[DataKeyRow] = _Replaced([], [])
     for _ in range(_ATTEMPTS):
-        rows = (await read_data_keys(db.read_keys, [owner])).data_keys
+        rows = (await read_data_keys(db.unit.read_keys, [owner])).data_keys
         keys = await _retire_rows(db, owner, rows, dry_run)
         if keys.unused or not keys.kept:
             break
-        if set(rows) == set((await read_data_keys(db.read_keys, [owner])).data_keys):
+        if set(rows) == set((await read_data_keys(db.unit.read_keys, [owner])).data_keys):
             break
     return keys
 
@@ -241,16 +241,16 @@ async def _retire_rows(
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     if audited is None:  # no row needs a key: `reject_orphans` has found none
         return _Replaced([], [])
-    together = db.key_executor is db.executor
+    together = db.unit.executors.keys is db.unit.executors.data
     work = partial(_find_unused, owner, audited, together, dry_run)
-    keys = await db.change(work, commit=not dry_run)
+    keys = await db.unit.change(work, commit=not dry_run)
     if keys.unused and not together and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.change_keys(partial(_delete, keys.unused))
+        await db.unit.change_keys(partial(_delete, keys.unused))
     return keys
 
 
@@ -259,7 +259,7 @@ async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audited
 
     Raises one of `UNREADABLE` if a record or a data key is missing, or cannot be decrypted.
     """
-    keys = await db.keys_of(owner)
+    keys = await db.unit.data_keys_of(owner)
     found = await check_owner(db, owner)
     if found is None:
         return None
@@ -378,7 +378,7 @@ async def _retire_unused_masters(db: Database, dry_run: bool) -> _Replaced[Maste
         wrapped = await _count_wrapped(db)
         known = (await db.renew_keyring()).rows
         work = partial(_retire_masters, dry_run, known, wrapped)
-        masters = await db.change_keys(work, commit=not dry_run)
+        masters = await db.unit.change_keys(work, commit=not dry_run)
         if masters.unused or not masters.kept or known == (await db.renew_keyring()).rows:
             break
     return masters

@@ -144,10 +144,10 @@ class DataRotationRun(Rotation):
 
     async def _begin(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
-        if self._db.backends.stores_plaintext and not self._dry_run:
-            await self._db.change(meta.mark_plaintext)
-            if self._db.executors.has_key_database:
-                await self._db.change_keys(meta.mark_plaintext)
+        if self._db.unit.backends.stores_plaintext and not self._dry_run:
+            await self._db.unit.change(meta.mark_plaintext)
+            if self._db.unit.executors.has_key_database:
+                await self._db.unit.change_keys(meta.mark_plaintext)
 
     async def _walk(self) -> None:
         self._before = self.done.reencrypted
@@ -180,7 +180,7 @@ class DataRotationRun(Rotation):
             app_name = app_name_of(row.app_name)
         if renews_key and not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is users)
-        keys = await self._db.keys_of(tag)
+        keys = await self._db.unit.data_keys_of(tag)
         found = await records_of_owner(self._db, keys, table, row)
         if found is None:
             return  # the owner was deleted since its tag was read
@@ -204,7 +204,7 @@ class DataRotationRun(Rotation):
         self.done.reencrypted += 2 * renewal.changed  # the owner's row and its version witness
         if not exists and renewal.stored_keys:
             # The owner was erased after the key was stored in the key database: delete the key.
-            await self._db.change_keys(partial(_delete_keys, list(renewal.stored_keys)))
+            await self._db.unit.change_keys(partial(_delete_keys, list(renewal.stored_keys)))
 
     async def _rotate_sessions(self, keys: StagedKeys, owner: OwnerIds) -> None:
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
@@ -254,7 +254,7 @@ class DataRotationRun(Rotation):
             for _, context, plaintext in old
         ]
         changes = [(record, sealed) for (record, *_), sealed in zip(old, new, strict=True)]
-        await self._db.change(partial(_replace, changes))
+        await self._db.unit.change(partial(_replace, changes))
         stored = await self._read_back([record for record, *_ in old])
         for (record, context, plaintext), sealed in zip(old, new, strict=True):
             table = record.column.table.name
@@ -274,7 +274,7 @@ class DataRotationRun(Rotation):
         return found
 
     async def _count_left(self) -> int:
-        writer = self._db.backends.writer.backend_id
+        writer = self._db.unit.backends.writer.backend_id
         left: Counter[str] = Counter()
         masters = (await self._db.keys()).keyring
         counts, _ = await count_records(self._db, self._meter, self.done.since, masters)

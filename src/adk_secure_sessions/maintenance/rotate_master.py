@@ -90,7 +90,7 @@ async def rotate_master(
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
     """
-    if db.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
+    if db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
     run = _MasterRotationRun(db, dry_run=dry_run)
@@ -114,7 +114,7 @@ class _MasterRotationRun(Rotation):
         provided that it was created at `since` or later.  After each attempt to add a data master,
         search again: another process may have been faster.
         """
-        root = self._db.backends.writer.root_key
+        root = self._db.unit.backends.writer.root_key
         fresh: MasterKeyRow | None = None
         while True:
             survey = await self._db.survey()
@@ -139,7 +139,7 @@ class _MasterRotationRun(Rotation):
             fresh = (await new_master(DATA, root, database_id, now)).row
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
-            await self._db.change_keys(partial(_add, fresh, len(survey.keyring), database_id))
+            await self._db.unit.change_keys(partial(_add, fresh, len(survey.keyring), database_id))
 
     async def _walk(self) -> None:
         masters = (await self._db.keys()).keyring
@@ -170,9 +170,9 @@ class _MasterRotationRun(Rotation):
         assert master_id is not None, "only a dry run creates no data master"
         new = {row.id: wrap_data_key(row, masters, master_id, keys[row.id]) for row in old.values()}
         pairs = [(row, new[row.id]) for row in old.values()]
-        await self._db.change_keys(partial(_rewrap, pairs, master_id))
+        await self._db.unit.change_keys(partial(_rewrap, pairs, master_id))
         span = Span(min(old) - 1, max(old))
-        stored = await span.read(self._db.read_keys, DATA_KEYS, data_keys.c.id)
+        stored = await span.read(self._db.unit.read_keys, DATA_KEYS, data_keys.c.id)
         for row in (DataKeyRow(*values) for values in stored):
             if row == new.get(row.id):
                 if unwrap_data_key(row, masters) != keys[row.id]:

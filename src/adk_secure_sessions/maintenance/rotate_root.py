@@ -58,7 +58,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
         SecureSessionError: Another process has changed the keyring since it was read.
         ConfigurationError: `backend` has no root key.
     """
-    root = db.backends.writer.root_key
+    root = db.unit.backends.writer.root_key
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
     survey = await db.survey()
@@ -69,7 +69,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     done = [row for row in rows if row.root_key_id == root.key_id]
     # Also unwrap the master keys that the new root key already wraps.  If the given root key is
     # wrong but has the right id, unwrapping raises WrongKeyError.
-    roots, database_id = db.backends.roots, survey.database_id
+    roots, database_id = db.unit.backends.roots, survey.database_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in done))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
     new = await at_once(*(rewrap(row) for row in old))
@@ -91,7 +91,7 @@ async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
         if all(row in stored for row in new):
             return
         try:
-            replaced = await db.key_executor.write(partial(_replace, old, new))
+            replaced = await db.unit.executors.keys.write(partial(_replace, old, new))
         except Conflict:
             # Do not try again: *new* was made from keyring rows that have changed since then.
             replaced = False

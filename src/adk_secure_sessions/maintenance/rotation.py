@@ -158,7 +158,7 @@ class Checkpoints:
         """Raise SecureSessionError if another rotation was started after this one, at *since*."""
         if self._dry_run:
             return
-        rows = await self._db.read(meta.VALUE, {"name": self._name})
+        rows = await self._db.unit.read(meta.VALUE, {"name": self._name})
         # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
         if any(not _is_of(since, value) for (value,) in rows):
             raise self._overlapped()
@@ -167,7 +167,7 @@ class Checkpoints:
         """If *complete* is True, delete the checkpoint; otherwise, leave it for the next run."""
         if not complete or self._dry_run:
             await self.check(since)
-        elif not await self._db.change(partial(_remove, self._name, since)):
+        elif not await self._db.unit.change(partial(_remove, self._name, since)):
             raise self._overlapped()
 
     async def _write(self, text: str, *, replaces: bool) -> bool:
@@ -179,7 +179,7 @@ class Checkpoints:
             return True
         mac = (await self._index()).checkpoint(self._name, text)
         value = f"{text} {mac.hex()}"
-        return await self._db.change(partial(_store, self._name, value, replaces))
+        return await self._db.unit.change(partial(_store, self._name, value, replaces))
 
     async def _stored(self) -> int | None:
         value = (await self._db.survey()).meta.get(self._name)
@@ -215,12 +215,12 @@ async def later_than_all_keys(db: Database) -> int:
     latest = time.time_ns() // 1000
     for master in await authentic_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring, master))
-    ((stored,),) = await db.read_keys(_LATEST, {})
+    ((stored,),) = await db.unit.read_keys(_LATEST, {})
     if stored is None or (isinstance(stored, int) and stored < latest):
         return latest
     masters = (await db.keys()).keyring
     size = db.limits.headers
-    walk = pages(db.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
+    walk = pages(db.unit.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for page in walk:
         for key in page:
             if can_unwrap(key, masters):
@@ -232,7 +232,7 @@ async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
     """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
     assert survey.database_id is not None, "survey() rejects such a database"
     rows = [row for row in survey.keyring if row.purpose == DATA]
-    roots, database_id = db.backends.roots, survey.database_id
+    roots, database_id = db.unit.backends.roots, survey.database_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in rows))
     return rows
 

@@ -141,10 +141,10 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
         return IndexChange()
     tags = sorted({index.state_key(app_name, key) for key in keys})
     # Without its mark, a key cannot be searched, even if this process stops before the end.
-    await db.change(partial(withdraw, tags))
+    await db.unit.change(partial(withdraw, tags))
     done = IndexChange()
-    async for span in spans(db.read, indexed.c.row_id, db.limits.headers):
-        done.removed += await db.change(partial(_delete_rows, tags, span))
+    async for span in spans(db.unit.read, indexed.c.row_id, db.limits.headers):
+        done.removed += await db.unit.change(partial(_delete_rows, tags, span))
     return done
 
 
@@ -221,8 +221,8 @@ class _Filler:
 
 async def _remove_orphans(db: Database, app_tag: bytes, tags: Iterable[bytes]) -> int:
     removed = 0
-    async for span in spans(db.read, indexed.c.row_id, db.limits.headers):
-        removed += await db.change(partial(_delete_orphans, app_tag, sorted(tags), span))
+    async for span in spans(db.unit.read, indexed.c.row_id, db.limits.headers):
+        removed += await db.unit.change(partial(_delete_orphans, app_tag, sorted(tags), span))
     return removed
 
 
@@ -284,5 +284,5 @@ async def read_marks(db: Database, index: Any) -> list[tuple[object, IndexState 
     """
     return [
         (tag, None if index is None else state_of_mark(index, tag, mac))
-        for tag, mac in await db.read(_MARKS, {})
+        for tag, mac in await db.unit.read(_MARKS, {})
     ]

@@ -136,7 +136,7 @@ async def _separate(
     remaining = (await db.renew_keyring()).masters.keys() & separation.masters
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
-    ((old,),) = await db.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
+    ((old,),) = await db.unit.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
     complete = not remaining and not old
     if complete:
         await _end(db, opened)
@@ -161,7 +161,7 @@ async def _was_overtaken(db: Database) -> bool:
     Then another run of `separate` has begun a separation, and what this run has read is outdated.
     """
     known = db.unit.database_id
-    stored = await repeated(lambda: look_at(db.key_executor, KEY_FILE))
+    stored = await repeated(lambda: look_at(db.unit.executors.keys, KEY_FILE))
     return known is not None and stored.meta.get(meta.DATABASE_ID) != known.hex()
 
 
@@ -187,36 +187,36 @@ async def _begin(db: Database) -> None:
             "separated: run `retire` first"
         )
     separation = Separation(old_id, await later_than_all_keys(db), masters)
-    roots = db.backends.roots
+    roots = db.unit.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     marks = separation_marks(separation, opened.index, new_id, survey.features)
     old = (old_id.hex(), survey.meta[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, marks, old)
-    if not await db.change_keys(work):
+    if not await db.unit.change_keys(work):
         raise SecureSessionError(
             "the keyring or the features were changed meanwhile: try again", retryable=True
         )
-    if db.executors.has_key_database:
-        await db.change(partial(_set_id, old_id.hex(), new_id.hex()))
+    if db.unit.executors.has_key_database:
+        await db.unit.change(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
 
 
 async def _finish_ids(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
-    if not db.executors.has_key_database:
+    if not db.unit.executors.has_key_database:
         return
-    data = await repeated(lambda: look_at(db.executor))
-    survey = await repeated(lambda: look_at(db.key_executor, KEY_FILE))
+    data = await repeated(lambda: look_at(db.unit.executors.data))
+    survey = await repeated(lambda: look_at(db.unit.executors.keys, KEY_FILE))
     old_id = separated_from(survey)
     if old_id is None or old_id != data.meta.get(meta.DATABASE_ID):
         return
     check(survey, Part.KEYS, create_tables=False)
     assert survey.database_id is not None, "the check requires it"
-    writer, roots = db.backends.writer.root_key.key_id, db.backends.roots
+    writer, roots = db.unit.backends.writer.root_key.key_id, db.unit.backends.roots
     opened: Keyring = await open_keyring(survey.keyring, roots, writer, survey.database_id)
     check_features(survey, opened)
-    await db.change(partial(_set_id, old_id, survey.database_id.hex()))
+    await db.unit.change(partial(_set_id, old_id, survey.database_id.hex()))
 
 
 async def _drop_rows_of_original(db: Database) -> None:
@@ -228,7 +228,7 @@ async def _drop_rows_of_original(db: Database) -> None:
     present = (await db.survey()).feature_tables
     for table in (migrated, audit_records):
         if table.name in present:
-            await db.change(partial(_empty, table))
+            await db.unit.change(partial(_empty, table))
     # A killed or incomplete run leaves no record, and a complete one stores both of its records.
     if command := running_command():
         command.forget_trails()
@@ -299,7 +299,7 @@ async def _end(db: Database, opened: Keyring) -> None:
         return  # another run that has continued this separation has ended it
     features = survey.features - {SEPARATING, MIGRATION}
     mark = feature_mark(opened.index, opened.database_id, features)
-    if not await db.change_keys(partial(_remove_separation, survey.meta[meta.FEATURES], mark)):
+    if not await db.unit.change_keys(partial(_remove_separation, survey.meta[meta.FEATURES], mark)):
         raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
 
 

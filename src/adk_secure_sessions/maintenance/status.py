@@ -224,8 +224,8 @@ _TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     if MIGRATION not in survey.features:
         return None
-    ((copied,),) = await db.read(_COPIED, {})
-    ((tombstones,),) = await db.read(_TOMBSTONES, {})
+    ((copied,),) = await db.unit.read(_COPIED, {})
+    ((tombstones,),) = await db.unit.read(_TOMBSTONES, {})
     is_complete = meta.MIGRATION_MARK in survey.meta
     genuine = None
     if is_complete and await _index(db) is not None:
@@ -239,7 +239,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
 async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
     if indexed.name not in survey.feature_tables:
         return None
-    ((rows,),) = await db.read(_INDEXED, {})
+    ((rows,),) = await db.unit.read(_INDEXED, {})
     index = await _index(db)
     marks = await read_marks(db, index)
     if index is None:
@@ -252,7 +252,7 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
 async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
     if audit_records.name not in survey.feature_tables:
         return None
-    ((records, chains, since),) = await db.read(_TRAIL, {})
+    ((records, chains, since),) = await db.unit.read(_TRAIL, {})
     # SQLite stores any type in any column, so a time that was tampered with may be no integer.
     return TrailStatus(int(records), int(chains), since if isinstance(since, int) else None)
 
@@ -291,7 +291,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
     unwraps = None
     if db.has_keys:
         try:
-            await unwrap_master_key(row, db.backends.roots, database_id)
+            await unwrap_master_key(row, db.unit.backends.roots, database_id)
             unwraps = True
         except (WrongKeyError, DecryptionError):
             unwraps = False

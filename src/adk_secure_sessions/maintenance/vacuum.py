@@ -44,10 +44,13 @@ async def vacuum(db: Database) -> Vacuum:
     """
     present = (await db.survey()).feature_tables
     of_features = tuple(table for table in FEATURE_TABLES if table.name in present)
-    if db.executors.has_key_database:
-        places = [(db.executor, DATA_TABLES + of_features), (db.key_executor, KEY_TABLES)]
+    if db.unit.executors.has_key_database:
+        places = [
+            (db.unit.executors.data, DATA_TABLES + of_features),
+            (db.unit.executors.keys, KEY_TABLES),
+        ]
     else:
-        places = [(db.executor, TABLES + of_features)]
+        places = [(db.unit.executors.data, TABLES + of_features)]
     obstacles: list[str] = []
     for executor, tables in places:
         obstacles += await rewrite(executor, tables, db.limits.lock_wait)

@@ -264,7 +264,7 @@ class _Verifier:
         def imported(*row: Any) -> tuple[MigratedRow, int | None]:
             return MigratedRow(*row[:-1]), row[-1]
 
-        async for rows in pages(self._db.read, _MIGRATED, migrated.c.tag, size, imported):
+        async for rows in pages(self._db.unit.read, _MIGRATED, migrated.c.tag, size, imported):
             for row, version in rows:
                 self._imports += 1
                 try:
@@ -398,8 +398,8 @@ async def _find_orphans(db: Database, problems: Problems) -> None:
 async def _find_orphans_of_index(db: Database, problems: Problems) -> None:
     """Report rows of the search index whose session or user does not exist."""
     row_id = indexed.c.row_id
-    async for span in spans(db.read, row_id, db.limits.headers):
-        for row, number in await span.read(db.read, ORPHANS_OF_INDEX, row_id):
+    async for span in spans(db.unit.read, row_id, db.limits.headers):
+        for row, number in await span.read(db.unit.read, ORPHANS_OF_INDEX, row_id):
             detail = (
                 f"{number} rows of the search index belong to no session and no user: run `index "
                 "fill`, or delete rows that it leaves"
@@ -411,7 +411,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
     """Report data keys that cannot be unwrapped, and data keys without the row of their owner."""
     masters = (await db.keys()).keyring
     detail = "its owner's row was removed"
-    if db.executors.has_key_database:
+    if db.unit.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     async for rows in all_data_keys(db):
         for row in rows:
@@ -424,13 +424,13 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         known = {
             tag
             for column, query in _TAGS.items()
-            for (tag,) in await rows_where(db.read, query, column, owners)
+            for (tag,) in await rows_where(db.unit.read, query, column, owners)
         }
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  In that
         # case, the erasure has also deleted the data keys.  So report only data keys that still
         # exist.
-        found = await read_data_keys(db.read_keys, [row.owner for row in lost])
+        found = await read_data_keys(db.unit.read_keys, [row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):
@@ -443,7 +443,7 @@ def _may_be_new(db: Database, row: DataKeyRow) -> bool:
 
     With a key database, a data key is stored before its owner's row: see `_GRACE`.
     """
-    if not db.executors.has_key_database or not isinstance(row.created_at, int):
+    if not db.unit.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
 

@@ -111,7 +111,7 @@ async def located_sessions(
     """
     query, parameters = (_SESSIONS, {}) if due is None else (_DUE_SESSIONS, due.parameters)
     size = db.limits.rows
-    walk = pages(db.read, query, sessions.c.id, size, SessionRow, **parameters)
+    walk = pages(db.unit.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
         yield await _located(db, rows)
 
@@ -119,7 +119,7 @@ async def located_sessions(
 async def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[LocatedSession]]:
     """Yield the sessions and collections of one user; see `located_sessions`."""
     size = db.limits.rows
-    walk = pages(db.read, _OF_USER, sessions.c.id, size, SessionRow, user_row=user_row)
+    walk = pages(db.unit.read, _OF_USER, sessions.c.id, size, SessionRow, user_row=user_row)
     async for rows in walk:
         yield await _located(db, rows)
 
@@ -141,7 +141,7 @@ def app_name_of(stored: object) -> str:
 
 def all_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
     """Yield all rows of `secure_data_keys` in pages."""
-    return pages(db.read_keys, DATA_KEYS, data_keys.c.id, db.limits.headers, DataKeyRow)
+    return pages(db.unit.read_keys, DATA_KEYS, data_keys.c.id, db.limits.headers, DataKeyRow)
 
 
 class OwnerTag(NamedTuple):
@@ -160,7 +160,7 @@ class OwnerTag(NamedTuple):
 def owner_tags(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerTag]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
     query = _APP_TAGS if table is apps else _USER_TAGS
-    return pages(db.read, query, table.c.id, db.limits.rows, OwnerTag)
+    return pages(db.unit.read, query, table.c.id, db.limits.rows, OwnerTag)
 
 
 _APP_TAGS = sa.select(apps.c.id, apps.c.tag, apps.c.app_name)
@@ -206,14 +206,14 @@ async def _located(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSess
 async def _decrypted(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
     owners: dict[object, tuple[UserRow, object]] = {}
     user_rows = {row.user_row for row in rows}
-    for *user, app_name in await rows_where(db.read, _USERS, users.c.id, user_rows):
+    for *user, app_name in await rows_where(db.unit.read, _USERS, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
-    keys = await db.keys_of(*(user.tag for user, _ in owners.values()))
+    keys = await db.unit.data_keys_of(*(user.tag for user, _ in owners.values()))
     return [_locate(row, owners.get(row.user_row), keys) for row in rows]
 
 
 async def _with_ids(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
-    rows = await rows_where(db.read, _SESSIONS, sessions.c.id, row_ids)
+    rows = await rows_where(db.unit.read, _SESSIONS, sessions.c.id, row_ids)
     return sorted(SessionRow(*row) for row in rows)
 
 
@@ -328,7 +328,7 @@ async def records_of_sessions(
         column: SealedColumn[Any]
         for column in (SNAPSHOTS, EVENTS):
             query = _of_others(column)
-            async for sized in pages(db.read, query, column.key, _SIZES, _sized, **parameters):
+            async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
                 known = [one for one in sized if one[0][0] in opened]
                 for group in grouped(known, itemgetter(1), _RECORDS, _BYTES):
                     keys = [key for key, _ in group]
@@ -355,7 +355,7 @@ async def rows_with_keys(
             for number, key in enumerate(part)
             for position, value in enumerate(key)
         }
-        rows += [column.row(*row) for row in await db.read(_with_keys(column), parameters)]
+        rows += [column.row(*row) for row in await db.unit.read(_with_keys(column), parameters)]
     return rows
 
 

@@ -93,7 +93,7 @@ class EncryptedSource(Source):
         if scope.app_name is not None:
             parameters["app_tag"] = (await self._db.unit.identify(scope.app_name)).app_tag
         query = _SIZE if scope.app_name is None else _SIZE_OF_APP
-        ((number, revisions),) = await self._db.read(query, parameters)
+        ((number, revisions),) = await self._db.unit.read(query, parameters)
         return SourceSize(number, _count(revisions))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
@@ -151,7 +151,7 @@ class EncryptedSource(Source):
         store, encrypted with keys of their own.
         """
         await self._db.keys()
-        return bool(await self._db.read(_ANY_COLLECTION, {}))
+        return bool(await self._db.unit.read(_ANY_COLLECTION, {}))
 
     async def close(self) -> None:
         await self._db.close()
@@ -160,7 +160,7 @@ class EncryptedSource(Source):
         sizes: dict[int, int] = {}
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
-            for row, size in await span.read(self._db.read, query, key):
+            for row, size in await span.read(self._db.unit.read, query, key):
                 sizes[row] = sizes.get(row, 0) + _count(size)
         return sizes
 

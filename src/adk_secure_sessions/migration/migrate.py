@@ -202,7 +202,7 @@ class _Run:
         if self.target is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
-            executor = self.target.db.executor
+            executor = self.target.db.unit.executors.data
             is_server = await executor.run(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
         async with Workers(number, _IMPORT_BYTES) as workers:

@@ -98,7 +98,7 @@ class Target:
     async def _stored(self, tags: Iterable[bytes]) -> set[bytes]:
         stored: set[bytes] = set()
         for part in chunks(tags):
-            rows = await self.db.read(_with_tags(len(part)), numbered(part))
+            rows = await self.db.unit.read(_with_tags(len(part)), numbered(part))
             stored.update(bytes(tag) for (tag,) in rows)
         return stored
 
@@ -122,7 +122,7 @@ class Target:
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
         query, size = _copies(app_name is not None), self.db.limits.headers
         async for rows in pages(
-            self.db.read, query, migrated.c.tag, size, lambda *row: row, **parameters
+            self.db.unit.read, query, migrated.c.tag, size, lambda *row: row, **parameters
         ):
             yield {bytes(tag): int(row) for tag, row in rows}
 
