@@ -266,11 +266,7 @@ class _End(NamedTuple):
 
 
 class _Trail:
-    """Reads and checks the chains.
-
-    *purged* has the last record of each chain that was purged, by the id of the chain, and
-    *records* is how many authentic records were read.
-    """
+    """Reads and checks the chains; *purged* are the last records of purged chains, by their ids."""
 
     def __init__(self, db: Database, keyring: Keyring, meter: Meter) -> None:
         self.keyring = keyring
@@ -296,10 +292,7 @@ class _Trail:
             self.add_bad("", Reason.MALFORMED, detail)
 
     async def chains(self) -> AsyncIterator[tuple[Any, Any]]:
-        """Yield the ids of all chains, in the order of their beginning, and their last times.
-
-        Neither is authenticated.
-        """
+        """Yield the ids of all chains, as they began, and their last times; all unauthenticated."""
         query, size = (_CHAINS, _columns.chain), self._db.limits.headers
         async for found in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
             for chain, last in found:
@@ -391,10 +384,7 @@ async def _opened(db: Database, progress: Progress | None, rows_per_second: floa
 
 
 async def is_unlisted(db: Database) -> bool:
-    """Return whether the audit trail has records although the features do not list it.
-
-    Also return True if a command has found that, and has added the feature since.
-    """
+    """Return whether the features lack the trail, or lacked it until this command added it."""
     keyring = (await db.keys()).keyring
     if db.trail_was_unlisted or not keyring.has_audit_table or AUDIT in keyring.features:
         return db.trail_was_unlisted
@@ -470,11 +460,7 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
 
 
 class _Purging:
-    """Deletes chains, several in one transaction.
-
-    Attributes:
-        done: The numbers of deleted records and chains, and of kept chains.
-    """
+    """Deletes chains, several in one transaction, and counts in *done*."""
 
     def __init__(self, db: Database, done: AuditPurge, dry_run: bool) -> None:
         self.done = done

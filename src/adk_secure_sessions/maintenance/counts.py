@@ -66,10 +66,7 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
 
 
 async def count_events(db: Database) -> int:
-    """Return the number of events: the sum of the revisions in `secure_sessions`.
-
-    Counting the rows of `secure_events` would take long, because that table is large.
-    """
+    """Return the sum of revisions in `secure_sessions`: counting the events would take long."""
     ((number,),) = await db.unit.read(_CLAIMED_EVENTS, {})
     # If revisions were tampered with, they may be negative, or their sum may be infinite.
     return int(min(max(number or 0, 0), _MOST_EVENTS))
@@ -80,10 +77,8 @@ async def count_records(
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Count records by table and by the backend in the header, and spare data keys.
 
-    A record counts as `newest` if its header names the current data key of its owner (see
-    `CurrentKeys`).  In addition, this data key must have been created at *since* (microseconds
-    since 1970) or later.  If the keyring *masters* is given, *masters* must be able to unwrap the
-    data key.  *meter* counts the rows.
+    A data key counts as newest only if it is its owner's current one (see `CurrentKeys`), was
+    created at *since* or later, and can be unwrapped by *masters*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
@@ -130,10 +125,7 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
 
 
 def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
-    """Return whether the keyring *masters* can unwrap the data key in *row*.
-
-    If the result is True, *row* is authentic.
-    """
+    """Return whether *masters* can unwrap the data key: if so, *row* is authentic."""
     try:
         unwrap_data_key(row, masters)
     except DecryptionError:
@@ -157,10 +149,7 @@ def _count(table: sa.Table) -> sa.Select[Any]:
 def _by_owner(
     column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
 ) -> sa.Select[Any]:
-    """Return the query that counts rows of *source* by owner and by the header in *column*.
-
-    The owner is a tag; NULL if the owner's row does not exist.
-    """
+    """Return the query that counts rows of *source* by the owner's tag, or NULL, and header."""
     query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
     return query.group_by(owner, header_of(column))
 

@@ -80,11 +80,7 @@ class Description(NamedTuple):
 def describe(
     connection: sa.Connection, table: sa.FromClause | None, updated_at: str, *where: Any
 ) -> Description:
-    """Describe the database of *connection*, which has its sessions in *table*.
-
-    *updated_at* is the name of the column with the times, and *where* are conditions on the rows.
-    The attribute `updated_at` of the result is as the database returns it.
-    """
+    """Describe the database whose sessions are the rows of *table* for which *where* is true."""
     dialect = dialect_of(connection)
     # Ask the server for the name: a pooler may have another name for the database.
     name = connection.exec_driver_sql(f"SELECT {dialect.current_database}").scalar()
@@ -164,19 +160,12 @@ class Database(KeyMaterial, ClosedByWith):
         self.limits: Limits = Limits()
 
     def find_keys(self, *, in_key_database: bool) -> None:
-        """Use the keys in the key database that was given, or those in the data database.
-
-        `move_keys` calls this method.
-        """
+        """Use the keys in the key database that was given, or those in the data database."""
         data = self._given.data
         self.unit.executors = self._given if in_key_database else Executors(data, data)
 
     def require_files(self, *, of_keys: bool = True) -> None:
-        """Raise ConfigurationError if the file of a SQLite database does not exist.
-
-        Without this check, SQLite would create an empty file.  If *of_keys* is False, the file of
-        the key database may be missing.
-        """
+        """Raise ConfigurationError if a SQLite file is missing, which opening would create."""
         for file in self._files if of_keys else self._files[:1]:
             if file is not None and not file.exists():
                 raise ConfigurationError(
@@ -229,10 +218,7 @@ class Database(KeyMaterial, ClosedByWith):
         await self.unit.close()
 
     async def _record_command(self, keyring: Keyring) -> None:
-        """If the database has an audit trail, store there that the running command has started.
-
-        A copy that `separate` has not finished has no audit trail.
-        """
+        """Store in the audit trail, if there is one, that the running command has started."""
         command = running_command()
         if command is None or not keyring.has_audit_table or keyring.separation is not None:
             return
@@ -245,10 +231,7 @@ class Database(KeyMaterial, ClosedByWith):
         keyring.features |= {AUDIT}
 
     async def has_trail_rows(self) -> bool:
-        """Return whether the table of the audit trail, which must exist, has rows.
-
-        If the features of the database do not list the trail, an older list was replayed.
-        """
+        """Return whether the table of the audit trail, which must exist, has rows."""
         return bool(await self.unit.read(_ANY_RECORD, {}))
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:

@@ -266,9 +266,8 @@ class _Deletion:
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
 
-        `move_keys` deletes the rows of the keyring, or makes their ids negative.  Without this
-        check, the transaction would find no data key, although the keys exist in the other
-        database.
+        Otherwise, the transaction would find no data key, although the keys exist in the
+        other database.
         """
         if self._connection.scalar(sa.select(sa.func.count()).where(keyring.c.id >= 0)) == 0:
             raise ConfigurationError(
@@ -307,9 +306,9 @@ class _Deletion:
     def _user_rows(self) -> set[int]:
         """Return the row ids of the user: usually one id, of the row with the user's tag.
 
-        If no row has the tag, return the ids that an earlier pass of `run` has found.  If there are
-        none, either, an attacker may have modified the tag.  Then return the ids of the rows whose
-        record has one of `headers`, which name the user's data keys.
+        If an earlier pass has deleted that row, return its id.  If no row had the tag, an
+        attacker may have modified it: return the ids of the rows whose record has one of
+        `headers`.
         """
         query = sa.select(users.c.id)
         found = self._ids(query.where(users.c.tag == self._tag)) or self._users
@@ -318,10 +317,9 @@ class _Deletion:
         return found
 
     def _locked_sessions(self) -> list[tuple[int, bytes]]:
-        """Lock the rows of the user's sessions, and return their ids and tags.
+        """Lock the user's sessions, unless in a dry run, and return their ids and tags.
 
-        These are the sessions that refer to the user's row.  If the user has no row, they are the
-        sessions whose record has one of `headers`.  A dry run does not lock the rows.
+        If the user has no row, they are the sessions whose record has one of `headers`.
         """
         c = sessions.c
         of_user: sa.ColumnElement[bool]

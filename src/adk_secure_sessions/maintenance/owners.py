@@ -29,10 +29,10 @@ from adk_secure_sessions.storage.unit_of_work import read_data_keys
 def by_age(
     rows: Collection[DataKeyRow], named: Collection[int]
 ) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
-    """Divide *rows*, all data keys of an owner: older than the current one, the current, newer.
+    """Divide all data keys of an owner: older than the current one, the current one, newer.
 
-    *named* are the ids of the data keys that the owner's row names.  If it names none of *rows*,
-    the newest data key counts as the current one.  All generations must be integers.
+    The current one is the newest of those that the owner's row has *named* or, if it has named
+    none, of all.  All generations must be integers.
     """
     ordered = sorted(rows, key=attrgetter("generation"))
     last = len(ordered) - 1
@@ -41,12 +41,10 @@ def by_age(
 
 
 class CurrentKeys:
-    """Finds the current data keys of owners, and collects the ids of data keys that are newer.
+    """Finds the current data keys of owners, and collects the ids of newer ones in `newer`.
 
-    If the database object has keys, the owner's row must be authentic.  If it is not, the newest
-    data key counts as the current one.  Without keys, the data key that encrypts the owner's row
-    counts as the current one.  `newer` are the ids of the data keys that are newer than the current
-    data key of their owner.
+    If the owner's row is not authentic, the newest data key counts as the current one.  Without
+    root keys, the data key that encrypts the owner's row counts as the current one.
     """
 
     def __init__(self, db: Database) -> None:
@@ -84,10 +82,7 @@ class CurrentKeys:
         return found
 
     async def _names(self, owner: bytes, key_id: int) -> Collection[int]:
-        """Return the ids of the data keys that the row of *owner* names, if it is authentic.
-
-        Without keys, return *key_id*, the id of the data key that encrypts the row.
-        """
+        """Return the ids of the data keys that the owner's row names; see the class."""
         if not self._db.has_keys:
             return [key_id]
         try:
@@ -98,11 +93,10 @@ class CurrentKeys:
 
 
 async def check_owner(db: Database, tag: bytes) -> tuple[Owner, Headers] | None:
-    """Decrypt the row and the version witness of the app or user with this tag.
+    """Decrypt the row and the version witness of an app or user; return it with its headers.
 
-    Return the owner and the record headers; None if no row has the tag.
-
-    Raises one of `UNREADABLE` if the row or its version witness is not authentic.
+    Return None if no row has the tag.  Raises one of `UNREADABLE` if one of both is not
+    authentic.
     """
     for is_user, query in ((False, _APP_OF_TAG), (True, _USER_OF_TAG)):
         for row_id, app_name in await db.unit.read(query, {"owner": tag}):

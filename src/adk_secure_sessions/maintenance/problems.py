@@ -111,9 +111,8 @@ class Problems(Listed[Problem]):
     ) -> None:
         """Count a problem of a row, record it, and keep it in `kept` unless `kept` is full.
 
-        If *once* is True, do nothing if an earlier call with *once* reported the same row, or if
-        the row was passed to `suppress`.  The audit record names the class of *error*; by default,
-        `TamperedError`.
+        If *once* is True, do nothing if the row was reported with *once*, or passed to
+        `suppress`.
         """
         if once:
             if (table, str(row)) in self._named:
@@ -126,8 +125,7 @@ class Problems(Listed[Problem]):
     def add_error(self, error: Exception, table: str, row: object) -> bool:
         """Add a problem for the row that *error* names or, if *error* names none, for *row*.
 
-        Return whether the bad row is that of an app, a user or a data key, without which other
-        rows cannot be decrypted.
+        Return whether other rows cannot be decrypted without this row.
         """
         reason, detail = Reason.MALFORMED, "its content is malformed"
         if isinstance(error, DecryptionError):
@@ -153,10 +151,7 @@ def unlisted(found: str, feature: str, remedy: str) -> str:
 
 
 async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, str, int]]:
-    """Yield the table and the key of each orphaned row of *tables*, and 1.
-
-    The events of a session that does not exist are one item, with their number.
-    """
+    """Yield table, key and number of the orphaned rows of *tables*; a session's events at once."""
     for key, query in _ORPHANS:
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.

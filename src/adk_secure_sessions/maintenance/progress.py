@@ -13,11 +13,9 @@ _METRIC_PAUSE = 1.0  # the minimum number of seconds between two updates of the 
 class Meter:
     """Counts processed rows, reports progress, and pauses to process at most *rows_per_second*.
 
-    Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
-    attacker may have modified the number, and a large one would make the command wait for ever.
-
-    *progress* is called with the number of processed rows and *total*, the expected number.
-    *rows_per_second* is the maximum average speed.
+    Count only rows that were read.  Do not add a number that a row contains, such as a
+    revision: an attacker may have modified the number, and a large one would make the command
+    wait for ever.
     """
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):

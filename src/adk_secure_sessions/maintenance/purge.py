@@ -103,10 +103,7 @@ async def purge(
 
 
 async def _delete(db: Database, ids: SessionIds, due: Due, dry_run: bool) -> bool:
-    """Delete the session if it is still due; a dry run deletes nothing.
-
-    Return whether the session was deleted or, in a dry run, would be deleted.
-    """
+    """Delete the session if it is still due, and return whether; a dry run deletes nothing."""
     who = await db.unit.identify(*ids[:3])
     if not dry_run:
         return await db.unit.run(writes.DeleteSession(who, due.includes))

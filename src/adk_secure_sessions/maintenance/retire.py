@@ -160,9 +160,8 @@ async def retire(
 def reject_wrapper(survey: Survey, command: str) -> None:
     """Raise ConfigurationError if `EncryptedSessionWrapper` uses the database.
 
-    *command* is the name of the command, for the error: `retire` or `separate`.  Both commands
-    delete keys that no record uses, but cannot read the records of the wrapper, which another
-    session service stores.
+    The *command* deletes keys that no record uses, but cannot read the records of the wrapper,
+    which another session service stores.
     """
     if WRAPPER in survey.features:
         raise ConfigurationError(
@@ -201,11 +200,7 @@ class _Replaced(NamedTuple, Generic[K]):
 
 
 class _Audited(NamedTuple):
-    """An owner whose records were all decrypted.
-
-    *rows* are all data keys of the owner, and are authentic.  *named* are the ids of the data keys
-    that the owner's row names.  *headers* are the numbers of records by table and record header.
-    """
+    """An owner whose records were all decrypted, its data keys, and those that its row names."""
 
     rows: list[DataKeyRow]
     named: frozenset[int]
@@ -228,10 +223,7 @@ async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Repla
 async def _retire_rows(
     db: Database, owner: bytes, rows: list[DataKeyRow], dry_run: bool
 ) -> _Replaced[DataKeyRow]:
-    """Do the same as `_retire_data_keys` for *rows*, the data keys that the owner had before.
-
-    If another process has changed the data keys since, all replaced keys are kept.
-    """
+    """Delete the unused *rows*; keep all if another process has changed them since."""
     try:
         audited = await _audit(db, owner, rows)
     except UNREADABLE:
@@ -255,10 +247,7 @@ async def _retire_rows(
 
 
 async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audited | None:
-    """Decrypt all records of *owner*; return None if there is no such user or app.
-
-    Raises one of `UNREADABLE` if a record or a data key is missing, or cannot be decrypted.
-    """
+    """Decrypt all records of *owner*, or raise one of `UNREADABLE`; return None if it is gone."""
     keys = await db.unit.data_keys_of(owner)
     found = await check_owner(db, owner)
     if found is None:
@@ -406,8 +395,7 @@ def _retire_masters(
 ) -> _Replaced[MasterKeyRow]:
     """Delete the replaced data masters that wrap no data key.
 
-    If the stored rows of the keyring are not *known* any more, or *wrapped* (the result of
-    `_count_wrapped`) is None, all data masters are kept.
+    If the keyring is not *known* any more, or *wrapped* is None, all data masters are kept.
     """
     dialect_of(connection).see_what_is_committed(connection)
     if not dry_run:

@@ -191,10 +191,7 @@ class DataRotationRun(Rotation):
             await self._rotate_sessions(keys, owner)
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
-        """Create the owner's new data key, and store its id in the owner's row.
-
-        Services encrypt new records only with a data key whose id is in that row.
-        """
+        """Create the owner's new data key, and name it in its row, so that services use it."""
         who = await self._db.unit.identify(app_name)
         renewal = RenewKey(
             who._replace(user_tag=tag) if of_user else who, self.done.since, of_user=of_user
@@ -219,9 +216,8 @@ class DataRotationRun(Rotation):
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
 
-        The result is the owner's current data key, which encrypts new records.  Return None if this
-        key is not the owner's newest data key, or was created before `since`.  For example, a dry
-        run does not create the new data key, so the current data key may be older than `since`.
+        Return None if the current data key is not the newest one, or is older than the
+        rotation, as in a dry run, which creates none.
         """
         current = keys.current(owner)
         if current is None or not keys.current_is_newest(owner):

@@ -110,9 +110,8 @@ class _MasterRotationRun(Rotation):
     async def _begin(self) -> None:
         """Find the data master of this rotation; if there is none yet, create it.
 
-        This data master is the newest one (by time of creation) under the root key of `backend`,
-        provided that it was created at `since` or later.  After each attempt to add a data master,
-        search again: another process may have been faster.
+        It is the newest one under the root key of `backend` since the rotation began.
+        After each attempt to add one, search again: another process may have been faster.
         """
         root = self._db.unit.backends.writer.root_key
         fresh: MasterKeyRow | None = None
@@ -150,10 +149,7 @@ class _MasterRotationRun(Rotation):
             await self._checkpoints.check(self.done.since)
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
-        """Wrap the data keys in *rows* with the new data master.
-
-        Read each row back, and check that it unwraps to the same data key, before counting it.
-        """
+        """Wrap the data keys with the new data master; read each back before counting it."""
         old: dict[int, DataKeyRow] = {}
         keys: dict[int, bytes] = {}
         for row in rows:
@@ -197,14 +193,11 @@ class _MasterRotationRun(Rotation):
 
 
 def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection) -> None:
-    """Add *row* to the keyring of *database_id* if the keyring still has *known* rows.
+    """Add *row* to the keyring if it still has *known* rows, and the database still has its id.
 
-    If the number of rows differs, another process has changed the keyring, and nothing is added.
-    The new row changes the number, too: at the latest when a service stores a data key, the service
-    detects that the number has changed, and reads the keyring again.
-
-    If the database has another id now, `separate` has replaced it, and nothing is added: *row* is
-    bound to *database_id*, so nobody could open the database any more.
+    The new row changes the number of rows: at the latest when a service stores a data key, it
+    detects that, and reads the keyring again.  If `separate` has replaced the id, nobody could
+    open the database with *row*, which is bound to *database_id*.
     """
     is_separated = meta.read(connection, meta.DATABASE_ID, lock=True) != database_id.hex()
     number = connection.scalar(sa.select(sa.func.count()).select_from(keyring))

@@ -102,10 +102,9 @@ async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow])
 
 
 def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
-    """Replace the keyring rows *old* by *new*, and return True.
+    """Replace all keyring rows *old* by *new*, or none; return False if the first has changed.
 
-    If a stored row differs from its row in *old*, no row is replaced.  If the first row differs,
-    return False.  If only a later row differs, the executor raises Conflict.
+    If only a later row has changed, the executor raises Conflict.
     """
     replaced: bool = yield Apply(
         [

@@ -110,9 +110,9 @@ class Rotation(ABC):
     async def _walk(self) -> None:
         """Process all rows and replace their keys; a dry run replaces no keys.
 
-        An implementation calls `Checkpoints.check` after each batch, and skips rows whose key is
-        already new.  After a killed run, the next run starts at the first row again: skipping rows
-        is fast.
+        An implementation calls `Checkpoints.check` after each batch, and skips rows whose
+        key is already new.  A run that continues another one starts at the first row:
+        skipping is fast.
         """
 
     @abstractmethod
@@ -125,12 +125,10 @@ class Rotation(ABC):
 
 
 class Checkpoints:
-    """Reads and writes the checkpoint of the rotation called *name*; a dry run writes nothing.
+    """The stored time *since* at which an unfinished rotation began; a dry run stores none.
 
-    A checkpoint contains *since*, the time at which the rotation began, in microseconds since 1970,
-    UTC.  The rotation replaces all keys that were created before *since*.
-
-    `resumed` is True if `begin` found the checkpoint of an unfinished rotation.
+    The rotation replaces all keys that were created before *since*.  `resumed` is True if
+    `begin` found the checkpoint of an unfinished rotation.
     """
 
     def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
@@ -140,10 +138,7 @@ class Checkpoints:
         self.resumed: bool = False
 
     async def begin(self, *, restart: bool) -> int:
-        """Return *since* of the stored checkpoint or of a new checkpoint.
-
-        A new checkpoint is stored if there is no checkpoint, or if *restart* is True.
-        """
+        """Return the stored *since*; if there is none, or if *restart* is True, store a new one."""
         while True:
             stored = None if restart else await self._stored()
             self.resumed = stored is not None
@@ -171,10 +166,7 @@ class Checkpoints:
             raise self._overlapped()
 
     async def _write(self, text: str, *, replaces: bool) -> bool:
-        """Store a checkpoint with the time *text*, and return True.
-
-        If another checkpoint is stored, and *replaces* is False, change nothing and return False.
-        """
+        """Store a checkpoint, and return True; without *replaces*, not over another one."""
         if self._dry_run:
             return True
         mac = (await self._index()).checkpoint(self._name, text)
@@ -206,10 +198,8 @@ class Checkpoints:
 
 
 async def later_than_all_keys(db: Database) -> int:
-    """Return a time for a new key, later than the creation of all data keys and data masters.
+    """Return the present time or, if a key was created later, that time plus one microsecond.
 
-    The result is the current time.  If the clock of this machine is behind, the result is the time
-    of creation of the latest key plus one microsecond.  The unit is microseconds since 1970, UTC.
     If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
     """
     latest = time.time_ns() // 1000
@@ -238,10 +228,7 @@ async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
 
 
 def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
-    """Return the time of creation in *row* plus one microsecond; *row* must be authentic.
-
-    Raise TamperedError if the result would be after the year 9999.
-    """
+    """Return the time of creation in *row*, which must be authentic, plus one microsecond."""
     if row.created_at + 1 >= _END:
         raise TamperedError(
             "its time of creation is after the year 9999, so an attacker with a key that wraps it "
@@ -261,10 +248,7 @@ _NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_
 
 
 def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[UnfinishedRotation]:
-    """Yield the rotations that have a checkpoint in *stored*, the values of `secure_meta` by name.
-
-    *index* authenticates the checkpoints.  It is None if the keyring cannot be unwrapped.
-    """
+    """Yield the rotations with a checkpoint in *stored*; *index* authenticates them, or is None."""
     for name, value in sorted(stored.items()):
         if str(name).startswith(meta.ROTATION):
             genuine = None if index is None else _is_genuine(index, name, value)
@@ -303,11 +287,7 @@ def _store(name: str, value: str, replaces: bool, connection: sa.Connection) -> 
 
 
 def _remove(name: str, since: int, connection: sa.Connection) -> bool:
-    """Delete the checkpoint *name*, and return True.
-
-    If the stored checkpoint belongs to another rotation than the one that began at *since*, change
-    nothing and return False.
-    """
+    """Delete the checkpoint and return True; if it is of another rotation, return False instead."""
     stored = meta.read(connection, name, lock=True)
     # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
     if stored is not None and not _is_of(since, stored):

@@ -278,10 +278,7 @@ _MARKS = (
 
 
 async def read_marks(db: Database, index: Any) -> list[tuple[object, IndexState | None]]:
-    """Return the keys' tags and the states of the first 1000 marks; *index* authenticates them.
-
-    A state is None if the mark is not authentic, or if *index* is None.
-    """
+    """Return the tags of the first 1000 marks, and the states that *index* authenticates."""
     return [
         (tag, None if index is None else state_of_mark(index, tag, mac))
         for tag, mac in await db.unit.read(_MARKS, {})

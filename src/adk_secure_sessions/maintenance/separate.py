@@ -156,10 +156,7 @@ _OLD_DATA_KEYS = (
 
 
 async def _was_overtaken(db: Database) -> bool:
-    """Return whether the stored id is not the id with which this run has opened the database.
-
-    Then another run of `separate` has begun a separation, and what this run has read is outdated.
-    """
+    """Return whether another run has begun a separation since this run opened the database."""
     known = db.unit.database_id
     stored = await repeated(lambda: look_at(db.unit.executors.keys, KEY_FILE))
     return known is not None and stored.meta.get(meta.DATABASE_ID) != known.hex()
@@ -172,10 +169,7 @@ def _overtaken() -> SecureSessionError:
 
 
 async def _begin(db: Database) -> None:
-    """Store a new database id, bind all master keys to this id, and delete all checkpoints.
-
-    The checkpoints belong to rotations of the original.
-    """
+    """Store a new database id, bind all master keys to it, and delete old checkpoints."""
     survey, opened = await db.survey(), (await db.keys()).keyring
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
@@ -239,11 +233,7 @@ def _empty(table: sa.Table, connection: sa.Connection) -> None:
 
 
 async def _records_left(db: Database, since: int) -> int:
-    """Count the records that must still be re-encrypted.
-
-    A record need not be re-encrypted if its header names the current data key of its owner, and
-    this key was created at *since* (microseconds since 1970) or later.
-    """
+    """Count the records that are not encrypted with the current data key, if it is new enough."""
     counts, _ = await count_records(db, Meter(None, 0, None), since)
     return sum(one.rows - one.newest for one in counts)
 
@@ -255,13 +245,10 @@ def _store(
     expected: tuple[str, str],
     connection: sa.Connection,
 ) -> bool:
-    """Store the rows in *new* as the keyring, and the rows in *marks* in `secure_meta`.
+    """Store the keyring *new* and the rows *marks* of `secure_meta`, and delete all checkpoints.
 
-    *marks* maps the name of each row to its value.  Also delete all checkpoints, and return True.
-
-    Change nothing and return False if the stored keyring differs from *old*, or if the stored
-    database id and features differ from *expected*.  For example, a service may have added a
-    feature.  But if an earlier attempt was committed, change nothing and return True.
+    Return False if the keyring is not *old* any more, or the id and the features are not as
+    *expected*: a service may have added a feature.
     """
     # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
     # while it holds this lock.

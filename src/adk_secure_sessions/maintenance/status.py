@@ -302,10 +302,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
 
 
 async def _index(db: Database) -> BlindIndex | None:
-    """Return the object that authenticates checkpoints with the index master.
-
-    Return None if no root keys were given, or if the root keys do not unwrap the keyring.
-    """
+    """Return what authenticates checkpoints and marks; None without the right root keys."""
     if not db.has_keys:
         return None
     try:

@@ -58,13 +58,11 @@ async def vacuum(db: Database) -> Vacuum:
 
 
 async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite: bool) -> str:
-    """Remove the bytes of deleted rows from the file that stores *table*.
+    """Remove the bytes of deleted rows from the file that stores *table*, or return why not.
 
-    *lock_wait* is how many seconds to wait for a lock.  If *rewrite* is True, rewrite the table
-    (SQLite: the whole file); services wait until this is done.  Otherwise only empty the
-    write-ahead log of SQLite.
-
-    Return the reason why the bytes could not be removed; empty if they were removed.
+    If *rewrite* is True, rewrite the table (SQLite: the whole file); services wait until this
+    is done.  Otherwise only empty the write-ahead log of SQLite.  Wait *lock_wait* seconds for
+    a lock.
     """
 
     def work(connection: sa.Connection) -> str:
@@ -84,10 +82,7 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
 
 
 async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int) -> list[str]:
-    """Rewrite *tables*, which must be all tables of this package in the database of *executor*.
-
-    Return the reasons why tables could not be rewritten; *lock_wait* is as in `clear`.
-    """
+    """Rewrite all *tables* of this package in a database; return the reasons why not."""
     try:
         dialect = await executor.run(dialect_of, commit=False)
     except Disconnected as lost:

@@ -167,10 +167,7 @@ class _Verifier:
                 self._indexed.add(tag)
 
     async def _check_indexed(self, who: Identity, *, of_user: bool) -> None:
-        """Report rows of the search index that are missing, wrong, or too many.
-
-        Rows of keys whose index is not complete are not checked.
-        """
+        """Report wrong, missing or surplus rows of the search index, if its key is complete."""
         if not self._indexed:
             return
         found = await self._db.unit.run(CheckIndexed(who, self._indexed, of_user=of_user))
@@ -224,11 +221,11 @@ class _Verifier:
             loads(app.state)
 
     async def check_features(self) -> None:
-        """Report a list that lacks the feature of collections, of imports or of the audit trail.
+        """Report a list that lacks a feature which rows need.
 
-        A feature is added before the first row that needs it is stored.  So if the feature is
-        missing, somebody has replayed an older list.  With the older list, a release that does not
-        know the feature would use the database.
+        A feature is added before the first row that needs it, so somebody has replayed an
+        older list.  With the older list, a release that does not know the feature would use
+        the database.
         """
         listed = (await self._db.survey()).features
         index_rows, imports = f"{indexed.name} has rows", f"{migrated.name} has rows"
@@ -253,11 +250,7 @@ class _Verifier:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
     async def check_imports(self) -> None:
-        """Authenticate the rows of `secure_migrated`, and the mark that ends a migration.
-
-        The mark is a row of `secure_meta`.  Also report a session, user or app whose revision or
-        version is lower than right after the import: an older row was replayed.
-        """
+        """Authenticate the rows of `secure_migrated`, and the mark that ends a migration."""
         seals = Seals((await self._db.keys()).keyring)
         size = self._db.limits.headers
 
@@ -346,10 +339,7 @@ class _Verifier:
 
 
 def _check_event(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
-    """Parse an event, or an item that is no memory; return None, because nothing else is checked.
-
-    The row is (*session_row*, *seq*).
-    """
+    """Parse an event, or an item that is no memory."""
     with naming(events.name, f"{session_row}, {seq}"):
         read_event(plaintext)
     return None
@@ -439,10 +429,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
 
 
 def _may_be_new(db: Database, row: DataKeyRow) -> bool:
-    """Return whether a service may be about to write the row of the data key's owner.
-
-    With a key database, a data key is stored before its owner's row: see `_GRACE`.
-    """
+    """Return whether a service may be about to write the row of the owner: see `_GRACE`."""
     if not db.unit.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
@@ -452,11 +439,7 @@ def _may_be_new(db: Database, row: DataKeyRow) -> bool:
 
 
 def _with_version() -> sa.Select[Any]:
-    """Return the query for the rows of `secure_migrated`, with the present versions.
-
-    That is the revision of the imported session, or the version of the user or app whose state was
-    imported; NULL if that row is not stored any more.
-    """
+    """Return the query for imported rows, with their present revision or version, or NULL."""
     c = migrated.c
     versions = [
         sa.select(version)

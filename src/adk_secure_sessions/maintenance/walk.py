@@ -47,10 +47,7 @@ _SIZES = 1000  # how many pairs (primary key, length of the record) one statemen
 
 
 class SessionIds(NamedTuple):
-    """The ids that identify a session in ADK.
-
-    A collection has the same ids, with *is_collection* set and its name in *session_id*.
-    """
+    """The ids of a session in ADK, or of a collection, whose name is in *session_id*."""
 
     app_name: str
     user_id: str
@@ -59,10 +56,7 @@ class SessionIds(NamedTuple):
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions`: its row id, its tag, and the decrypted ids or the error.
-
-    *columns* are the columns of the row, which are authentic; None if *ids* is None.
-    """
+    """A row of `secure_sessions`, and its decrypted ids with all its columns, or the error."""
 
     row: int
     tag: bytes
@@ -130,10 +124,7 @@ async def located(db: Database, row_ids: Iterable[int]) -> list[LocatedSession]:
 
 
 def app_name_of(stored: object) -> str:
-    """Return the app's name from *stored*, the value of `secure_apps.app_name`.
-
-    Raise TamperedError if *stored* is None, because the app's row was removed, or not UTF-8.
-    """
+    """Return the app's name from its column, which is None if the app's row was removed."""
     if stored is None:
         raise TamperedError("its app's row was removed", reason=Reason.MISSING)
     return decode_text(stored)
@@ -172,11 +163,7 @@ _USER_TAGS = sa.select(users.c.id, users.c.tag, apps.c.app_name, users.c.app_row
 
 
 async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | None:
-    """Read and decrypt the user with the tag in *row*; return the app's name and the user.
-
-    Return None if the user was deleted after *row* was read.  Raise TamperedError if the tag
-    belongs to another user.
-    """
+    """Decrypt the user in *row*; return the app's name and the user, or None if it was deleted."""
     with naming(users.name, row.id):
         app_name = app_name_of(row.app_name)
         tag = binary(row.tag)
@@ -281,11 +268,10 @@ class OwnerIds(NamedTuple):
 async def records_of_owner(
     db: Database, keys: StagedKeys, table: sa.Table, row: OwnerTag
 ) -> tuple[OwnerIds, list[Record]] | None:
-    """Read an app or user, and return its ids, and the records of its row and version witness.
+    """Read an app or user; return its ids, and the records of its row and version witness.
 
-    *keys* are the data keys of the owner; this function tells them which of them the row names.
-    Return None if the row does not exist any more.  Raises DecryptionError if the row cannot be
-    decrypted.
+    *keys* are its data keys; this function tells them which of them the row names.  Return None
+    if the row does not exist any more.
     """
     column: SealedColumn[Any] = APPS if table is apps else USERS
     found = await rows_with_keys(db, column, [(row.id,)])
@@ -307,8 +293,7 @@ async def records_of_sessions(
 ) -> AsyncIterator[list[Record]]:
     """Yield the records of a user's sessions in groups, each session before its events.
 
-    Snapshots and events whose header is *current* are skipped.  Sessions that cannot be decrypted
-    are added to *problems*.
+    Snapshots and events whose header is *current* are skipped.
     """
     async for page in sessions_of(db, owner.row):
         opened: dict[int, Sequence[str]] = {}
