@@ -18,7 +18,6 @@ from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user
-from adk_secure_sessions.storage.rows import identify
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
@@ -112,7 +111,7 @@ async def erase_user(
     """
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
-    ids = identify((await db.keys()).keyring.index, app_name, user_id)
+    ids = await db.unit.identify(app_name, user_id)
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
     has_app = bool(await db.unit.read(_APP, {"tag": ids.app_tag}))

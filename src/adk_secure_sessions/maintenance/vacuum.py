@@ -15,7 +15,7 @@ from adk_secure_sessions.db.dialects import IN_USE, dialect_of
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.storage.schema import DATA_TABLES, FEATURE_TABLES, KEY_TABLES, TABLES
+from adk_secure_sessions.storage.schema import DATA_TABLES, FEATURE_TABLES, KEY_TABLES
 
 
 class Vacuum(NamedTuple):
@@ -44,15 +44,11 @@ async def vacuum(db: Database) -> Vacuum:
     """
     present = (await db.survey()).feature_tables
     of_features = tuple(table for table in FEATURE_TABLES if table.name in present)
-    if db.unit.executors.has_key_database:
-        places = [
-            (db.unit.executors.data, DATA_TABLES + of_features),
-            (db.unit.executors.keys, KEY_TABLES),
-        ]
-    else:
-        places = [(db.unit.executors.data, TABLES + of_features)]
+    data, keys = db.unit.executors
+    places = {data: DATA_TABLES + of_features}
+    places[keys] = tuple(dict.fromkeys(places.get(keys, ()) + KEY_TABLES))
     obstacles: list[str] = []
-    for executor, tables in places:
+    for executor, tables in places.items():
         obstacles += await rewrite(executor, tables, db.limits.lock_wait)
     return Vacuum(not obstacles, tuple(obstacles))
 

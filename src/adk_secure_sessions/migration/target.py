@@ -19,8 +19,7 @@ from adk_secure_sessions.storage.features.imports import (
     ImportStatus,
     SourceEvent,
 )
-from adk_secure_sessions.storage.pages import pages
-from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import apps, migrated, sessions, users
 
 C = TypeVar("C")
@@ -96,11 +95,8 @@ class Target:
         return found
 
     async def _stored(self, tags: Iterable[bytes]) -> set[bytes]:
-        stored: set[bytes] = set()
-        for part in chunks(tags):
-            rows = await self.db.unit.read(_with_tags(len(part)), numbered(part))
-            stored.update(bytes(tag) for (tag,) in rows)
-        return stored
+        rows = await rows_where(self.db.unit.read, _TAGS, sessions.c.tag, tags)
+        return {bytes(tag) for (tag,) in rows}
 
     async def states(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
         """Return the status of the state of each owner in *encoded*: the state in the source."""
@@ -168,9 +164,7 @@ class Target:
         )
 
 
-@functools.cache
-def _with_tags(size: int) -> sa.Select[Any]:
-    return sa.select(sessions.c.tag).where(is_one_of(sessions.c.tag, size))
+_TAGS = sa.select(sessions.c.tag)
 
 
 @functools.cache
