@@ -150,19 +150,19 @@ _WITH_DATABASE = (
 )
 
 
-def with_packing(command: Command) -> Command:
-    """Add the options --compression and --padding; write this above `on_target`."""
-    compression = click.option(
+# The options --compression and --padding; write this above `on_target`.
+with_packing = with_all(
+    click.option(
         "--compression",
         type=click.Choice(list(COMPRESSIONS)),
         help="Compress the values of 1 KB or more that are written, as the services do.",
-    )
-    padding = click.option(
+    ),
+    click.option(
         "--padding",
         type=click.Choice(PADDINGS),
         help="Pad the values that are written, as the services do.",
-    )
-    return compression(padding(command))
+    ),
+)
 
 
 def with_keys(*, required: bool) -> Decorator:
@@ -238,14 +238,15 @@ _KEYS = (
 
 def with_store(*, required: bool) -> Decorator:
     """Return a decorator that adds --store, where contents of artifacts are, and --allow-http."""
-    store = click.option(
-        "--store",
-        required=required,
-        metavar="STORE",
-        help="Where the contents of artifacts are: a directory, s3://BUCKET/PREFIX, "
-        "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
+    return with_all(
+        click.option(
+            "--store",
+            required=required,
+            metavar="STORE",
+            help="Where the contents of artifacts are: a directory, s3://BUCKET/PREFIX, "
+            "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
+        ),
+        click.option(
+            "--allow-http", is_flag=True, help="Accept a store on another machine without TLS."
+        ),
     )
-    allow_http = click.option(
-        "--allow-http", is_flag=True, help="Accept a store on another machine without TLS."
-    )
-    return lambda command: store(allow_http(command))

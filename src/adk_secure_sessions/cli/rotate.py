@@ -10,6 +10,7 @@ import click
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import (
     on_database,
+    with_all,
     with_dry_run,
     with_keys,
     with_speed,
@@ -36,28 +37,27 @@ if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database, UnfinishedRotation
 
 
-def _with_rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add all options of `rotate master` and `rotate data`."""
-    options = (
-        click.option(
-            "--retire",
-            is_flag=True,
-            help="Then remove the replaced keys, as the command `retire` does.",
-        ),
-        click.option(
-            "--restart",
-            is_flag=True,
-            help="Begin a new rotation, even if the last one is unfinished.",
-        ),
-        click.option(
-            "--yes",
-            is_flag=True,
-            help="Continue an unfinished rotation without asking.  Only a terminal is asked.",
-        ),
-    )
-    for one in (on_database, with_keys(required=True), with_speed, with_dry_run, *options):
-        command = one(command)
-    return command
+_with_rotation_options = with_all(
+    click.option(
+        "--yes",
+        is_flag=True,
+        help="Continue an unfinished rotation without asking.  Only a terminal is asked.",
+    ),
+    click.option(
+        "--restart",
+        is_flag=True,
+        help="Begin a new rotation, even if the last one is unfinished.",
+    ),
+    click.option(
+        "--retire",
+        is_flag=True,
+        help="Then remove the replaced keys, as the command `retire` does.",
+    ),
+    with_dry_run,
+    with_speed,
+    with_keys(required=True),
+    on_database,
+)
 
 
 @main.group()

@@ -126,12 +126,14 @@ def rotation_notes(done: MasterRotation | DataRotation, dry_run: bool) -> Iterat
 
 
 def retirement_notes(done: Retirement) -> Iterator[str]:
+    from adk_secure_sessions.storage.schema import data_keys, keyring
+
     # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
     # key, a rotation may not help.
     tables = {one.table for one in done.examples if one.references}
-    if "secure_data_keys" in tables:
+    if data_keys.name in tables:
         yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
-    if "secure_keyring" in tables:
+    if keyring.name in tables:
         yield "next: `rotate master` wraps the data keys under them; then run `retire` again"
     if tables:
         yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
