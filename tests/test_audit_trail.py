@@ -781,6 +781,8 @@ async def test_command_line(
         connection.execute("DELETE FROM secure_audit WHERE number = 3")
     said = await call("verify", "--only", "trail", "--heads", log, "--json")
     assert (said.code, said.json["trail"]["bad"]) == (1, 1)
+    said = await call("verify", "--only", "rows", "--json")
+    assert (said.code, said.json["rows"]["sessions"], said.json["trail"]) == (0, 1, None)
     assert (await call("audit", "export")).code == 1
     said = await call("purge", "audit", "--older-than", "5d")
     assert (said.code, "deleted: 0 records" in said.stdout) == (1, True)

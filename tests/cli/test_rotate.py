@@ -101,6 +101,14 @@ def test_dry_run_says_what_would_be_done_and_writes_nothing(
     )
 
 
+@pytest.mark.parametrize(("name", "retired"), [("data", (3, 0)), ("master", (0, 1))])
+def test_rotation_with_retire_removes_the_replaced_keys(name: str, retired: Any, file: str) -> None:
+    said = run("rotate", name, *on(file), "--retire", "--json")
+    assert said.code == 0
+    found = said.json["retirement"]
+    assert (found["data_keys"], len(found["masters"]), found["kept"]) == (*retired, 0)
+
+
 # --- rows that are left --------------------------------------------------------------------------
 
 
