@@ -154,14 +154,6 @@ class _Place(NamedTuple):
     change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]]
 
 
-class _Fingerprint(NamedTuple):
-    """The numbers of master keys and data keys, and a hash of all their rows."""
-
-    masters: int
-    data_keys: int
-    digest: str
-
-
 class _Move:
     """One run of `move_keys`; `_look` sets what it has found in the two databases."""
 
@@ -169,6 +161,7 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run = secrets.token_hex(16)
+        self._lock_wait = db.limits.lock_wait
         self._data = _Place("db", db.unit.executors.data, db.unit.read, db.unit.change)
         self._keys = _Place(
             "key-db", db.unit.executors.keys, db.unit.read_keys, db.unit.change_keys
@@ -192,26 +185,24 @@ class _Move:
         has_begun = self._has_arrived or MOVING in self._found[0].features
         for place, survey in zip((self._source, self._target), self._found, strict=True):
             if survey.format_version is not None:
-                await place.change(partial(_claim, self._run, survey.meta))
+                await place.change(partial(self._claim, survey.meta))
         if not self._has_arrived:
             await self._copy(*self._found)
             self._parts += (self._part_after,)
-            await self._data.change(partial(_switch, self._run, self._part_after.value))
+            await self._data.change(self._switch)
             await self._look()
         source, target = self._found
-        lock_wait = self._db.limits.lock_wait
         copy = await _fingerprint(self._target.read)
         if source.keyring and await _fingerprint(self._source.read) != copy:
             raise ConfigurationError(_IN_USE)
         if source.format_version is not None:
-            is_whole = self._source is self._keys
-            await self._source.change(partial(_delete, self._run, copy, is_whole, lock_wait))
+            await self._source.change(partial(self._delete, copy))
         tables = [one for one in (keyring, data_keys) if one.name not in source.missing_tables]
-        obstacles = await rewrite(self._source.executor, tables, lock_wait) if tables else []
+        obstacles = await rewrite(self._source.executor, tables, self._lock_wait) if tables else []
         opened = self._mark(target.features - {MOVING})
-        await self._target.change(partial(_open, self._run, target.meta[meta.FEATURES], opened))
-        to = self._target.name
-        return KeyMove(to, copy.masters, copy.data_keys, has_begun, not obstacles, tuple(obstacles))
+        await self._target.change(partial(self._open, target.meta[meta.FEATURES], opened))
+        to, (masters, number, _) = self._target.name, copy
+        return KeyMove(to, masters, number, has_begun, not obstacles, tuple(obstacles))
 
     async def _look(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
@@ -300,10 +291,9 @@ class _Move:
     async def _copy(self, source: Survey, target: Survey) -> None:
         """Close the source, copy its keys into the target, and compare them."""
         # Reject a malformed row before anything is changed.
-        total = (await _fingerprint(self._source.read)).data_keys
+        _, total, _ = await _fingerprint(self._source.read)
         moving = self._mark(source.features | {MOVING})
-        lock_wait = self._db.limits.lock_wait
-        await self._source.change(partial(_close, self._run, source, moving, lock_wait))
+        await self._source.change(partial(self._close, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         marks = {name: source.meta[name] for name in names if name in source.meta}
@@ -311,14 +301,111 @@ class _Move:
         if self._target is self._keys:
             marks[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.keyring]
-        await self._target.change(partial(_prepare, self._run, target, marks, masters))
+        await self._target.change(partial(self._prepare, target, marks, masters))
         meter = Meter(self._progress, total, None)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
-            await self._target.change(partial(_insert, self._run, rows))
+            await self._target.change(partial(self._insert, rows))
             await meter.advance(len(rows))
         meter.finish()
         if await _fingerprint(self._source.read) != await _fingerprint(self._target.read):
             raise SecureSessionError(_CHANGED, retryable=True)
+
+    # --- transactions ------------------------------------------------------------------------
+    # After a lost connection, each of these methods may run again, even if its first run was
+    # committed.
+
+    def _claim(self, expected: dict[str, str], connection: sa.Connection) -> None:
+        """Store the id of this run, unless the texts have changed since *expected* was read."""
+        clusters.claim(connection, _CLAIM)
+        if meta.read_all(connection, lock=True) | {meta.MOVE: ""} != expected | {meta.MOVE: ""}:
+            raise SecureSessionError(_OVERLAPPED, retryable=True)
+        meta.put(connection, meta.MOVE, self._run)
+
+    def _require_run(self, connection: sa.Connection) -> None:
+        """Raise an error if another run has begun since this run began."""
+        clusters.claim(connection, _CLAIM)
+        if meta.read(connection, meta.MOVE, lock=True) != self._run:
+            raise SecureSessionError(_OVERLAPPED, retryable=True)
+
+    def _lock_keys(self, connection: sa.Connection) -> None:
+        """Prepare a transaction that changes keys, and lock the keys against other processes."""
+        dialect = dialect_of(connection)
+        dialect.see_what_is_committed(connection)
+        dialect.overwrite_deleted(connection)
+        dialect.lock_tables(connection, data_keys, keyring, timeout=self._lock_wait)
+        clusters.claim(connection, *clusters.KEYRING_CLAIMS)
+        connection.execute(sa.select(keyring.c.id).with_for_update()).all()
+
+    def _close(self, source: Survey, moving: str, connection: sa.Connection) -> None:
+        """Park the master keys, and store *moving*, the features with the feature `moving`."""
+        self._lock_keys(connection)
+        self._require_run(connection)
+        if meta.read(connection, meta.FEATURES) == moving:
+            return
+        found = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
+        features, is_same = source.meta[meta.FEATURES], found == set(source.keyring)
+        if not (is_same and meta.swap(connection, meta.FEATURES, features, moving)):
+            raise SecureSessionError(_CHANGED, retryable=True)
+        connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
+
+    def _prepare(
+        self,
+        expected: Survey,
+        marks: dict[str, str],
+        masters: list[MasterKeyRow],
+        connection: sa.Connection,
+    ) -> None:
+        """Create the tables of the keys in the target, with *masters* as the only keys."""
+        dialect_of(connection).overwrite_deleted(connection)
+        with dialect_of(connection).exclusively(connection):
+            is_new = expected.format_version is None
+            found = look(connection)
+            if is_new and found.has_rows and found.meta.get(meta.MOVE) != self._run:
+                raise SecureSessionError(_CHANGED, retryable=True)
+            metadata.create_all(connection, tables=KEY_TABLES)
+            if not is_new:
+                self._require_run(connection)
+            for table in (data_keys, keyring):
+                connection.execute(sa.delete(table))
+            for name, value in marks.items():
+                meta.put(connection, name, value)
+            connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
+
+    def _insert(self, rows: list[DataKeyRow], connection: sa.Connection) -> None:
+        """Store a batch of data keys, in place of any rows with the same ids."""
+        self._require_run(connection)
+        ids = [row.id for row in rows]
+        connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
+        connection.execute(sa.insert(data_keys), [row._asdict() for row in rows])
+
+    def _switch(self, connection: sa.Connection) -> None:
+        self._require_run(connection)
+        meta.put(connection, meta.HOLDS, self._part_after.value)
+
+    def _delete(self, copy: tuple[int, int, str], connection: sa.Connection) -> None:
+        """Delete the keys in the source, and in a key database also all texts of `secure_meta`."""
+        present = set(sa.inspect(connection).get_table_names())
+        if {keyring.name, data_keys.name} <= present:
+            self._lock_keys(connection)
+            tables = (keyring, data_keys)
+            if any(connection.execute(sa.select(table.c.id).limit(1)).first() for table in tables):
+                self._require_run(connection)
+                deleted = [connection.execute(sa.delete(table)).rowcount for table in tables]
+                # If the numbers differ, another process has stored a key since the comparison.
+                if deleted != list(copy[:2]):
+                    raise SecureSessionError(_CHANGED, retryable=True)
+        if self._source is self._keys:
+            meta.remove_all(connection)
+        for name in (meta.FEATURES, meta.MIGRATION_MARK, meta.MOVE):
+            meta.put(connection, name, None)
+
+    def _open(self, old: str, new: str, connection: sa.Connection) -> None:
+        """Replace the features *old* of the target by *new*, and delete the id of the run."""
+        if meta.read(connection, meta.FEATURES) != new:
+            self._require_run(connection)
+        if not meta.swap(connection, meta.FEATURES, old, new):
+            raise SecureSessionError(_CHANGED, retryable=True)
+        meta.put(connection, meta.MOVE, None)
 
 
 def _other_way(to: KeyPlace) -> ConfigurationError:
@@ -336,8 +423,8 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
     return row._replace(id=~row.id) if row.id < 0 else row
 
 
-async def _fingerprint(read: Reader) -> _Fingerprint:
-    """Return the fingerprint of the keys that *read* reads; parked keys have that of the others."""
+async def _fingerprint(read: Reader) -> tuple[int, int, str]:
+    """Return the numbers of master keys and data keys, and a hash of all rows, as if unparked."""
     digest, masters, number = hashlib.sha256(), [], 0
     async for rows in pages(read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
         masters += [_unparked(row) for row in rows]
@@ -357,12 +444,7 @@ async def _fingerprint(read: Reader) -> _Fingerprint:
                 )
             digest.update(repr(tuple(row)).encode())
         number += len(keys)
-    return _Fingerprint(len(masters), number, digest.hexdigest())
-
-
-# --- transactions --------------------------------------------------------------------------------
-# After a lost connection, each of these functions may run again, even if its first run was
-# committed.
+    return len(masters), number, digest.hexdigest()
 
 
 def _reject_memory(connection: sa.Connection) -> None:
@@ -374,108 +456,3 @@ def _reject_memory(connection: sa.Connection) -> None:
                     "the key database is in memory, so all keys would be lost when this program "
                     "ends"
                 )
-
-
-def _claim(run: str, expected: dict[str, str], connection: sa.Connection) -> None:
-    """Store the id of this run, unless the texts have changed since *expected* was read."""
-    clusters.claim(connection, _CLAIM)
-    if meta.read_all(connection, lock=True) | {meta.MOVE: ""} != expected | {meta.MOVE: ""}:
-        raise SecureSessionError(_OVERLAPPED, retryable=True)
-    meta.put(connection, meta.MOVE, run)
-
-
-def _require_run(run: str, connection: sa.Connection) -> None:
-    """Raise an error if another run has begun since this run began."""
-    clusters.claim(connection, _CLAIM)
-    if meta.read(connection, meta.MOVE, lock=True) != run:
-        raise SecureSessionError(_OVERLAPPED, retryable=True)
-
-
-def _lock_keys(lock_wait: int, connection: sa.Connection) -> None:
-    """Prepare a transaction that changes keys, and lock the keys against other processes."""
-    dialect = dialect_of(connection)
-    dialect.see_what_is_committed(connection)
-    dialect.overwrite_deleted(connection)
-    dialect.lock_tables(connection, data_keys, keyring, timeout=lock_wait)
-    clusters.claim(connection, *clusters.KEYRING_CLAIMS)
-    connection.execute(sa.select(keyring.c.id).with_for_update()).all()
-
-
-def _close(
-    run: str, source: Survey, moving: str, lock_wait: int, connection: sa.Connection
-) -> None:
-    """Park the master keys, and store *moving*, the features with the feature `moving`."""
-    _lock_keys(lock_wait, connection)
-    _require_run(run, connection)
-    if meta.read(connection, meta.FEATURES) == moving:
-        return
-    found = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
-    features = source.meta[meta.FEATURES]
-    if found != set(source.keyring) or not meta.swap(connection, meta.FEATURES, features, moving):
-        raise SecureSessionError(_CHANGED, retryable=True)
-    connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
-
-
-def _prepare(
-    run: str,
-    expected: Survey,
-    marks: dict[str, str],
-    masters: list[MasterKeyRow],
-    connection: sa.Connection,
-) -> None:
-    """Create the tables of the keys in the target, with *masters* as the only keys."""
-    dialect_of(connection).overwrite_deleted(connection)
-    with dialect_of(connection).exclusively(connection):
-        is_new = expected.format_version is None
-        if is_new and (found := look(connection)).has_rows and found.meta.get(meta.MOVE) != run:
-            raise SecureSessionError(_CHANGED, retryable=True)
-        metadata.create_all(connection, tables=KEY_TABLES)
-        if not is_new:
-            _require_run(run, connection)
-        for table in (data_keys, keyring):
-            connection.execute(sa.delete(table))
-        for name, value in marks.items():
-            meta.put(connection, name, value)
-        connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
-
-
-def _insert(run: str, rows: list[DataKeyRow], connection: sa.Connection) -> None:
-    """Store a batch of data keys, in place of any rows with the same ids."""
-    _require_run(run, connection)
-    ids = [row.id for row in rows]
-    connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
-    connection.execute(sa.insert(data_keys), [row._asdict() for row in rows])
-
-
-def _switch(run: str, holds: str | None, connection: sa.Connection) -> None:
-    _require_run(run, connection)
-    meta.put(connection, meta.HOLDS, holds)
-
-
-def _delete(
-    run: str, copy: _Fingerprint, is_whole: bool, lock_wait: int, connection: sa.Connection
-) -> None:
-    """Delete the keys in the source, and with *is_whole* also all texts of `secure_meta`."""
-    present = set(sa.inspect(connection).get_table_names())
-    if {keyring.name, data_keys.name} <= present:
-        _lock_keys(lock_wait, connection)
-        tables = (keyring, data_keys)
-        if any(connection.execute(sa.select(table.c.id).limit(1)).first() for table in tables):
-            _require_run(run, connection)
-            deleted = [connection.execute(sa.delete(table)).rowcount for table in tables]
-            # If the numbers differ, another process has stored a key since the comparison.
-            if deleted != list(copy[:2]):
-                raise SecureSessionError(_CHANGED, retryable=True)
-    if is_whole:
-        meta.remove_all(connection)
-    for name in (meta.FEATURES, meta.MIGRATION_MARK, meta.MOVE):
-        meta.put(connection, name, None)
-
-
-def _open(run: str, old: str, new: str, connection: sa.Connection) -> None:
-    """Replace the features *old* of the target by *new*, and delete the id of the run."""
-    if meta.read(connection, meta.FEATURES) != new:
-        _require_run(run, connection)
-    if not meta.swap(connection, meta.FEATURES, old, new):
-        raise SecureSessionError(_CHANGED, retryable=True)
-    meta.put(connection, meta.MOVE, None)
