@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
-from adk_secure_sessions.db.protocol import CONFLICTS
+from adk_secure_sessions.db.protocol import CONFLICTS, Parameters
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
@@ -17,6 +17,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import (
+    LocatedSession,
     OwnerTag,
     located_sessions,
     owner_tags,
@@ -30,7 +31,7 @@ from adk_secure_sessions.storage.features.index_rows import (
     withdraw,
 )
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
-from adk_secure_sessions.storage.pages import Span, spans
+from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     INDEX_MARK,
@@ -111,7 +112,8 @@ async def fill_index(
         await run.fill_users()
     await run.fill_sessions()
     done = run.done
-    done.removed = await _remove_orphans(db, (await db.unit.identify(app_name)).app_tag, tags)
+    app_tag = (await db.unit.identify(app_name)).app_tag
+    done.removed = await _delete(db, tags, *orphaned(app_tag))
     done.problems = tuple(run.problems.kept)
     done.complete = skip_unreadable or not run.problems.count
     if done.complete:
@@ -139,13 +141,10 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     index = (await db.keys()).keyring.index
     if indexed.name not in (await db.survey()).feature_tables:
         return IndexChange()
-    tags = sorted({index.state_key(app_name, key) for key in keys})
+    tags = {index.state_key(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
-    await db.unit.change(partial(withdraw, tags))
-    done = IndexChange()
-    async for span in spans(db.unit.read, indexed.c.row_id, db.limits.headers):
-        done.removed += await db.unit.change(partial(_delete_rows, tags, span))
-    return done
+    await db.unit.change(partial(withdraw, sorted(tags)))
+    return IndexChange(removed=await _delete(db, tags))
 
 
 def _check(app_name: object, keys: object) -> None:
@@ -170,16 +169,11 @@ class _Filler:
 
     async def fill_users(self) -> None:
         async for rows in owner_tags(self._db, users):
-            await self._each([(users.name, row.id, partial(self._fill_user, row)) for row in rows])
+            await self._each(users, self._fill_user, rows)
 
     async def fill_sessions(self) -> None:
-        async for page in located_sessions(self._db):
-            await self._each(
-                [
-                    (sessions.name, located.row, partial(self._fill_session, located))
-                    for located in page
-                ]
-            )
+        async for rows in located_sessions(self._db):
+            await self._each(sessions, self._fill_session, rows)
 
     async def _fill_user(self, row: OwnerTag) -> None:
         found = await read_tagged_user(self._db, row)
@@ -188,7 +182,7 @@ class _Filler:
         await self._correct(found[1].user_id, of_user=True)
         self.done.users += 1
 
-    async def _fill_session(self, located: Any) -> None:
+    async def _fill_session(self, located: LocatedSession) -> None:
         ids = located.known_ids()
         if ids.is_collection or ids.app_name != self._app_name:
             return
@@ -202,42 +196,40 @@ class _Filler:
         written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
         self.done.written += written
 
-    async def _each(self, work: list[tuple[str, Any, Callable[[], Awaitable[None]]]]) -> None:
-        """Run *work*; each element is the table and the id of a row, and what to do with it."""
-        for start in range(0, len(work), _AT_ONCE):
-            some = work[start : start + _AT_ONCE]
-            results = await asyncio.gather(*(one() for *_, one in some), return_exceptions=True)
-            for (table, row, _), error in zip(some, results, strict=True):
+    async def _each(
+        self,
+        table: sa.Table,
+        fill: Callable[[Any], Awaitable[None]],
+        rows: Sequence[tuple[Any, ...]],
+    ) -> None:
+        """Call *fill* with each of *rows*, which begin with the row id."""
+        for start in range(0, len(rows), _AT_ONCE):
+            some = rows[start : start + _AT_ONCE]
+            results = await asyncio.gather(*map(fill, some), return_exceptions=True)
+            for (row_id, *_), error in zip(some, results, strict=True):
                 if isinstance(error, UNREADABLE):
-                    self.problems.add_error(error, table, row)
+                    self.problems.add_error(error, table.name, row_id)
                     self.done.bad += 1
                 elif error is not None:
                     raise error
             await self.meter.advance(len(some))
 
 
-# --- rows without a session or user ---------------------------------------------------------------
-
-
-async def _remove_orphans(db: Database, app_tag: bytes, tags: Iterable[bytes]) -> int:
-    removed = 0
+async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
+    """Delete the index rows of the keys *tags* for which *where* is true; return their number."""
+    deleted = 0
+    query = sa.delete(indexed).where(indexed.c.key_tag.in_(sorted(tags)), *where)
     async for span in spans(db.unit.read, indexed.c.row_id, db.limits.headers):
-        removed += await db.unit.change(partial(_delete_orphans, app_tag, sorted(tags), span))
-    return removed
+        within = query.where(*span.conditions(indexed.c.row_id))
+        deleted += await db.unit.change(partial(_rows_changed, within, span.parameters))
+    return deleted
 
 
-def _delete_orphans(
-    app_tag: bytes, tags: Sequence[bytes], span: Span, connection: sa.Connection
-) -> int:
-    c = indexed.c
-    where = [c.key_tag.in_(tags), *orphaned(app_tag), *span.conditions(c.row_id)]
-    return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
+def _rows_changed(query: sa.Delete, parameters: Parameters, connection: sa.Connection) -> int:
+    return connection.execute(query, parameters).rowcount
 
 
-def _delete_rows(tags: Sequence[bytes], span: Span, connection: sa.Connection) -> int:
-    c = indexed.c
-    where = [c.key_tag.in_(tags), *span.conditions(c.row_id)]
-    return connection.execute(sa.delete(indexed).where(*where), span.parameters).rowcount
+# --- rows without a session or user ---------------------------------------------------------------
 
 
 def orphaned(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
