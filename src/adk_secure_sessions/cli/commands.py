@@ -20,7 +20,6 @@ from adk_secure_sessions.cli.program import (
     one_line_errors,
     opened,
     run,
-    run_with_progress,
 )
 from adk_secure_sessions.cli.text import check_lines, status_lines
 from adk_secure_sessions.errors import ConfigurationError
@@ -128,7 +127,7 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
                 retryable=True,
             ) from None
 
-    found = run(db, in_time, again=None)
+    found = run(db, in_time, changes=False)
     show(found, as_json, check_lines(found))
 
 
@@ -150,9 +149,8 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
     """
     from adk_secure_sessions import maintenance
 
-    found = run_with_progress(
-        db, "status", maintenance.status, rows_per_second=rows_per_second, again=None
-    )
+    counting = partial(maintenance.status, rows_per_second=rows_per_second)
+    found = run(db, counting, label="status", changes=False)
     show(found, as_json, status_lines(found))
     if found.problems:
         sys.exit(1)
@@ -268,7 +266,13 @@ def lookup(
     from adk_secure_sessions import maintenance
 
     found = run(
-        db, lambda opened: maintenance.lookup(opened, app, user, session, collection), again=None
+        db,
+        maintenance.lookup,
+        changes=False,
+        app_name=app,
+        user_id=user,
+        session_id=session,
+        collection=collection,
     )
     rows = [
         (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
@@ -312,7 +316,7 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
     from adk_secure_sessions import maintenance
 
     reading = partial(maintenance.record_headers, table=table_name, row=row, limit=limit)
-    found = run(db, reading, again=None)
+    found = run(db, reading, changes=False)
     rows = [
         (
             f"row {one.row}",

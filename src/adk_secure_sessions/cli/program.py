@@ -217,37 +217,24 @@ def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
 
 
 def run(
-    db: "Database", work: Callable[["Database"], Awaitable[T]], *, again: str | None = AGAIN
-) -> T:
-    """Run *work* with *db*, close *db*, and return the result.
-
-    *again* is the text that says how to continue after Ctrl-C, or None if *work* changes nothing.
-    """
-    with opened(db, again=again) as call:
-        return call(work(db))
-
-
-def run_with_progress(
     db: "Database",
-    label: str,
     work: Callable[..., Awaitable[T]],
     *,
+    label: str = "",
     unit: str = "rows",
-    again: str | None = AGAIN,
+    changes: bool = True,
     **options: Any,
 ) -> T:
-    """Run *work* with *db*, show its progress, close *db*, and return the result.
+    """Run *work* with *db* and *options*, close *db*, and return the result.
 
-    Args:
-        db: The database.
-        label: The text before the numbers of the progress.
-        work: Called with *db*, *options*, and the argument `progress`: a function to report to.
-        unit: What *work* counts, in the plural.
-        again: The text that says how to continue after Ctrl-C; None if *work* changes nothing.
-        options: Further arguments of *work*.
+    If *label* is given, show the progress with this text; *unit* is what *work* counts.  *changes*
+    is whether *work* changes something, for what is said after Ctrl-C.
     """
-    with progress(label, unit) as report:
-        return run(db, lambda opened: work(opened, progress=report, **options), again=again)
+    with opened(db, again=AGAIN if changes else None) as call:
+        if not label:
+            return call(work(db, **options))
+        with progress(label, unit) as report:
+            return call(work(db, progress=report, **options))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import sys
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -17,7 +16,7 @@ from adk_secure_sessions.cli.options import (
     with_store,
 )
 from adk_secure_sessions.cli.output import finish, show
-from adk_secure_sessions.cli.program import AGAIN, main, opened, run, run_with_progress
+from adk_secure_sessions.cli.program import AGAIN, main, opened, run
 from adk_secure_sessions.cli.text import erasure_notes, missing_from, moment
 
 if TYPE_CHECKING:
@@ -63,11 +62,17 @@ def purge_sessions(
     """
     from adk_secure_sessions import maintenance
 
-    work = partial(
-        maintenance.purge, older_than=older_than, app_name=app, user_id=user, dry_run=dry_run
+    done = run(
+        db,
+        maintenance.purge,
+        label="purge",
+        changes=not dry_run,
+        older_than=older_than,
+        app_name=app,
+        user_id=user,
+        dry_run=dry_run,
+        rows_per_second=rows_per_second,
     )
-    again = None if dry_run else AGAIN
-    done = run_with_progress(db, "purge", work, rows_per_second=rows_per_second, again=again)
     since = "" if done.before is None else f" or were last used before {moment(done.before)}"
     finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
 
@@ -95,9 +100,15 @@ def purge_audit(db: "Database", as_json: bool, older_than: timedelta, dry_run: b
     """
     from adk_secure_sessions import maintenance
 
-    work = partial(maintenance.purge_audit, older_than=older_than, dry_run=dry_run)
-    again = None if dry_run else AGAIN
-    done = run_with_progress(db, "purge audit", work, unit="records", again=again)
+    done = run(
+        db,
+        maintenance.purge_audit,
+        label="purge audit",
+        unit="records",
+        changes=not dry_run,
+        older_than=older_than,
+        dry_run=dry_run,
+    )
     old = f"such chains were last used before {moment(done.before)}"
     finish(done, as_json, [old], dry_run=dry_run)
 
@@ -142,13 +153,11 @@ def purge_blobs(
 
     done = run(
         db,
-        lambda opened: artifact_blobs.purge_blobs(
-            opened,
-            ArtifactStore(store, allow_http=allow_http),
-            older_than=older_than,
-            dry_run=dry_run,
-        ),
-        again=None if dry_run else AGAIN,
+        artifact_blobs.purge_blobs,
+        changes=not dry_run,
+        store=ArtifactStore(store, allow_http=allow_http),
+        older_than=older_than,
+        dry_run=dry_run,
     )
     finish(done, as_json, dry_run=dry_run)
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -23,7 +22,6 @@ from adk_secure_sessions.cli.program import (
     main,
     opened,
     run,
-    run_with_progress,
 )
 from adk_secure_sessions.cli.text import (
     key_move_notes,
@@ -82,8 +80,7 @@ def root(db: "Database", as_json: bool, dry_run: bool) -> None:
     """
     from adk_secure_sessions import maintenance
 
-    again = None if dry_run else AGAIN
-    done = run(db, lambda opened: maintenance.rotate_root(opened, dry_run=dry_run), again=again)
+    done = run(db, maintenance.rotate_root, changes=not dry_run, dry_run=dry_run)
     finish(done, as_json, [f"the new root key is {done.root_key_id}"], dry_run=dry_run)
 
 
@@ -204,10 +201,14 @@ def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float 
     """
     from adk_secure_sessions import maintenance
 
-    work = partial(maintenance.retire, dry_run=dry_run)
-    again = None if dry_run else AGAIN
-    done = run_with_progress(
-        db, "retire", work, unit="owners", rows_per_second=rows_per_second, again=again
+    done = run(
+        db,
+        maintenance.retire,
+        label="retire",
+        unit="owners",
+        changes=not dry_run,
+        dry_run=dry_run,
+        rows_per_second=rows_per_second,
     )
     finish(done, as_json, retirement_notes(done), dry_run=dry_run)
 

@@ -1,14 +1,13 @@
 """The commands that fill and delete the search index of state keys."""
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from adk_secure_sessions.cli.options import on_database, with_keys, with_speed
 from adk_secure_sessions.cli.output import show
-from adk_secure_sessions.cli.program import main, run, run_with_progress
+from adk_secure_sessions.cli.program import main, run
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
@@ -53,10 +52,15 @@ def fill(
     """
     from adk_secure_sessions import maintenance
 
-    filling = partial(
-        maintenance.fill_index, app_name=app, keys=state_keys, skip_unreadable=skip_unreadable
+    done = run(
+        db,
+        maintenance.fill_index,
+        label="index fill",
+        app_name=app,
+        keys=state_keys,
+        skip_unreadable=skip_unreadable,
+        rows_per_second=rows_per_second,
     )
-    done = run_with_progress(db, "index fill", filling, rows_per_second=rows_per_second)
     notes = ["find_sessions can find sessions by these keys"]
     if not done.complete:
         notes = [
@@ -85,5 +89,5 @@ def drop(db: "Database", as_json: bool, state_keys: tuple[str, ...], app: str) -
     """
     from adk_secure_sessions import maintenance
 
-    done = run(db, lambda opened: maintenance.drop_index(opened, app, state_keys))
+    done = run(db, maintenance.drop_index, app_name=app, keys=state_keys)
     show(done, as_json)

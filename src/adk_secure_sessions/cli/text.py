@@ -52,7 +52,7 @@ def status_lines(found: Status) -> Iterator[str]:
                 one.purpose,
                 one.id,
                 f"under {one.root_key_id}",
-                f"of {_date(one.created_at)}",
+                f"of {moment(one.created_at, '%Y-%m-%d')}",
                 _age(one.age),
                 unwraps[one.unwraps],
             )
@@ -252,16 +252,9 @@ def _age(seconds: float) -> str:
     return f"{days} old" if seconds >= 0 else f"{days} in the future: a clock is or was wrong"
 
 
-def moment(microseconds: int) -> str:
-    """Return the date and the time of *microseconds* since 1970 as text, UTC."""
+def moment(microseconds: int, form: str = "%Y-%m-%d %H:%M UTC") -> str:
+    """Return the time of *microseconds* since 1970 as text, UTC."""
     try:
-        return f"{datetime.fromtimestamp(microseconds / 1e6, UTC):%Y-%m-%d %H:%M} UTC"
-    except (ValueError, OverflowError, OSError):
-        return "at an impossible time"
-
-
-def _date(microseconds: int) -> str:
-    try:
-        return f"{datetime.fromtimestamp(microseconds / 1e6, UTC):%Y-%m-%d}"
+        return datetime.fromtimestamp(microseconds / 1e6, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):
         return "an impossible time"
