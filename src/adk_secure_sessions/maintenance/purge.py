@@ -1,10 +1,9 @@
 """Delete sessions that have expired, or that have not been used for a long time."""
 
-import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -13,10 +12,11 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.walk import Due, SessionIds, located_sessions, purgeable
+from adk_secure_sessions.maintenance.walk import SESSION_ROWS, SessionIds, located_sessions
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.schema import sessions
+from adk_secure_sessions.storage.rows import StoredSession
+from adk_secure_sessions.storage.schema import COLLECTION, sessions
 
 
 @dataclass
@@ -72,24 +72,28 @@ async def purge(
     Raises:
         ConfigurationError: `older_than` is negative.
     """
-    now, before = time.time_ns() // 1000, None
+    now, before, first = time.time_ns() // 1000, None, -(2**63)
     if older_than is not None:
         if older_than < timedelta():
             raise ConfigurationError("older_than must not be negative")
-        before = now - older_than // timedelta(microseconds=1)
-    due = Due(before, now)
-    ((total,),) = await db.unit.read(_number_of_due(), due.parameters)
+        before = first = now - older_than // timedelta(microseconds=1)
+
+    def is_due(session: StoredSession) -> bool:
+        return session.updated_at < first or session.expires_at <= now
+
+    times = {"before": first, "now": now}
+    ((total,),) = await db.unit.read(_NUMBER_OF_DUE, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     done = Purge(before=before)
-    async for page in located_sessions(db, due):
+    async for page in located_sessions(db, _DUE_SESSIONS, **times):
         for located in page:
             try:
                 ids = located.known_ids()
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     await meter.advance()
                     continue
-                is_deleted = await _delete(db, ids, due, dry_run)
+                is_deleted = await _delete(db, ids, is_due, dry_run)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, located.row)
                 done.bad += 1
@@ -102,15 +106,22 @@ async def purge(
     return done
 
 
-async def _delete(db: Database, ids: SessionIds, due: Due, dry_run: bool) -> bool:
+async def _delete(
+    db: Database, ids: SessionIds, is_due: Callable[[StoredSession], bool], dry_run: bool
+) -> bool:
     """Delete the session if it is still due, and return whether; a dry run deletes nothing."""
     who = await db.unit.identify(*ids[:3])
     if not dry_run:
-        return await db.unit.run(writes.DeleteSession(who, due.includes))
+        return await db.unit.run(writes.DeleteSession(who, is_due))
     found = await db.unit.run(reads.GetSession(who, lambda *_: None, 0, finds_expired=True))
-    return found is not None and due.includes(found[0].session)
+    return found is not None and is_due(found[0].session)
 
 
-@functools.cache
-def _number_of_due() -> sa.Select[Any]:
-    return sa.select(sa.func.count()).select_from(sessions).where(*purgeable())
+_BEFORE, _NOW = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))
+# The times are not authenticated yet.
+_IS_DUE = (
+    sessions.c.base_revision != sa.literal_column(str(COLLECTION)),
+    sa.or_(sessions.c.updated_at < _BEFORE, sessions.c.expires_at <= _NOW),
+)
+_DUE_SESSIONS = SESSION_ROWS.where(*_IS_DUE)
+_NUMBER_OF_DUE = sa.select(sa.func.count()).select_from(sessions).where(*_IS_DUE)

@@ -31,7 +31,6 @@ from adk_secure_sessions.storage.rows import (
     Owner,
     SealedColumn,
     SessionRow,
-    StoredSession,
     UserRow,
     naming,
 )
@@ -72,50 +71,23 @@ class LocatedSession(NamedTuple):
         return self.ids
 
 
-class Due(NamedTuple):
-    """Decides which sessions `purge` deletes; all times are microseconds since 1970, UTC.
-
-    Sessions that were last updated before *before* are due, and sessions that expire at *now* or
-    earlier.  If *before* is None, no session is due because of its age.
-    """
-
-    before: int | None
-    now: int
-
-    @property
-    def parameters(self) -> dict[str, object]:
-        """The parameters of the conditions of `purgeable`."""
-        return {"before": -(2**63) if self.before is None else self.before, "now": self.now}
-
-    def includes(self, session: StoredSession) -> bool:
-        """Return whether `purge` deletes *session*."""
-        is_old = self.before is not None and session.updated_at < self.before
-        return is_old or session.expires_at <= self.now
-
-
 async def located_sessions(
-    db: Database, due: Due | None = None
+    db: Database, query: sa.Select[Any] | None = None, **parameters: object
 ) -> AsyncIterator[list[LocatedSession]]:
-    """Yield all sessions and collections in pages, each with its decrypted ids or an error.
+    """Yield sessions and collections in pages, each with its decrypted ids or an error.
 
-    A collection is a named list of items (artifacts or memory), with a row in `secure_sessions`.
     If ids were decrypted, the row is authentic.  The events, the snapshot and the version witness
-    of a session are not read.  If *due* is given, yield no collections, and only sessions that are
-    due according to their stored times, which are not authenticated yet.
+    are not read.  *query*, a constant with *parameters*, restricts `SESSION_ROWS`.
     """
-    query, parameters = (_SESSIONS, {}) if due is None else (_DUE_SESSIONS, due.parameters)
-    size = db.limits.rows
+    query, size = SESSION_ROWS if query is None else query, db.limits.rows
     walk = pages(db.unit.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
         yield await _located(db, rows)
 
 
-async def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[LocatedSession]]:
+def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[LocatedSession]]:
     """Yield the sessions and collections of one user; see `located_sessions`."""
-    size = db.limits.rows
-    walk = pages(db.unit.read, _OF_USER, sessions.c.id, size, SessionRow, user_row=user_row)
-    async for rows in walk:
-        yield await _located(db, rows)
+    return located_sessions(db, _OF_USER, user_row=user_row)
 
 
 async def located(db: Database, row_ids: Iterable[int]) -> list[LocatedSession]:
@@ -200,7 +172,7 @@ async def _decrypted(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSe
 
 
 async def _with_ids(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
-    rows = await rows_where(db.unit.read, _SESSIONS, sessions.c.id, row_ids)
+    rows = await rows_where(db.unit.read, SESSION_ROWS, sessions.c.id, row_ids)
     return sorted(SessionRow(*row) for row in rows)
 
 
@@ -352,16 +324,8 @@ def _sized(*row: Any) -> tuple[tuple[Any, ...], int]:
 # --- statements ----------------------------------------------------------------------------------
 
 
-def purgeable() -> tuple[sa.ColumnElement[bool], ...]:
-    """Return the SQL conditions for rows that `purge` may delete; see `Due.parameters`."""
-    before, now = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))
-    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
-    return is_session, sa.or_(sessions.c.updated_at < before, sessions.c.expires_at <= now)
-
-
-_SESSIONS = sa.select(*sessions.c)
-_DUE_SESSIONS = _SESSIONS.where(*purgeable())
-_OF_USER = _SESSIONS.where(sessions.c.user_row == sa.bindparam("user_row"))
+SESSION_ROWS = sa.select(*sessions.c)
+_OF_USER = SESSION_ROWS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
 
 def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
