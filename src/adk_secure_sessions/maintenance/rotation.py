@@ -11,7 +11,6 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -146,7 +145,7 @@ class Checkpoints:
                 return stored
             since = await later_than_all_keys(self._db)
             # If another run has just begun the rotation, continue the rotation of that run.
-            if await self._write(str(since), replaces=restart):
+            if await self._write(since, replaces=restart):
                 return since
 
     async def check(self, since: int) -> None:
@@ -160,34 +159,45 @@ class Checkpoints:
 
     async def end(self, since: int, *, complete: bool) -> None:
         """If *complete* is True, delete the checkpoint; otherwise, leave it for the next run."""
+
+        def remove(connection: sa.Connection) -> bool:
+            stored = meta.read(connection, self._name, lock=True)
+            # If no checkpoint is stored, another run has completed this rotation: no conflict.
+            if stored is not None and not _is_of(since, stored):
+                return False
+            meta.put(connection, self._name, None)
+            return True
+
         if not complete or self._dry_run:
             await self.check(since)
-        elif not await self._db.unit.change(partial(_remove, self._name, since)):
+        elif not await self._db.unit.change(remove):
             raise self._overlapped()
 
-    async def _write(self, text: str, *, replaces: bool) -> bool:
+    async def _write(self, since: int, *, replaces: bool) -> bool:
         """Store a checkpoint, and return True; without *replaces*, not over another one."""
-        if self._dry_run:
+        mac = (await self._db.keys()).keyring.index.checkpoint(self._name, str(since))
+        value = f"{since} {mac.hex()}"
+
+        def store(connection: sa.Connection) -> bool:
+            if not replaces:
+                return meta.swap(connection, self._name, None, value)
+            meta.put(connection, self._name, value)
             return True
-        mac = (await self._index()).checkpoint(self._name, text)
-        value = f"{text} {mac.hex()}"
-        return await self._db.unit.change(partial(_store, self._name, value, replaces))
+
+        return self._dry_run or await self._db.unit.change(store)
 
     async def _stored(self) -> int | None:
         value = (await self._db.survey()).meta.get(self._name)
         if value is None:
             return None
-        since = _since(value)
-        if since is None or not _is_genuine(await self._index(), self._name, value):
+        index, since = (await self._db.keys()).keyring.index, _since(value)
+        if since is None or not _is_genuine(index, self._name, value):
             raise TamperedError(
                 "the checkpoint was modified; begin a new rotation, with --restart or restart=True",
                 table=meta.TABLE,
                 row=self._name,
             )
         return since
-
-    async def _index(self) -> BlindIndex:
-        return (await self._db.keys()).keyring.index
 
     def _overlapped(self) -> SecureSessionError:
         name = self._name.removeprefix(meta.ROTATION)
@@ -276,21 +286,3 @@ def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
     if written is None:
         return False
     return hmac.compare_digest(written["mac"], index.checkpoint(name, written["since"]).hex())
-
-
-def _store(name: str, value: str, replaces: bool, connection: sa.Connection) -> bool:
-    """Store *value* as the checkpoint *name*; see `Checkpoints._write`."""
-    if not replaces:
-        return meta.swap(connection, name, None, value)
-    meta.put(connection, name, value)
-    return True
-
-
-def _remove(name: str, since: int, connection: sa.Connection) -> bool:
-    """Delete the checkpoint and return True; if it is of another rotation, return False instead."""
-    stored = meta.read(connection, name, lock=True)
-    # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
-    if stored is not None and not _is_of(since, stored):
-        return False
-    meta.put(connection, name, None)
-    return True
