@@ -226,7 +226,7 @@ async def purge_audit(
     before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
     trail = await _opened(db, progress, None)
     done = AuditPurge(before=before)
-    purging = _Purging(db, done, dry_run)
+    due: list[tuple[bytes, _End]] = []
     async for chain, last in trail.chains():
         if not isinstance(last, int) or last >= before:
             continue
@@ -243,8 +243,14 @@ async def purge_audit(
         if purges:
             done.kept += 1
         elif end is not None:
-            await purging.add(chain, end)
-    await purging.delete()
+            due.append((chain, end))
+    for start in range(0, len(due), _CHAINS_AT_ONCE):
+        some = due[start : start + _CHAINS_AT_ONCE]
+        if dry_run or await _delete(db, some):
+            done.chains += len(some)
+            done.records += sum(end.number + 1 for _, end in some)
+        else:
+            done.kept += len(some)
     trail.meter.finish()
     return trail.problems.stored_in(done)
 
@@ -459,55 +465,29 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     return bytes.fromhex(str(chain)), number, bytes.fromhex(str(link))
 
 
-class _Purging:
-    """Deletes chains, several in one transaction, and counts in *done*."""
-
-    def __init__(self, db: Database, done: AuditPurge, dry_run: bool) -> None:
-        self.done = done
-        self._db = db
-        self._dry_run = dry_run
-        self._due: dict[bytes, _End] = {}
-
-    async def add(self, chain: bytes, end: _End) -> None:
-        """Delete *chain*, now or later."""
-        self._due[chain] = end
-        if len(self._due) == _CHAINS_AT_ONCE:
-            await self.delete()
-
-    async def delete(self) -> None:
-        """Delete the chains that were added and are not deleted yet."""
-        due, self._due = self._due, {}
-        if not due:
-            return
-        if not self._dry_run and not await self._delete(due):
-            self.done.kept += len(due)
-            return
-        self.done.chains += len(due)
-        self.done.records += sum(end.number + 1 for end in due.values())
-
-    async def _delete(self, due: dict[bytes, _End]) -> bool:
-        """Delete the chains in one transaction; return False if one of them has changed."""
-        changes = []
-        named = []
-        for chain, end in due.items():
-            assert end.link is not None, "the chain was checked"
-            at = {"at_chain": chain, "at_number": end.number}
-            changes.append(Change(_DELETE_LAST, at))
-            changes.append(Change(_DELETE_OTHERS, at, must_match_row=False))
-            head = end.link.hex()
-            named.append({"chain": chain.hex(), "number": end.number, "head": head})
-        database = self._db.unit.database_id
-        assert database is not None, "the database is open"
-        made = audit.entry(_PURGED, database=database.hex(), chains=named)
-        try:
-            done = await self._db.trail.purge(made, changes)
-        except Conflict:
-            done = False
-        except Disconnected as lost:
-            raise lost.error from None
-        if done:
-            audit.write(made)
-        return done
+async def _delete(db: Database, due: list[tuple[bytes, _End]]) -> bool:
+    """Delete chains in one transaction; return False if one of them has changed."""
+    changes = []
+    named = []
+    for chain, end in due:
+        assert end.link is not None, "the chain was checked"
+        at = {"at_chain": chain, "at_number": end.number}
+        changes.append(Change(_DELETE_LAST, at))
+        changes.append(Change(_DELETE_OTHERS, at, must_match_row=False))
+        head = end.link.hex()
+        named.append({"chain": chain.hex(), "number": end.number, "head": head})
+    database = db.unit.database_id
+    assert database is not None, "the database is open"
+    made = audit.entry(_PURGED, database=database.hex(), chains=named)
+    try:
+        done = await db.trail.purge(made, changes)
+    except Conflict:
+        done = False
+    except Disconnected as lost:
+        raise lost.error from None
+    if done:
+        audit.write(made)
+    return done
 
 
 # SQLite stores any type in any column.  A text is less than any blob, and greater than any number.
