@@ -24,7 +24,7 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.maintenance.counts import count_rows
+from adk_secure_sessions.maintenance.counts import count_rows, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems, unlisted
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -505,11 +505,7 @@ _IS_NUMBER = _columns.number.between(
 _RECORDS = sa.select(_columns.number, _columns.time, _BOUNDED).where(
     _columns.chain == sa.bindparam("chain", type_=sa.LargeBinary), _IS_NUMBER
 )
-_WRONG_KEYS = (
-    sa.select(sa.func.count())
-    .select_from(audit_records)
-    .where(sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
-)
+_WRONG_KEYS = number_of(audit_records, sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
 _IS_CHAIN = _columns.chain == sa.bindparam("at_chain", type_=sa.LargeBinary)
 _AT_NUMBER = sa.bindparam("at_number", type_=sa.BigInteger)
 _DELETE_LAST = sa.delete(audit_records).where(_IS_CHAIN, _columns.number == _AT_NUMBER)

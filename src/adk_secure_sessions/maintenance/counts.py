@@ -1,6 +1,5 @@
 """Count rows, and records and data keys by the backend and the key that encrypt them."""
 
-import functools
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -60,7 +59,7 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
     """Return the number of rows in all of *tables*."""
     total = 0
     for table in tables:
-        ((count,),) = await db.reader_of(table)(_count(table), {})
+        ((count,),) = await db.reader_of(table)(number_of(table), {})
         total += int(count)
     return total
 
@@ -141,9 +140,9 @@ _MOST_EVENTS = 10**15  # the largest result of `count_events`; a larger sum was 
 _CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 
 
-@functools.cache
-def _count(table: sa.Table) -> sa.Select[Any]:
-    return sa.select(sa.func.count()).select_from(table)
+def number_of(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """Return the query for the number of rows of *source*."""
+    return sa.select(sa.func.count()).select_from(source).where(*where)
 
 
 def _by_owner(

@@ -12,6 +12,7 @@ from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
+from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.vacuum import clear
 from adk_secure_sessions.maintenance.walk import header_of
@@ -268,7 +269,7 @@ class _Deletion:
         Otherwise, the transaction would find no data key, although the keys exist in the
         other database.
         """
-        if self._connection.scalar(sa.select(sa.func.count()).where(keyring.c.id >= 0)) == 0:
+        if self._connection.scalar(number_of(keyring, keyring.c.id >= 0)) == 0:
             raise ConfigurationError(
                 "the keys of this database were moved: open the database with its present key "
                 "database, or without one; nothing was deleted"
@@ -352,7 +353,7 @@ class _Deletion:
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""
         if self._dry_run:
-            query = sa.select(sa.func.count()).select_from(table).where(which)
+            query = number_of(table, which)
             self.counts[table.name] += self._connection.scalar(query) or 0
         else:
             deleted = self._connection.execute(sa.delete(table).where(which))

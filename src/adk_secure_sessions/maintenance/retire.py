@@ -20,6 +20,7 @@ from adk_secure_sessions.keys.data_keys import (
     unwrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
+from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.owners import by_age, check_owner
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed, reject_orphans
@@ -440,4 +441,4 @@ _OWNERS = (
     .group_by(data_keys.c.owner)
     .having(sa.func.count() > sa.literal_column("1"))
 )
-_NUMBER_OF_OWNERS = sa.select(sa.func.count()).select_from(_OWNERS.subquery())
+_NUMBER_OF_OWNERS = number_of(_OWNERS.subquery())

@@ -22,7 +22,7 @@ from adk_secure_sessions.keys.keyring import (
     unwrap_master_key,
 )
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
-from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows
+from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -200,7 +200,7 @@ def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Conne
     open the database with *row*, which is bound to *database_id*.
     """
     is_separated = meta.read(connection, meta.DATABASE_ID, lock=True) != database_id.hex()
-    number = connection.scalar(sa.select(sa.func.count()).select_from(keyring))
+    number = connection.scalar(number_of(keyring))
     if number == known and not is_separated:
         connection.execute(sa.insert(keyring).values(row._asdict()))
 

@@ -24,7 +24,7 @@ from adk_secure_sessions.keys.keyring import (
     rewrap_master_key,
 )
 from adk_secure_sessions.loops import at_once
-from adk_secure_sessions.maintenance.counts import count_records
+from adk_secure_sessions.maintenance.counts import count_records, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
@@ -148,11 +148,8 @@ async def _separate(
     return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
 
 
-_OLD_DATA_KEYS = (
-    sa.select(sa.func.count())
-    .select_from(data_keys)
-    .where(data_keys.c.created_at < sa.bindparam("since", type_=sa.BigInteger))
-)
+_SINCE = sa.bindparam("since", type_=sa.BigInteger)
+_OLD_DATA_KEYS = number_of(data_keys, data_keys.c.created_at < _SINCE)
 
 
 async def _was_overtaken(db: Database) -> bool:

@@ -16,6 +16,7 @@ from adk_secure_sessions.maintenance.counts import (
     count_events,
     count_records,
     count_rows,
+    number_of,
 )
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -203,22 +204,14 @@ _IS_OWNER = sa.or_(
         for table in (users, apps)
     )
 )
-_COPIED = (
-    sa.select(sa.func.count())
-    .select_from(migrated)
-    .where(migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
-)
-_INDEXED = (
-    sa.select(sa.func.count())
-    .select_from(indexed)
-    .where(indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
-)
+_COPIED = number_of(migrated, migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
+_TOMBSTONES = number_of(migrated, migrated.c.row_id == _NO_ROW)
+_INDEXED = number_of(indexed, indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
 _TRAIL = sa.select(
     sa.func.count(),
     sa.func.count(audit_records.c.chain.distinct()),
     sa.func.min(audit_records.c.time),
 )
-_TOMBSTONES = sa.select(sa.func.count()).select_from(migrated).where(migrated.c.row_id == _NO_ROW)
 
 
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
