@@ -283,14 +283,13 @@ async def _end(db: Database, opened: Keyring) -> None:
         return  # another run that has continued this separation has ended it
     features = survey.features - {SEPARATING, MIGRATION}
     mark = feature_mark(opened.index, opened.database_id, features)
-    if not await db.unit.change_keys(partial(_remove_separation, survey.meta[meta.FEATURES], mark)):
+
+    def end(connection: sa.Connection) -> bool:
+        if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], mark):
+            return False
+        meta.put(connection, meta.SEPARATION, None)
+        meta.put(connection, meta.MIGRATION_MARK, None)
+        return True
+
+    if not await db.unit.change_keys(end):
         raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
-
-
-def _remove_separation(old: str, new: str, connection: sa.Connection) -> bool:
-    """Replace the list of features *old* by *new*; return False if another list is stored."""
-    if not meta.swap(connection, meta.FEATURES, old, new):
-        return False
-    meta.put(connection, meta.SEPARATION, None)
-    meta.put(connection, meta.MIGRATION_MARK, None)
-    return True
