@@ -18,7 +18,9 @@ UNKNOWN = "..."
 # A shorter entry could also match the texts of other errors, unless it is a whole text.
 SHORTEST = 14  # letters
 REPORTS = re.compile(r"\w+Error|Failure|Declined|BadParameter|warning|warn")
-# A text names an action if it has a verb in the imperative, or says what is needed or possible.
+# Whatever their text is, the remedy is in the section "Damaged rows".
+REJECTIONS = {"DecryptionError", "PlaintextRefusedError", "TamperedError", "UnknownKeyError"}
+# A text names an action if it has a verb in the imperative, or says what is needed or allowed.
 VERBS = (
     "add allow ask call change check choose close compare continue copy correct create delete do "
     "drop erase export fill find free get give grant install keep leave list load log look make "
@@ -27,7 +29,8 @@ VERBS = (
 )
 ACTION = re.compile(
     r"(?:^|[:;,.(]|\b(?:and|or|then)) ?(?:(?:first|then|otherwise|either|also),? )?"
-    rf"(?:{VERBS.replace(' ', '|')})\b|\b(?:must|needs?|only|cannot be combined)\b",
+    rf"(?:{VERBS.replace(' ', '|')})\b"
+    r"|\b(?:must|needs?|only|cannot be combined|at most|more than|is written)\b",
     re.IGNORECASE,
 )
 # Raised for callers inside this package, or made of texts that stand elsewhere in the source.
@@ -84,7 +87,9 @@ def reported() -> dict[str, str]:
         if isinstance(node, ast.Call) and node.args:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             text = " ".join(text_of(node.args[0]).split())
-            if REPORTS.fullmatch(name) and letters(text) and text not in NO_ENTRY:
+            if name in REJECTIONS or not REPORTS.fullmatch(name):
+                continue
+            if letters(text) and text not in NO_ENTRY:
                 found[text] = f"{path.relative_to(ROOT)}:{node.lineno}"
     return found
 
