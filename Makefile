@@ -113,7 +113,7 @@ RELIABILITY := tests/reliability $(addprefix tests/on_servers/test_,restarts.py 
 reliability: .venv/.installed ## inject every fault; write reliability/results.json and its page
 	$(PYTEST_ENV) $(BIN)/python -m pytest $(RELIABILITY) -m 'soak or not soak' $(ARGS) \
 	  -o faulthandler_timeout=0 --deselect tests/reliability/test_report.py --outcomes reliability/results.json
-	$(BIN)/python -m tests.reliability.report
+	$(BIN)/python -m tests.benchmarks.report
 
 # Traffic and all maintenance at once, on each database for ENDURANCE_SECONDS: three hours.
 # For one database: make endurance ARGS='-k postgresql'.
@@ -121,7 +121,7 @@ endurance: export ENDURANCE_SECONDS ?= 3600
 endurance: .venv/.installed ## run the tests with traffic and maintenance for an hour on each database
 	$(PYTEST_ENV) $(BIN)/python -m pytest tests/reliability/test_mixed_traffic.py -m soak $(ARGS) \
 	  -o faulthandler_timeout=0 --outcomes reliability/results.json
-	$(BIN)/python -m tests.reliability.report
+	$(BIN)/python -m tests.benchmarks.report
 
 # TIME is in seconds and for all targets together.  RUNS is the number of inputs for each target, in
 # place of TIME.  With ARGS, only those targets: make fuzz TIME=600 ARGS="record event".

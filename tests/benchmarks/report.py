@@ -1,10 +1,9 @@
-"""Generate docs/benchmarks.md, its charts and docs/scaling.md from a file of results.
+"""Generate docs/benchmarks.md and its charts from the files of results.
 
 python -m tests.benchmarks.report [--compare OLD] [RESULTS]
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,21 +21,25 @@ from tests.benchmarks.databases import (
 )
 from tests.benchmarks.markdown import markdown_table as _markdown
 from tests.benchmarks.markdown import rendered
-from tests.benchmarks.results import Results, changes, coverage, quantity
+from tests.benchmarks.results import Results, changes, quantity
+from tests.reliability import report as reliability
+from tests.reliability.results import Record
 
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results.json"
 PAGE, CHARTS = _ROOT / "docs" / "benchmarks.md", _ROOT / "docs" / "charts"
 TEMPLATE = Path(__file__).with_name("page.md")
-SCALING_PAGE, SCALING_TEMPLATE = _ROOT / "docs" / "scaling.md", TEMPLATE.with_name("scaling.md")
 _SIDES = (OURS, FERNET, NO_OP, ADK)
 
 
-def render(results: Results, template: Path = TEMPLATE) -> str:
-    """Return the text of a page."""
+def render(results: Results, record: Record | None = None) -> str:
+    """Return the text of the page; *record* has the outcomes of injected faults."""
+    record = record or Record.load(reliability.RESULTS)
     return rendered(
-        template,
+        TEMPLATE,
         figures=Report(results),
+        faults=reliability.Report(record),
+        reliability=reliability.render(record),
         plan=plan,
         budgets=budgets,
         limit=quantity(overhead.LIMIT, unit="x"),
@@ -45,9 +48,8 @@ def render(results: Results, template: Path = TEMPLATE) -> str:
 
 
 def write(results: Results) -> None:
-    """Write the pages and the charts into docs/."""
+    """Write the page and the charts into docs/."""
     PAGE.write_text(render(results), encoding="utf-8")
-    SCALING_PAGE.write_text(render(results, SCALING_TEMPLATE), encoding="utf-8")
     CHARTS.mkdir(exist_ok=True)
     for name, svg in charts(results).items():
         (CHARTS / f"{name}.svg").write_text(svg, encoding="utf-8")
@@ -112,24 +114,6 @@ class Report:
         bounds = quantity(figure.low, figure.high, unit=figure.unit, separator="–")  # noqa: RUF001
         return f"{figure.text} ({bounds})"
 
-    def coverages(self) -> str:
-        """Return a table of the medians whose intervals have a coverage below 95 %."""
-        counts = Counter(
-            figure.samples
-            for name, figure in self._figures.items()
-            if not name.endswith((" p95", " p99"))
-        )
-        few = [count for count in sorted(counts) if coverage(count) < 0.95]
-        cells = [
-            [
-                str(count),
-                str(counts[count]),
-                f"{100 * coverage(count):.0f}&nbsp;%" if count > 1 else "no interval",
-            ]
-            for count in few
-        ]
-        return _markdown(["samples", "figures", "coverage of the interval"], cells)
-
     def table(
         self,
         first: str,
@@ -152,10 +136,6 @@ class Report:
             for row in rows
         ]
         return _markdown([first, *(heading for heading, _ in columns)], cells)
-
-    def by_database(self, columns: Sequence[tuple[str, str]]) -> str:
-        """Return a table with a row for each database."""
-        return self.table("database", columns, list(DATABASE_LABELS))
 
     def operations(self, database: str) -> str:
         """Return the table of all operations on one deployment, with ADK's times."""
@@ -209,49 +189,6 @@ class Report:
     def _rate(self, name: str) -> str:
         errors = self._figures[f"{name} errors"].value
         return self.text(f"{name} rate") + (f", {errors:.0f} errors" if errors else "")
-
-    def latencies(self, database: str, operation: str) -> str:
-        """Return the table of latencies of one operation of the conversations."""
-        cells = []
-        for side in (*_SIDES, ADK_SQLITE):
-            names = [
-                f"{database}/conversations, {count} concurrent/{side} {operation}"
-                for count in plan.CONVERSATION_ROUNDS
-            ]
-            if self.has(f"{names[0]} p50"):
-                cells.append([SIDE_LABELS[side], *map(self._percentiles, names)])
-        ours = f"{database}/conversations, {{}} concurrent/{OURS} {operation} p50"
-        counts = [
-            f"{count} at once, up to {self._figures[ours.format(count)].samples:,} samples"
-            for count in plan.CONVERSATION_ROUNDS
-        ]
-        return _markdown([f"{DATABASE_LABELS[database]}: {operation}", *counts], cells)
-
-    def _percentiles(self, name: str) -> str:
-        figures = [self._figures[f"{name} p{part}"] for part in (50, 95, 99)]
-        return quantity(*(figure.value for figure in figures), unit="s", separator=" / ")
-
-    def growth(self, operation: str, by: str) -> str:
-        """Return the table of one operation for each number of events or sessions."""
-        counts: tuple[int, ...] = (
-            plan.EVENTS if by == "events" else (plan.FEW_USERS, plan.MANY_USERS)
-        )
-        if operation.startswith("get 20"):
-            counts = counts[1:]
-        sizes = [f"{count:,} {by}" for count in counts]
-        cells = []
-        for database, kind in DATABASE_LABELS.items():
-            for side in (OURS, ADK):
-                name = f"{database}/growth by {by}/{side}/{operation}"
-                row = [self.text(f"{name}, {size}") for size in sizes]
-                ratio = self.text(f"{name}, largest relative to smallest")
-                cells.append([f"{kind}, {SIDE_LABELS[side]}", *row, ratio])
-        return _markdown(["database and service", *sizes, "largest relative to smallest"], cells)
-
-    def memory(self, database: str) -> str:
-        """Return the table of the peak memory of each operation."""
-        columns = [(SIDE_LABELS[side], f"{database}/memory/{{}}/{side}") for side in _SIDES]
-        return self.table(DATABASE_LABELS[database], columns, plan.MEMORY_OPERATIONS)
 
     def stored(self, database: str) -> str:
         """Return the table of stored bytes for each session and event."""
@@ -382,16 +319,6 @@ class Report:
             cells.append(row)
         columns = [heading for side in sides for heading in (side, "relative to ADK")]
         return _markdown(["session", "ADK", *columns], cells)
-
-    def audited(self, database: str) -> str:
-        """Return the table of times with the audit log, and with the audit trail as well."""
-        name = f"{database}/audit/{{}}"
-        columns = [(side, f"{name}/{side}") for side in plan.AUDIT]
-        columns += [
-            (f"{side}, relative", f"{name}/{side} relative to {plan.NO_AUDIT}")
-            for side in (plan.AUDIT_LOG, plan.AUDIT_TRAIL)
-        ]
-        return self.table(DATABASE_LABELS[database], columns, plan.AUDITED)
 
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""

@@ -1,9 +1,5 @@
-"""Generate docs/reliability.md from the file that `make reliability` writes.
+"""The section on injected faults in docs/benchmarks.md, from the outcomes of `make reliability`."""
 
-python -m tests.reliability.report [RESULTS]
-"""
-
-import argparse
 from pathlib import Path
 
 from tests.benchmarks.markdown import markdown_table, rendered
@@ -12,7 +8,6 @@ from tests.reliability.results import Outcome, Record
 
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "reliability" / "results.json"
-PAGE = _ROOT / "docs" / "reliability.md"
 TEMPLATE = Path(__file__).with_name("page.md")
 NOT_RUN = "not run"
 # What names of outcomes say after the slash.
@@ -75,7 +70,7 @@ _SIZES = {
 
 
 def render(record: Record) -> str:
-    """Return the text of the page."""
+    """Return the text of the section."""
     return rendered(
         TEMPLATE,
         results=Report(record),
@@ -185,14 +180,3 @@ def _cells(outcome: Outcome) -> list[str]:
         "<br>".join(sorted(outcome.errors)) or "no error",
         pause,
     ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
-    record = Record.load(parser.parse_args().results)
-    PAGE.write_text(render(record), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

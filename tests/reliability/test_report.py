@@ -1,4 +1,4 @@
-"""docs/reliability.md agrees with the file of outcomes, and names every one of them."""
+"""The section on injected faults names every outcome in the file."""
 
 import re
 from dataclasses import replace
@@ -9,10 +9,9 @@ import pytest
 from adk_secure_sessions import DatabaseError
 from tests.benchmarks.results import Results
 from tests.reliability import report
-from tests.reliability.report import PAGE, RESULTS, TEMPLATE, render
+from tests.reliability.report import RESULTS, TEMPLATE, render
 from tests.reliability.results import Outcome, Record
 
-REGENERATE = "regenerate the page: python -m tests.reliability.report"
 LABELS = {
     **report.KILLS,
     **report.FILES,
@@ -28,16 +27,12 @@ def record() -> Record:
     return Record.load(RESULTS)
 
 
-def test_page_agrees_with_the_results(record: Record) -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(record), REGENERATE
-
-
 def test_nothing_was_lost_or_doubled(record: Record) -> None:
     for name, outcome in record.outcomes.items():
         assert (outcome.lost, outcome.doubled) == (0, 0), name
 
 
-def test_page_has_a_row_for_every_outcome_and_changes_with_it(record: Record) -> None:
+def test_section_has_a_row_for_every_outcome_and_changes_with_it(record: Record) -> None:
     page = render(record)
     for name, outcome in record.outcomes.items():
         prefix, _, database = name.rpartition("/")
