@@ -41,7 +41,7 @@ endef
 ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 
 .PHONY: help demo test soak check lint lint-workflows types site docs a11y test-adk test-matrix bench
-.PHONY: reliability endurance fuzz
+.PHONY: reliability endurance fuzz mutants
 .PHONY: dist dist-check sbom release-requirements release-check release-notes clean
 
 # Silences the warning that mkdocs-material will not support mkdocs 2.
@@ -127,6 +127,10 @@ endurance: .venv/.installed ## run the tests with traffic and maintenance for an
 # place of TIME.  With ARGS, only those targets: make fuzz TIME=600 ARGS="record event".
 fuzz: .venv-fuzz/.installed ## look for inputs that break a parser, with atheris; 60 s, or TIME=600
 	.venv-fuzz/bin/python -m tests.fuzz $(if $(RUNS),--runs $(RUNS),--time $(or $(TIME),60)) $(ARGS)
+
+# With ARGS, only those modules: make mutants ARGS=formats/records.py.
+mutants: .venv-fuzz/.installed ## change formats, keys, backends and crypto in thousands of ways: does a test fail?
+	$(PYTEST_ENV) .venv-fuzz/bin/python -m tests.mutation $(ARGS)
 
 # Both use the tools of release/requirements.txt alone, whose versions and hashes are pinned.
 dist: .venv-release/.installed ## build the source distribution and the wheel into dist/, twice: equal bytes
