@@ -151,7 +151,7 @@ def fixed() -> Iterator[None]:
     package = "adk_secure_sessions"
     replaced: dict[str, Any] = {
         f"{package}.crypto.aead.os": os_,
-        f"{package}.formats.records.secrets": secrets_,
+        f"{package}.formats.records.os": os_,
         f"{package}.backends.fernet.os": os_,
         f"{package}.backends.fernet.time": clock,
         f"{package}.backends.aes_gcm.secrets": secrets_,

@@ -190,7 +190,7 @@ def integration_vectors() -> tuple[str, Json, Json]:
         path = Path(directory) / "sessions.db"
         url = f"sqlite+aiosqlite:///{path}"
         with fixed():
-            draws = vars(records)["secrets"].token_bytes
+            draws = vars(records)["os"].urandom
             token = SimpleNamespace(token_hex=lambda length: draws(length).hex())
             with mock.patch("adk_secure_sessions.integrations.memory.secrets", token):
                 old = asyncio.run(_remember(path, url))
