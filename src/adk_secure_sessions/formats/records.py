@@ -113,14 +113,14 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
 
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     """Return the first half of a context: the length and the bytes of each part."""
-    made = []
+    made: list[bytes] = []
     for part in parts:
-        if not isinstance(part, str | bytes):
+        data = encode_text(part) if isinstance(part, str) else part
+        if not isinstance(data, bytes):
             raise TamperedError(
                 "a text or binary column holds a value of another type", reason=Reason.MALFORMED
             )
-        data = encode_text(part) if isinstance(part, str) else part
-        made.append(_LENGTH.pack(len(data)) + data)
+        made += _LENGTH.pack(len(data)), data
     return b"".join(made)
 
 
