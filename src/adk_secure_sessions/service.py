@@ -779,7 +779,8 @@ def _state(view: reads.View) -> dict[str, Any]:
         overlay = loads(stored.overlay)
     except DecryptionError as error:
         raise error.located(table, row) from None
-    return states.merge(app, user, snapshot | overlay)
+    own = snapshot | overlay if snapshot else overlay
+    return states.merge(app, user, own) if app or user else own
 
 
 def _session(
@@ -804,6 +805,7 @@ def _session(
     )
     # Set the events here and not in the call of Session(): there, pydantic would validate each
     # event again.
-    session.events = history or []
+    if history:
+        session.events = history
     session._storage_update_marker = _marker(stored)
     return session

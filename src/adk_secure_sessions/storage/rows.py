@@ -313,7 +313,7 @@ class StoredSession(NamedTuple):
     @property
     def has_expired(self) -> bool:
         """Whether the session must be treated like a deleted one, by the clock of this machine."""
-        return self.expires_at <= time.time_ns() // 1000
+        return self.expires_at != NEVER and self.expires_at <= time.time_ns() // 1000
 
     def next_expiry(self, updated_at: int) -> int:
         """Return `expires_at` after an update at *updated_at*; the lifetime stays the same."""
