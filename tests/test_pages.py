@@ -83,3 +83,10 @@ def test_no_page_has_an_indented_block(path: Path) -> None:
     """Markdown shows it as code, and no test would run it."""
     text = re.sub(r"^```.*?^```|<!--.*?-->", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\n\n(?: {4}|\t).*", text) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=pages.name_of)
+def test_every_table_has_a_head(path: Path) -> None:
+    """Without the line below it, as after an empty line, Markdown shows the rows as text."""
+    found = re.findall(r"(?:^|\n\n)\|.*\n(.*)", path.read_text(encoding="utf-8"))
+    assert [line for line in found if not re.fullmatch(r"\|[-| :]+\|", line)] == []
