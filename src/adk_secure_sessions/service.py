@@ -498,10 +498,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     def _sessions(
         self, app_name: str, views: list[reads.View], *, include_state: bool = True
     ) -> list[Session]:
-        """Return *views* as `Session` objects of ADK.
-
-        If `skip_unreadable_sessions` is True, log and omit sessions that cannot be decrypted.
-        """
         listed = []
         for view in views:
             try:
@@ -607,10 +603,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             raise StaleSessionError(STALE) from None
 
     async def _expected_of_unmarked(self, session: Session) -> writes.Expected:
-        """Return the row id and the revision of the stored session.
-
-        Call this method if *session* has no `_storage_update_marker`: the marker would contain the
-        row id and the revision.
+        """Return the row id and the revision of the stored session; *session* has no marker with
+        them.
         """
         who = await self._unit.identify(session.app_name, session.user_id, session.id)
         found = await self._unit.run(reads.GetSession(who, events.decode, limit=1))
@@ -637,8 +631,6 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 
 
 def _unsupported(name: str) -> Callable[..., Never]:
-    """Return a method that raises NotImplementedError and calls itself *name* in the error."""
-
     @hides_locals
     def method(*args: object, **kwargs: object) -> Never:
         raise NotImplementedError(
@@ -653,8 +645,8 @@ def _unsupported(name: str) -> Callable[..., Never]:
 def reject_unknown_methods(service: type, contract: type) -> None:
     """Make every public method that *service* does not define raise NotImplementedError.
 
-    A later google-adk may add a method to *contract*, ADK's base class.  ADK's implementation of
-    that method would not encrypt, so it must not run.
+    A later google-adk may add a method to *contract*, ADK's base class, whose implementation would
+    not encrypt.
     """
     for base in contract.__mro__:
         for name in vars(base) if base is not object else ():
@@ -676,9 +668,8 @@ def check_ids(app_name: object, user_id: object, session_id: object, **more: obj
 
 
 def ids_for_audit(unit: UnitOfWork, audit: Audit | None) -> ReadIds | None:
-    """Return a function that converts the ids of an access to the form that the audit log shows.
-
-    Return None if *audit* is None: accesses are then not recorded.  *unit* computes keyed hashes.
+    """Return a function that converts the ids of an access to the form that the audit log shows;
+    None if *audit* is None: accesses are then not recorded.
     """
 
     def database() -> str | None:
@@ -707,7 +698,7 @@ def _has_expired(session: StoredSession) -> bool:
 
 
 def _lifetime(expires_after: timedelta | None) -> int | None:
-    """Return *expires_after* in microseconds; raise ConfigurationError if it is not positive."""
+    """Return *expires_after* in microseconds."""
     if expires_after is None:
         return None
     if not isinstance(expires_after, timedelta) or expires_after <= timedelta():
@@ -718,10 +709,7 @@ def _lifetime(expires_after: timedelta | None) -> int | None:
 
 
 def _marker(stored: StoredSession) -> str:
-    """Return a session object's `_storage_update_marker`: the stored row id and revision.
-
-    ADK keeps this text in the session object, and `append_event` compares it with the stored row.
-    """
+    """Return a session object's `_storage_update_marker`: the stored row id and revision."""
     return f"{stored.id:x}.{stored.revision}"
 
 
@@ -737,7 +725,6 @@ def _parse_marker(marker: str) -> writes.Expected:
 
 
 def _check_page(limit: object, order: object) -> None:
-    """Raise ValueError if these arguments of a paged listing are not possible."""
     if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
         raise ValueError(f"limit must be an integer from 1 to {MAX_PAGE}")
     if order not in ("oldest", "newest"):
@@ -754,10 +741,7 @@ def _position_text(position: reads.Position | None) -> str | None:
 
 
 def _parse_position(after: str | None) -> reads.Position | None:
-    """Return the position in *after*, which is `SessionPage.next` of the page before, or None.
-
-    Raises ValueError if *after* is anything else.
-    """
+    """Return the position in *after*, which is `SessionPage.next` of the page before, or None."""
     if after is None:
         return None
     match = _POSITION.fullmatch(after) if isinstance(after, str) else None
@@ -767,7 +751,6 @@ def _parse_position(after: str | None) -> reads.Position | None:
 
 
 def _state(view: reads.View) -> dict[str, Any]:
-    """Return the merged states of *view*; raise DecryptionError if the JSON is malformed."""
     stored = view.session
     app = loads(view.app_state, "the app's state")
     table, row = users.name, stored.user_row
@@ -790,10 +773,7 @@ def _session(
     *,
     include_state: bool = True,
 ) -> Session:
-    """Return ADK's `Session` object for *view*, with the events *history*.
-
-    Raises DecryptionError if the JSON of a state is malformed.
-    """
+    """Return ADK's `Session` object for *view*, with the events *history*."""
     stored = view.session
     session = Session(
         id=stored.session_id,

@@ -30,13 +30,11 @@ class Aes256Gcm(KeyMaterial):
         self._aead = AESGCM(key)
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        """Encrypt *plaintext*, and return nonce, ciphertext and GCM tag."""
         nonce = os.urandom(NONCE_LENGTH)
         return nonce + self._aead.encrypt(nonce, plaintext, associated_data)
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Return the plaintext of *sealed*, which `encrypt` returned; otherwise raise
-        TamperedError.
+        """Return the plaintext of *sealed*, or raise TamperedError.
 
         AES-GCM cannot tell a wrong key or wrong associated data from a modified value.
         """

@@ -18,9 +18,7 @@ TAG_LENGTH = 16
 
 
 class ChunkCipher(KeyMaterial):
-    """Encrypts and decrypts the chunks of one value.
-
-    Chunks are numbered from 0.  *is_last* is True for the last chunk of the value.
+    """Encrypts and decrypts the chunks of one value, which are numbered from 0.
 
     Use a key for one value only, and encrypt each chunk only once.  The nonces are not random, so a
     second encryption would use a nonce twice.
@@ -36,11 +34,9 @@ class ChunkCipher(KeyMaterial):
         self._associated_data = associated_data
 
     def encrypt(self, number: int, is_last: bool, plaintext: bytes | memoryview) -> bytes:
-        """Return the ciphertext and the GCM tag of chunk *number*."""
         return self._aead.encrypt(_nonce(number, is_last), plaintext, self._associated_data)
 
     def decrypt(self, number: int, is_last: bool, sealed: bytes | memoryview) -> bytes:
-        """Return the plaintext of chunk *number*, which must not have been modified or moved."""
         try:
             return self._aead.decrypt(_nonce(number, is_last), sealed, self._associated_data)
         except InvalidTag:

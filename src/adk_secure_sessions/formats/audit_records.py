@@ -23,20 +23,14 @@ _OVERHEAD = len(_VERSION) + NONCE_LENGTH + LINK_LENGTH + _TAG_LENGTH
 
 
 def record_context(database_id: bytes, chain: bytes, number: int, time: int) -> bytes:
-    """Return the context of the record *number* of *chain*.
-
-    Raises TamperedError if a value has a wrong type.
-    """
     return context(("audit", database_id, chain), number, time)
 
 
 def seal_record(
     cipher: Aes256Gcm, context: bytes, previous: bytes, fields: dict[str, object]
 ) -> bytes:
-    """Encrypt *fields*, values for JSON, and return the record, bound to *context*.
-
-    *previous* is the link of the record before it, or `NO_LINK`.  Raises ValueError if the record
-    would be longer than `MAX_RECORD`.
+    """Encrypt *fields*, values for JSON, and return the record, bound to *context*; *previous* is
+    the link of the record before it.
     """
     text = json.dumps(fields, separators=(",", ":")).encode("ascii")
     if len(text) + _OVERHEAD > MAX_RECORD:
@@ -45,10 +39,7 @@ def seal_record(
 
 
 def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[bytes, dict[str, Any]]:
-    """Return the link of the record before *record*, and the fields in *record*.
-
-    Raises TamperedError if *record* is not authentic.
-    """
+    """Return the link of the record before *record*, and the fields in *record*."""
     data = binary(record)
     if not data.startswith(_VERSION) or len(data) > MAX_RECORD:
         raise TamperedError("the audit record is malformed", reason=Reason.MALFORMED)
@@ -63,5 +54,4 @@ def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[byte
 
 
 def link_of(context: bytes, record: bytes) -> bytes:
-    """Return the link of *record*, whose context is *context*."""
     return hashlib.sha256(context + record).digest()

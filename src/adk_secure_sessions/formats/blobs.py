@@ -28,20 +28,16 @@ _STEP = 1 << 18
 
 
 def chunk_count(size: int) -> int:
-    """Return the number of chunks of a blob with *size* bytes of plaintext."""
     return max(1, -(-size // CHUNK_LENGTH))
 
 
 def encrypted_size(size: int) -> int:
-    """Return the length of the encrypted blob for *size* bytes of plaintext."""
     return len(HEADER) + size + TAG_LENGTH * chunk_count(size)
 
 
 class BlobEncryptor(KeyMaterial):
-    """Encrypts one blob with a new random key.
-
-    *key* is the key, which the caller stores in the record that names the blob.  *size* is the
-    number of bytes of plaintext so far.
+    """Encrypts one blob with a new random key, which the caller stores in the record that names the
+    blob.  *size* is the number of bytes of plaintext so far.
     """
 
     __slots__ = ("_cipher", "_is_finished", "_next", "_pending", "key", "size")
@@ -55,9 +51,7 @@ class BlobEncryptor(KeyMaterial):
         self._is_finished = False
 
     def update(self, piece: Bytes) -> list[bytes]:
-        """Encrypt *piece*, of any length and within `MAX_SIZE`; return the next chunks of the blob,
-        if any.
-        """
+        """Encrypt *piece*, of any length; return the next chunks of the blob, if any."""
         if self._is_finished:
             raise ValueError("the blob is finished")
         view = memoryview(piece).cast("B")
@@ -80,7 +74,6 @@ class BlobEncryptor(KeyMaterial):
         return sealed
 
     def finish(self) -> bytes:
-        """Encrypt the last chunk, and return the last bytes of the blob."""
         if self._is_finished:
             raise ValueError("the blob is finished")
         self._is_finished = True
@@ -108,7 +101,7 @@ class BlobDecryptor(KeyMaterial):
         """Prepare to decrypt bytes *start* to *stop* - 1 of the plaintext, by default all bytes.
 
         *size* is the number of bytes of the whole plaintext.  It comes from the record that names
-        the blob, never from the store.  Raises ValueError if the range is not within the plaintext.
+        the blob, never from the store.
         """
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size <= MAX_SIZE:
@@ -129,10 +122,7 @@ class BlobDecryptor(KeyMaterial):
         self._pending = bytearray()
 
     def update(self, piece: Bytes) -> bytes:
-        """Return the plaintext of the chunks that *piece*, of any length, completes.
-
-        Raises TamperedError if a chunk was modified or moved, or the blob is too long.
-        """
+        """Return the plaintext of the chunks that *piece*, of any length, completes."""
         view = memoryview(piece).cast("B")
         self._unread -= len(view)
         if self._unread < 0:
@@ -161,7 +151,6 @@ class BlobDecryptor(KeyMaterial):
             raise TamperedError("the blob is shorter than it was written", reason=Reason.MISMATCH)
 
     def _sealed_length(self) -> int:
-        """Return the length of a full encrypted chunk, plus the header if chunk 0 is next."""
         return SEALED_LENGTH + (len(HEADER) if self._next == 0 else 0)
 
     def _open(self, sealed: bytes | memoryview, plaintext: list[bytes]) -> None:

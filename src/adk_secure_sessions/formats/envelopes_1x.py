@@ -24,10 +24,7 @@ _BASE64_START = 4
 
 
 class Envelope(NamedTuple):
-    """The content of an envelope, which is not authenticated yet.
-
-    *is_base64* is True if the envelope was stored as base64, as release 1.1 and later ones do.
-    """
+    """The content of an envelope, not authenticated yet; release 1.1 and later store it as base64."""
 
     backend_id: int
     body: bytes
@@ -46,10 +43,7 @@ def is_envelope(start: str | bytes) -> bool:
 
 
 def parse_envelope(stored: object) -> Envelope:
-    """Return the content of an envelope; *stored* is its bytes, or its base64 as text or bytes.
-
-    JSON raises PlaintextRefusedError, and anything else that is not an envelope DecryptionError.
-    """
+    """Return the content of an envelope; *stored* is its bytes, or its base64 as text or bytes."""
     if isinstance(stored, str):
         stored = stored.encode("utf-8", "surrogatepass")
     if not stored:

@@ -76,8 +76,7 @@ _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 17000
 class EventParser:
     """Parses the JSON of one event, and raises the errors of `Event.model_validate_json`.
 
-    JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.  *is_fast* is whether the
-    faster parser is used with the installed versions.
+    JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.
     """
 
     def __init__(self) -> None:
@@ -129,10 +128,8 @@ def event_serializer(parse: Parser) -> SchemaSerializer | None:
 
     google-adk's own serializer logs an error that occurs while it serializes the state delta, with
     the traceback.  If a field before the delta has a wrong type, and `warnings` is "error", the
-    text of this error quotes the field.
-
-    The serializer is compared with google-adk's, as the faster parser is.  *parse* parses the
-    samples.
+    text of this error quotes the field.  The serializer is compared with google-adk's, as the
+    faster parser is.
     """
     try:
         schema = Event.__pydantic_core_schema__
@@ -180,10 +177,7 @@ def _without_wrappers(schema: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values have equal types and equal contents.
-
-    Two models are equal only if the same fields were set in both.
-    """
+    """Return whether two values have equal types, contents and, for models, set fields."""
     if type(one) is not type(other):
         return False
     if hasattr(one, "model_fields_set"):
@@ -241,10 +235,8 @@ def _unwarned() -> Iterator[None]:
 
 
 def _is_equal(parse: Parser, samples: list[dict[str, Any]]) -> bool:
-    """Return whether *parse* returns the same events for *samples* as the public call.
-
-    The public call must also accept most samples.  *parse* must reject JSON with a wrong type, and
-    JSON with a shorthand argument.
+    """Return whether *parse* returns the same events for *samples* as the public call, which must
+    accept most of them, and rejects JSON with a wrong type or with a shorthand argument.
     """
     accepted = 0
     for sample in samples:
@@ -267,9 +259,8 @@ def _parsed(parse: Parser, data: bytes) -> Event | None:
 
 
 def _without_hooks(schema: Any) -> Any:
-    """Return a copy of *schema* without `_IDLE_HOOKS` and without calls of `Part.__init__`.
-
-    The copy rejects unknown fields of an event.
+    """Return a copy of *schema* without `_IDLE_HOOKS` and calls of `Part.__init__`, which rejects
+    unknown fields of an event.
     """
     if isinstance(schema, list | tuple):
         return type(schema)(map(_without_hooks, schema))

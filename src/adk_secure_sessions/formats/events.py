@@ -1,7 +1,4 @@
-"""Encode and decode stored events: `length of the version ‖ google-adk version ‖ JSON`.
-
-docs/format.md, "Events", describes the format.
-"""
+"""Encode and decode stored events: `length of the version ‖ google-adk version ‖ JSON`."""
 
 import logging
 from typing import Any
@@ -29,8 +26,7 @@ _serializer = event_serializer(_parse)
 def prepare(event: Event, state: JsonObject) -> None:
     """Prepare *event* for `encode`: move the `temp:` keys of its state delta to *state*.
 
-    An event without an id gets one.  Otherwise, google-adk would give it a new id each time that
-    the stored event is read.
+    An event without an id gets one: otherwise, google-adk would give it a new id at each read.
     """
     if not event.id:
         event.id = Event.new_id()
@@ -44,14 +40,11 @@ def prepare(event: Event, state: JsonObject) -> None:
 
 
 def encode(event: Event, *, replaces: bool = True) -> bytes:
-    """Return the bytes to store for *event*.
+    """Return the bytes to store for *event*, without fields that are None.
 
-    Fields that are None are omitted.  If a value cannot be converted to JSON or exceeds a limit,
-    its text is stored instead, and a warning is logged; if *replaces* is False, ValueError is
-    raised.
-
-    An event that could not be read back raises ValueError: it is too large, or the type of a
-    field's value is not the type that google-adk declares.
+    If a value cannot be converted to JSON or exceeds a limit, its text is stored instead, and a
+    warning is logged; if *replaces* is False, ValueError is raised.  An event that could not be
+    read back also raises ValueError.
     """
     try:
         if _serializer is None:
@@ -73,12 +66,12 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
 
 
 def accept(data: bytes) -> tuple[bytes, Event] | None:
-    """Return the bytes to store for the JSON of an event, and the event.
+    """Return the bytes to store for *data*, the JSON of an event that google-adk has written, and
+    the event that `decode` returns for them.
 
-    *data* is JSON that google-adk has written.  It is stored as it is, which is much faster than
-    `encode`.  The event is equal to the one that `decode` returns for the stored bytes.  Return
-    None if *data* must not be stored as it is: it exceeds a limit, contains a lone surrogate, or is
-    not the JSON of an event that the installed google-adk can read.
+    Storing it as it is is much faster than `encode`.  Return None if *data* must not be stored as
+    it is: it exceeds a limit, contains a lone surrogate, or cannot be read by the installed
+    google-adk.
     """
     if json_text.fits(data):
         try:
@@ -89,10 +82,7 @@ def accept(data: bytes) -> tuple[bytes, Event] | None:
 
 
 def encode_item(values: JsonObject) -> bytes:
-    """Return the bytes to store for *values*, an item of a collection.
-
-    Raises ValueError if a value cannot be converted to JSON or exceeds a limit of `json_text`.
-    """
+    """Return the bytes to store for *values*, an item of a collection, or raise ValueError."""
     try:
         data = to_json(values, inf_nan_mode="constants")
         if json_text.fits(data):
@@ -137,7 +127,6 @@ def _encode_slowly(event: Event, replaces: bool) -> bytes:
 
 
 def _rejected(values: JsonObject) -> str:
-    """Return a text that names the fields in *values* that google-adk rejects."""
     try:
         validated(Event, values)
     except ValidationError as error:
@@ -149,7 +138,6 @@ def _rejected(values: JsonObject) -> str:
 
 
 def _fields(event: Event) -> JsonObject:
-    """Return the fields of *event* that google-adk stores.  Their values may have any type."""
     fields = dumped(event)
     for name in ("state_delta", "agent_state"):
         # `dumped` omits all fields that are None.  google-adk also omits them, with one exception:
@@ -200,21 +188,17 @@ def _has_json_form(value: object) -> bool:
 
 
 def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
-    """Return the event in *plaintext*: authenticated bytes that `encode` returned.
+    """Return the event in *plaintext*, authenticated bytes that `encode` returned.
 
-    If the installed google-adk cannot read the event, raise ConfigurationError, which names the
-    event's row (*session_row*, *seq*) and both versions of google-adk.  If *plaintext* is
-    malformed, raise DecryptionError.
+    ConfigurationError, if the installed google-adk cannot read it, names the event's row
+    (*session_row*, *seq*) and both versions of google-adk.
     """
     event = _parsed(plaintext)
     return event or _decode_slowly(plaintext, "secure_events", f"{session_row}, {seq}")
 
 
 def decode_in(plaintext: bytes, table: str, row: str) -> Event:
-    """Decode an event that is not stored in `secure_events`.
-
-    Do the same as `decode`, but name *table* and *row* in error messages.
-    """
+    """Do the same as `decode` for an event that is not stored in `secure_events`."""
     return _parsed(plaintext) or _decode_slowly(plaintext, table, row)
 
 

@@ -75,9 +75,8 @@ class Packing:
 
 
 def packing_of(plaintext: bytes) -> Packing:
-    """Return the packing of *plaintext*, whose flags `expand` accepts.
-
-    A program that writes a row again without the options of the service uses this packing.
+    """Return the packing of *plaintext*, with which a program without the options of the service
+    writes the row again.
     """
     flags = plaintext[0]
     compression = COMPRESSIONS[0] if flags & ZLIB else None
@@ -85,9 +84,7 @@ def packing_of(plaintext: bytes) -> Packing:
 
 
 def padme(length: int) -> int:
-    """Return the smallest Padmé length that is not less than *length*, which is 2 or more.
-
-    Padmé keeps the first bits of a length, so lengths differ less, the longer they are: at most
+    """Return the smallest Padmé length that is not less than *length*, which is 2 or more: at most
     12 % are added (docs/format.md, "Padding").
     """
     exponent = length.bit_length() - 1
@@ -149,10 +146,7 @@ def _without_padding(body: memoryview) -> memoryview:
 
 
 def _zlib_content(body: memoryview, limit: int) -> bytes | None:
-    """Return the content, of which at most *limit* + 1 bytes are decompressed.
-
-    Return None if *body* is not exactly one zlib stream.
-    """
+    """Return at most *limit* + 1 bytes of the content; None if *body* is not exactly one stream."""
     stream = zlib.decompressobj()
     try:
         content = stream.decompress(body, limit + 1)

@@ -40,10 +40,9 @@ _VERSION = re.compile(r"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
 
 
 def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
-    """Return whether the JSON object *data* is within the limits, with at most *levels* levels.
+    """Return whether the JSON object *data*, which begins with its brace, is within the limits.
 
-    *data* must begin with its brace.  Data that is short and has few brackets cannot exceed a
-    limit, so it is not parsed.
+    Data that is short and has few brackets cannot exceed a limit, so it is not parsed.
     """
     if len(data) <= MAX_DIGITS and _brackets(data) <= levels:
         return True
@@ -91,7 +90,6 @@ def dumps(values: JsonObject) -> bytes:
 
 
 def largest(values: JsonObject) -> str:
-    """Return the key of the value whose JSON is the longest."""
     return max(values, key=lambda key: len(_dumps(values[key])))
 
 
@@ -116,7 +114,6 @@ class _Container(NamedTuple):
     level: int
 
     def contains(self, value: object) -> bool:
-        """Return whether *value* is this container or one of the containers around it."""
         at: _Container | None = self
         while at:
             if at.value is value:
@@ -125,7 +122,6 @@ class _Container(NamedTuple):
         return False
 
     def path(self) -> str:
-        """Return the keys from the outermost container to this container as text; see `shown`."""
         keys = []
         at = self
         while at.outer:
@@ -135,10 +131,7 @@ class _Container(NamedTuple):
 
 
 def shown(keys: list[object]) -> str:
-    """Return *keys* as subscripts, such as `['a'][0]`.
-
-    Only the first 60 characters of a key and the first 10 keys are shown.
-    """
+    """Return *keys* as subscripts, such as `['a'][0]`: the first 60 characters of 10 keys."""
     texts = [
         repr(key if len(key) <= 60 else key[:60] + "…") if isinstance(key, str) else str(key)
         for key in keys[:10]
@@ -151,12 +144,11 @@ def to_values(
 ) -> tuple[JsonObject, bool]:
     """Return *root* as JSON values within the limits, and whether a value was replaced by its text.
 
-    *root* may have any keys and values; at most *levels* nested lists and objects are kept.  A
-    value that cannot be converted to JSON is replaced by its text.  A value that exceeds a limit is
-    also replaced by its text.  If *reject*, the name of *root*, is given, it raises ValueError
+    *root* may have any keys and values, nested to any depth, so the function is not recursive.  A
+    value that cannot be converted to JSON, or exceeds a limit such as *levels*, is replaced by its
+    text.  If *reject*, the name of *root*, is given, a value that exceeds a limit raises ValueError
     instead, which names the path of keys to the value, and never the value.  *bytes_mode* is that
-    of `pydantic_core.to_jsonable_python`.  The function is not recursive, so *root* may be nested
-    to any depth.
+    of `pydantic_core.to_jsonable_python`.
     """
     result: list[Any] = [None]
     replaced = False
@@ -200,10 +192,6 @@ def to_values(
 
 
 def _json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
-    """Return *value* as JSON values, and whether a part was replaced by its text.
-
-    A part is replaced if it cannot be converted to JSON.
-    """
     try:
         return to_jsonable_python(value, bytes_mode=bytes_mode), False
     except Exception:
@@ -215,7 +203,6 @@ def _json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
 
 
 def _key(key: object) -> str:
-    """Return the JSON text of *key*, which is the key of a dict and may have any type."""
     if type(key) is str:
         return key
     try:
@@ -273,8 +260,8 @@ def canonical(value: Any) -> bytes:
 def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) -> JsonObject:
     """Parse *data*, which must be authenticated, and return a new dict.
 
-    If *data* is not a JSON object in UTF-8, or exceeds a limit, such as *levels*, raise
-    DecryptionError, in which *name* stands for *data*.
+    If *data* is not a JSON object in UTF-8 within the limits, raise DecryptionError, in which
+    *name* stands for *data*.
     """
     # The parser accepts MAX_LEVELS, and one more level if it is empty.  Lists around *data* use up
     # the difference.  This costs less than `within_levels`, a third of the time of the parser.  A
@@ -309,7 +296,6 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
 
 
 def version_end(plaintext: bytes) -> int:
-    """Return the position after the version at the start of an event; 0 if there is no version."""
     end = 1 + plaintext[0] if plaintext else 0
     return end if end <= len(plaintext) and plaintext[1:end].isascii() else 0
 
@@ -318,7 +304,7 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
     """Return the version of google-adk that wrote the event, and the event's fields.
 
     The version is for error messages.  If it does not look like a version, it may hold content, and
-    the result is a text that says so.  A malformed *plaintext* raises DecryptionError.
+    the result is a text that says so.
     """
     if end := version_end(plaintext):
         version = plaintext[1:end].decode("ascii")

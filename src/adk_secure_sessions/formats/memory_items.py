@@ -38,7 +38,6 @@ _REPLACEMENT = re.compile("[0-9a-f]{32}")
 
 
 def session_scope(session_id: str) -> Scope:
-    """Return the scope of a session's events."""
     return ("session", session_id)
 
 
@@ -50,11 +49,7 @@ class Dropped(NamedTuple):
 
 
 class MemoryItem(NamedTuple):
-    """One item of a memory collection.
-
-    The docstring of the module describes the fields.  In the field `add`, None stands for an entry
-    that was dropped.
-    """
+    """One item of a memory collection; in the field `add`, None stands for a dropped entry."""
 
     scope: Scope | None = None
     add: Sequence[JsonObject | None] = ()
@@ -65,8 +60,7 @@ class MemoryItem(NamedTuple):
     def values(self) -> JsonObject:
         """Return the JSON values to store, without empty fields.
 
-        A dropped entry becomes null, so that later entries keep their positions.  Therefore nulls
-        at the end of `add` are not needed, and are omitted.
+        A dropped entry becomes null, so that later entries keep their positions, except at the end.
         """
         add = list(self.add)
         while add and add[-1] is None:
@@ -89,10 +83,6 @@ class MemoryItem(NamedTuple):
 
 
 def parse_item(values: JsonObject, number: int) -> MemoryItem:
-    """Return the item with the number *number* from its authenticated JSON *values*.
-
-    Other values raise DecryptionError: the program that wrote them is faulty.
-    """
     scope, add, deleted = values.get("scope"), values.get("add", []), values.get("deleted", [])
     drop, replacement = values.get("drop", {}), values.get("replacement")
     if (

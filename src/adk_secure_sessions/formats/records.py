@@ -69,7 +69,6 @@ def encode_text(text: str) -> bytes:
 
 
 def decode_text(data: object) -> str:
-    """Return the text that `encode_text` encoded; TamperedError if *data* is not UTF-8."""
     try:
         return binary(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -77,9 +76,9 @@ def decode_text(data: object) -> str:
 
 
 def binary(value: object) -> bytes:
-    """Check that *value*, which was read from a binary column, is bytes, and return it.
+    """Return *value*, which was read from a binary column; TamperedError if it is not bytes.
 
-    SQLite stores any type in any column, so a modified row may hold another type: TamperedError.
+    SQLite stores any type in any column, so a modified row may hold another type.
     """
     if not isinstance(value, bytes):
         raise TamperedError(
@@ -91,17 +90,15 @@ def binary(value: object) -> bytes:
 def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
     """Return the context that consists of *parts* and at most 7 *numbers*.
 
-    A context has the length and the bytes of each part, then the length and the bytes of all
-    numbers, so different arguments give different contexts (docs/format.md, "Contexts").  An
-    argument of another type, which a modified row may hold, raises TamperedError.
+    Different arguments give different contexts (docs/format.md, "Contexts").  An argument of
+    another type, which a modified row may hold, raises TamperedError.
     """
     return numbered_context(context_parts(parts), *numbers)
 
 
 def numbered_context(parts: bytes, *numbers: int) -> bytes:
-    """Return the context that consists of *parts*, a result of `context_parts`, and *numbers*.
-
-    If many rows have the same parts, this function is faster than `context`.
+    """Return the context of *parts*, a result of `context_parts`, and *numbers*; if many rows have
+    the same parts, this is faster than `context`.
     """
     count = len(numbers)
     try:
@@ -132,11 +129,7 @@ def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, content: 
 def seal_whole(
     cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes
 ) -> bytes:
-    """Encrypt *plaintext*, which begins with its flags; return the record, bound to *context*.
-
-    If the cipher fails, the message of the SecureSessionError names the class of the cipher's
-    exception, but does not contain the exception's text.
-    """
+    """Encrypt *plaintext*, which begins with its flags; return the record, bound to *context*."""
     start = pack(backend_id, key_id)
     failure = "it returned something that is not bytes"
     try:
@@ -156,8 +149,7 @@ def pack(backend_id: int, key_id: int) -> bytes:
 def unpack(stored: bytes) -> tuple[int, int]:
     """Return the backend id and the key id in a record's header, which is not authenticated yet.
 
-    SQLite stores any type in any column: in a modified row, *stored* can have another type.  Raises
-    PlaintextRefusedError if *stored* is not a record, and TamperedError if it is malformed.
+    SQLite stores any type in any column: in a modified row, *stored* can have another type.
     """
     if not stored:
         raise TamperedError("its encrypted value was removed", reason=Reason.MISSING)
@@ -172,8 +164,7 @@ def unpack(stored: bytes) -> tuple[int, int]:
 def header(stored: object) -> tuple[int, int] | None:
     """Return the backend id and the key id in a header; None if *stored* has no valid header.
 
-    *stored* may be a whole record or its first `HEADER_LENGTH` bytes.  The header is not
-    authenticated here, so use this function only to count records.
+    The header is not authenticated here, so use this function only to count records.
     """
     if not isinstance(stored, bytes) or len(stored) < HEADER_LENGTH:
         return None
@@ -187,14 +178,11 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 
 
 def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return `FLAGS` and its content.
+    """Decrypt a record whose header `unpack` accepted; return `FLAGS` and its content, as it was
+    before it was compressed or padded.
 
-    A compressed or padded content is returned as it was before.  Use this function for events, of
-    which a read may have thousands.  The caller takes slices of each result, so removing the flags
-    here would only add a copy.
-
-    Raises DecryptionError if the cipher does, or if the record has flags of a later release.  Any
-    other failure is a TamperedError, which does not repeat the text of the cipher's exception.
+    Use this function for events, of which a read may have thousands.  The caller takes slices of
+    each result, so removing the flags here would only add a copy.
     """
     packed = None
     try:
@@ -213,10 +201,8 @@ def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 
 
 def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return its plaintext with its own flags.
-
-    To encrypt a record again without a change, pass the result to `seal_whole`.  Flags that do not
-    fit the plaintext are rejected.
+    """Decrypt a record whose header `unpack` accepted; return its plaintext with its own flags,
+    which fit it: `seal_whole` encrypts it again without a change.
     """
     return _checked(stored, context, cipher, expand)
 
@@ -229,7 +215,6 @@ def open_without_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
 def _checked(
     stored: bytes, context: bytes, cipher: Cipher, check: Callable[[bytes], object]
 ) -> bytes:
-    """Decrypt a record, and return the plaintext that *check* has accepted."""
     plaintext = None
     try:
         decrypted = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
@@ -265,7 +250,7 @@ class OwnerFields(NamedTuple):
 
     *link* is the link that the row shares with its version witness; new in each version.  *key_ids*
     are the ids of the data keys that may encrypt new records of this owner: one for each backend
-    that writes.  *state* is the owner's state as JSON.
+    that writes.  *state* is JSON.
     """
 
     link: bytes
@@ -291,7 +276,6 @@ def new_link() -> bytes:
 
 
 def with_id(identifier: str, rest: bytes) -> bytes:
-    """Return the plaintext of a row that stores its id: the id's length, the id and *rest*."""
     data = encode_text(identifier)
     return _LENGTH.pack(len(data)) + data + rest
 
@@ -312,7 +296,6 @@ def join_owner(fields: OwnerFields) -> bytes:
 
 
 def split_owner(data: bytes) -> OwnerFields:
-    """Return the fields that `join_owner` joined."""
     try:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
@@ -322,12 +305,10 @@ def split_owner(data: bytes) -> OwnerFields:
 
 
 def join_session(fields: SessionFields) -> bytes:
-    """Join *fields* to the bytes that a session's plaintext contains."""
     return fields.head + fields.snapshot_link + fields.overlay
 
 
 def split_session(data: bytes) -> SessionFields:
-    """Return the fields that `join_session` joined."""
     if len(data) < 2 * LINK_LENGTH:
         raise _malformed()
     end = 2 * LINK_LENGTH
@@ -335,7 +316,6 @@ def split_session(data: bytes) -> SessionFields:
 
 
 def split_link(data: bytes) -> tuple[bytes, bytes]:
-    """Return the link at the start of *data*, and the rest."""
     if len(data) < LINK_LENGTH:
         raise _malformed()
     return data[:LINK_LENGTH], data[LINK_LENGTH:]

@@ -47,7 +47,6 @@ def split(state: JsonObject | None) -> Scopes:
 
 
 def merge(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
-    """Return one state with all scopes, as callers see it: the inverse of `split`."""
     merged = dict(session)
     for key, value in app.items():
         merged[APP_PREFIX + key] = value

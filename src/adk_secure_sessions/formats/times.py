@@ -8,9 +8,8 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def microseconds(timestamp: float) -> int:
-    """Convert seconds since 1970 to microseconds; raise ValueError for an impossible time.
-
-    Rounding is the same as in `datetime.fromtimestamp`, which ADK uses.
+    """Convert seconds since 1970 to microseconds, with the rounding of `datetime.fromtimestamp`,
+    which ADK uses; raise ValueError for an impossible time.
     """
     if not math.isfinite(timestamp) or abs(timestamp) > 9e12:
         raise ValueError("the timestamp is not a possible time in seconds")
