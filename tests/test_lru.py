@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from adk_secure_sessions.lru import Lru, SizedLru
+from adk_secure_sessions.caches import Lru, SizedLru
 
 
 def filled(limit: int, *keys: str) -> Lru[str, str]:

@@ -10,6 +10,7 @@ from adk_secure_sessions.backends import (
     FernetBackend,
     NoOpBackend,
 )
+from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
     ConfigurationError,
@@ -38,7 +39,6 @@ from adk_secure_sessions.keys.providers import (
 )
 from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.keys.vault import VaultKey
-from adk_secure_sessions.lru import Caches
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService

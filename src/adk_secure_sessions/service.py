@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from adk_secure_sessions.audit import Audit, ReadIds, SecurityCall, accessed, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
@@ -29,7 +30,6 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
-from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections

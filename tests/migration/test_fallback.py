@@ -569,7 +569,8 @@ async def test_running_service_stops_reading_when_its_keyring_is_renewed(
     await get(service)
     await service._imports.complete_migration()
     unit = service._unit
-    await unit.renew_keyring((await unit.keys()).keyring)
+    keys = await unit.keys()
+    await unit.renew_keyring(keys, keys.keyring)
     source.queries.clear()
     assert await service.get_session(**OTHER) is None
     assert source.queries == []

@@ -10,6 +10,7 @@ from threading import Event, Thread
 
 import pytest
 
+from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.db.protocol import (
     Apply,
     Conflict,
@@ -27,7 +28,6 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
-from adk_secure_sessions.lru import Caches
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (

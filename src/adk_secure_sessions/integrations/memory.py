@@ -19,6 +19,7 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import accessed
+from adk_secure_sessions.caches import SizedLru
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import Conflict, Retries
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
@@ -43,7 +44,6 @@ from adk_secure_sessions.integrations.memory_index import (
     UserMemory,
 )
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.lru import SizedLru
 from adk_secure_sessions.service import (
     EncryptedSessionService,
     check_ids,

@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from adk_secure_sessions import telemetry
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -36,7 +37,6 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterMark, new_key_id
-from adk_secure_sessions.lru import Lru
 
 _LAST_GENERATION = 2**62
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM

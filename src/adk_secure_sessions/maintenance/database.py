@@ -203,7 +203,7 @@ class Database(KeyMaterial, ClosedByWith):
     async def renew_keyring(self) -> Keyring:
         """Read the keyring again and return it.  Call this method after master keys changed."""
         keys = await self.keys()
-        await self.unit.renew_keyring(keys.keyring)
+        await self.unit.renew_keyring(keys, keys.keyring)
         return keys.keyring
 
     def reader_of(

@@ -32,6 +32,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 
 from adk_secure_sessions import audit
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject

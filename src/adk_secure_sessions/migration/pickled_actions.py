@@ -22,9 +22,9 @@ from google.adk.events import Event, EventActions
 from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel
 
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import events
-from adk_secure_sessions.lru import Lru
 
 _MEMORY = 256 * 2**20  # bytes that the child may take in addition to its imports
 _SECONDS = 5.0  # for one pickle

@@ -16,8 +16,13 @@ from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
-from adk_secure_sessions.storage.histories import History, size_of_event
+from adk_secure_sessions.storage.attempts import (
+    Attempt,
+    History,
+    KeySource,
+    RowCache,
+    size_of_event,
+)
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
+from adk_secure_sessions.caches import Caches, Lru
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -44,7 +45,6 @@ from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
-from adk_secure_sessions.lru import Caches, Lru
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey, RowCache
 from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.queries import (
@@ -280,7 +280,7 @@ class UnitOfWork:
                     if keys.lacks_master and renewals < _RENEWALS:
                         # Another process has changed the keyring again since it was read again.
                         renewals += 1
-                        await self._renew_keyring(opened.keys, keyring_seen)
+                        await self.renew_keyring(opened.keys, keyring_seen)
                         telemetry.count_retry("keyring")
                         continue
                     if reads_keys and missing_is_final:
@@ -301,14 +301,14 @@ class UnitOfWork:
                     _record_data_key(opened.keys.keyring, row)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
-                    await self._renew_keyring(opened.keys, keyring_seen)
+                    await self.renew_keyring(opened.keys, keyring_seen)
                     keyring_is_current = True
                     telemetry.count_retry("keyring")
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
                     # So another process may have caused the conflict by changing the keyring.
                     if keys.new_rows:
-                        await self._renew_keyring(opened.keys, keyring_seen)
+                        await self.renew_keyring(opened.keys, keyring_seen)
                     raise
                 else:
                     keys.publish()
@@ -361,22 +361,15 @@ class UnitOfWork:
             else:
                 if not staged.lacks_master or renewals > _RENEWALS:
                     return staged
-            await self._renew_keyring(keys, seen)
+            await self.renew_keyring(keys, seen)
             renewals += 1
 
-    async def renew_keyring(self, seen: Keyring) -> None:
-        """Read the keyring again, unless another task has read it since the caller got *seen*.
+    async def renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
+        """Read the keyring of *keys* again, unless another task has replaced *seen* since.
 
-        Raises the errors of *open_keyring*.  After an error, calls within the next *keyring_pause*
-        seconds raise the same error, and do not read the keyring again.
-        """
-        await self._renew_keyring(await self.keys(), seen)
-
-    async def _renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
-        """Do the same as `renew_keyring` for the keyring of *keys*.
-
-        An operation passes the *keys* that it began with.  If `close` is called during the
-        operation, the unit of work discards these keys, but the operation continues to use them.
+        After an error, calls within the next *keyring_pause* seconds raise the same error, and do
+        not read the keyring again.  An operation passes the *keys* that it began with: it continues
+        to use them after `close`.
         """
         async with self._locks.hold("keyring"):
             if keys.keyring is not seen:

@@ -7,7 +7,7 @@ decrypted.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -86,6 +86,7 @@ class NewEvent(NamedTuple):
     app_delta: JsonObject
     user_delta: JsonObject
     session_delta: JsonObject
+    replaced: Mapping[int, bytes] = {}  # of an item: new contents of earlier items, by number
 
 
 class Created(NamedTuple):

@@ -165,11 +165,9 @@ class Collections:
                 after = found.at
                 if not isinstance(item, bytes):
                     plaintext = item(found)
-            new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {})
+            new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
             stored: list[StoredSession] = []
-            append = AppendEvent(who, after, new, stored.append)
-            if replaced:
-                append = ReplaceItems(who, after, new, stored.append, replaced)
+            append = (ReplaceItems if replaced else AppendEvent)(who, after, new, stored.append)
             try:
                 return _at(await self._unit.run(append))
             except (StaleRevision, MissingSession):
@@ -221,7 +219,7 @@ def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
 class ReplaceItems(AppendEvent):
     """Append an item to a collection, and replace earlier items in the same transaction.
 
-    *replaced* are the new contents of earlier items, by number.  A replaced item keeps its number,
+    A replaced item keeps its number,
     its time and its links.  If an attacker stores the item's old record again, or the item's record
     from another copy of the database, this module does not detect the attack.  The caller must
     detect it: for each replaced item, the caller generates a new random value, and stores the value
@@ -230,17 +228,6 @@ class ReplaceItems(AppendEvent):
     """
 
     change = "replace"
-
-    def __init__(
-        self,
-        who: Identity,
-        expected: Expected,
-        event: NewEvent,
-        stored: Callable[[StoredSession], None],
-        replaced: Mapping[int, bytes],
-    ) -> None:
-        super().__init__(who, expected, event, stored)
-        self._replaced = replaced
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         found, user, session = yield from read_proven(attempt)
@@ -251,11 +238,11 @@ class ReplaceItems(AppendEvent):
         assert step is not None, "a collection has no snapshot"
         changes = step.changes + owners.changes
         rows: dict[int, Row] = {}
-        for part in sql.chunks(self._replaced):
+        for part in sql.chunks(self._event.replaced):
             where = {"session_row": session.id, **sql.numbered(part)}
             found_rows = yield Read(sql.events_at(len(part)), where)
             rows |= {row[EVENT_SEQ]: row for row in found_rows}
-        for seq, item in self._replaced.items():
+        for seq, item in self._event.replaced.items():
             row = rows.get(seq)
             if row is None:
                 raise TamperedError(
