@@ -352,11 +352,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         check_ids(app_name, user_id or "", "")
         who = await self._unit.identify(app_name, user_id or "")
         listing = reads.ListSessions(who, of_app=user_id is None, skip=self._skip)
-        views = await self._unit.run(listing)
-        views.sort(
-            key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
-        )
-        return ListSessionsResponse(sessions=self._sessions(app_name, views))
+        return self._by_update(app_name, await self._unit.run(listing))
 
     @accessed("sessions.list")
     async def list_sessions_page(
@@ -448,11 +444,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             newest=False,
             skip=self._skip,
         )
-        views = sorted(
-            page.views,
-            key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id),
-        )
-        return ListSessionsResponse(sessions=self._sessions(app_name, views))
+        return self._by_update(app_name, page.views)
 
     @accessed("sessions.find")
     async def find_sessions_page(
@@ -494,6 +486,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             skip=self._skip,
         )
         return SessionPage(self._sessions(app_name, page.views), _position_text(page.next))
+
+    def _by_update(self, app_name: str, views: list[reads.View]) -> ListSessionsResponse:
+        views.sort(
+            key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
+        )
+        return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
     def _sessions(
         self, app_name: str, views: list[reads.View], *, include_state: bool = True
@@ -671,26 +669,22 @@ def ids_for_audit(unit: UnitOfWork, audit: Audit | None) -> ReadIds | None:
     """Return a function that converts the ids of an access to the form that the audit log shows;
     None if *audit* is None: accesses are then not recorded.
     """
-
-    def database() -> str | None:
-        return None if unit.database_id is None else unit.database_id.hex()
-
-    def readable(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
-        ids = {"app": app_name, "user": user_id or None, "session": session_id or None}
-        return {"database": database(), **ids}
-
-    def blind(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
-        who = unit.identify_if_open(app_name, user_id, session_id)
-        if who is None:
-            return {"app": app_name}
-        user = who.user_tag.hex() if user_id else None
-        session = who.session_tag.hex() if session_id else None
-        ids = {"app": app_name, "user": user, "session": session}
-        return {"database": database(), **ids}
-
     if audit is None:
         return None
-    return blind if audit.ids == "blind" else readable
+    is_blind = audit.ids == "blind"
+
+    def ids(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
+        user, session = user_id or None, session_id or None
+        if is_blind:
+            who = unit.identify_if_open(app_name, user_id, session_id)
+            if who is None:
+                return {"app": app_name}
+            user, session = user and who.user_tag.hex(), session and who.session_tag.hex()
+        opened = unit.database_id
+        database = None if opened is None else opened.hex()
+        return {"database": database, "app": app_name, "user": user, "session": session}
+
+    return ids
 
 
 def _has_expired(session: StoredSession) -> bool:
