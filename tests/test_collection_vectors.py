@@ -10,7 +10,8 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     SecureSessionError,
 )
-from adk_secure_sessions.formats.events import decode_item, encode_item
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.maintenance import Database, verify
 from tests import format_reader
 from tests.vector_databases import Json, backends, copies_of, load, roots
@@ -37,7 +38,7 @@ async def test_service_reads_the_collections_as_the_vector_says(database: Path) 
         for expected in COLLECTIONS:
             found = await service.collections.get(*who(expected))
             assert found is not None
-            assert [decode_item(item) for item in found.items] == expected["items"]
+            assert [read_event(item)[1] for item in found.items] == expected["items"]
         for user in DATABASE["users"]:
             ids = (user["app_name"], user["user_id"])
             names = {one.name for one in await service.collections.of_user(*ids)}

@@ -36,7 +36,7 @@ from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.rows import StoredSession
+from adk_secure_sessions.storage.rows import StoredSession, View
 from adk_secure_sessions.storage.schema import NEVER, bases, sessions, users
 from adk_secure_sessions.storage.survey import EXPIRY
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
@@ -274,12 +274,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         while True:
             creation = writes.CreateSession(who, app_delta, user_delta, own, now, expires_at)
             try:
-                created = await self._unit.run(creation)
+                return _session(app_name, await self._unit.run(creation))
             except writes.DuplicateSession as duplicate:
                 may_have_expired = duplicate.may_have_expired
-            else:
-                view = reads.View(created.session, user_id, created.app.state, created.user.state)
-                return _session(app_name, view)
             if not may_have_expired or not await self._unit.run(
                 writes.DeleteSession(who, _has_expired)
             ):
@@ -487,14 +484,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         return SessionPage(self._sessions(app_name, page.views), _position_text(page.next))
 
-    def _by_update(self, app_name: str, views: list[reads.View]) -> ListSessionsResponse:
+    def _by_update(self, app_name: str, views: list[View]) -> ListSessionsResponse:
         views.sort(
             key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
     def _sessions(
-        self, app_name: str, views: list[reads.View], *, include_state: bool = True
+        self, app_name: str, views: list[View], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
         for view in views:
@@ -744,7 +741,7 @@ def _parse_position(after: str | None) -> reads.Position | None:
     return reads.Position(int(match[1], 16), int(match[2], 16))
 
 
-def _state(view: reads.View) -> dict[str, Any]:
+def _state(view: View) -> dict[str, Any]:
     stored = view.session
     app = loads(view.app_state, "the app's state")
     table, row = users.name, stored.user_row
@@ -762,7 +759,7 @@ def _state(view: reads.View) -> dict[str, Any]:
 
 def _session(
     app_name: str,
-    view: reads.View,
+    view: View,
     history: list[Event] | None = None,
     *,
     include_state: bool = True,

@@ -16,7 +16,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     TamperedError,
 )
-from adk_secure_sessions.formats.events import decode_item
+from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.integrations.artifact_versions import reencrypted_item
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
@@ -214,7 +214,7 @@ async def test_no_traceback_shows_a_key_of_a_blob(
             json.dumps(["artifact", "needle-session", HERE["filename"]]),
         )
     assert found is not None
-    keys = [decode_item(item)["blob"]["key"] for item in found.items]
+    keys = [read_event(item)[1]["blob"]["key"] for item in found.items]
     failures: list[BaseException] = []
     contents(blobs)[-1].unlink()
     with pytest.raises(TamperedError) as missing:

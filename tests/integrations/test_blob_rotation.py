@@ -19,7 +19,8 @@ from adk_secure_sessions import (
     KeyServiceError,
     TamperedError,
 )
-from adk_secure_sessions.formats.events import decode_item, encode_item
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.artifact_versions import versions_of
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
@@ -120,7 +121,7 @@ async def check(url: str, blobs: Path) -> tuple[int, ...]:
 async def items(sessions: EncryptedSessionService) -> list[dict[str, Any]]:
     found = await sessions.collections.get(WHO["app_name"], WHO["user_id"], NAME)
     assert found is not None
-    return [decode_item(item) for item in found.items]
+    return [read_event(item)[1] for item in found.items]
 
 
 async def test_each_item_names_its_version_and_how_many_there_are(

@@ -19,7 +19,8 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     SecureSessionError,
 )
-from adk_secure_sessions.formats.events import decode_item, encode_item
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
@@ -266,7 +267,7 @@ async def test_keys_are_rotated_and_retired_while_items_are_appended_and_replace
     async with EncryptedSessionService(**urls, backend=BACKEND) as reader:
         found = await reader.collections.get(APP, "ada", "c")
     assert found is not None
-    items = [decode_item(item) for item in found.items[3:]]
+    items = [read_event(item)[1] for item in found.items[3:]]
     replaced = {item["names"] for item in items if "names" in item}
     assert len(items) == number + number // 3
     assert {item["replaced"] for item in items if "replaced" in item} == replaced
@@ -308,7 +309,7 @@ def test_feature_is_added_once_by_two_processes(url: str, place: sa.URL, tmp_pat
         async with EncryptedSessionService(url, BACKEND) as service:
             found = await service.collections.get(APP, "ada", "c")
         assert found is not None
-        return [decode_item(item) for item in found.items]
+        return [read_event(item)[1] for item in found.items]
 
     items = asyncio.run(read())
     for name in ("a", "b"):

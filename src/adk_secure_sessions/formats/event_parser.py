@@ -136,7 +136,9 @@ def event_serializer(parse: Parser) -> SchemaSerializer | None:
         options: Any = {
             name: value for name, value in Event.model_config.items() if name.startswith("ser_json")
         }
-        serializer = SchemaSerializer(_without_wrappers(schema), options, _use_prebuilt=False)
+        serializer = SchemaSerializer(
+            _rewritten(schema, _without_wrapper), options, _use_prebuilt=False
+        )
         with _unwarned():
             parsed = [
                 _parsed(parse, json.dumps({**sample, **_START}).encode())
@@ -163,17 +165,23 @@ def _is_serialized_equally(serializer: SchemaSerializer, event: Event) -> bool:
     )
 
 
-def _without_wrappers(schema: Any) -> Any:
-    """Return a copy of *schema* without the functions that wrap the serializers of fields."""
+def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a copy of *schema* in which each dictionary was passed to *change*."""
     if isinstance(schema, list | tuple):
-        return type(schema)(map(_without_wrappers, schema))
+        return type(schema)(_rewritten(item, change) for item in schema)
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in ("cls", "metadata") else _without_wrappers(value)
-        for key, value in schema.items()
-        if not (key == "serialization" and value["type"] == "function-wrap")
+        key: value if key in ("cls", "metadata") else _rewritten(value, change)
+        for key, value in change(schema).items()
     }
+
+
+def _without_wrapper(schema: dict[str, Any]) -> dict[str, Any]:
+    """Remove the function that wraps the serializer of a field."""
+    if schema.get("serialization", {}).get("type") != "function-wrap":
+        return schema
+    return {key: value for key, value in schema.items() if key != "serialization"}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -197,7 +205,7 @@ def same(one: Any, other: Any) -> bool:
 def _proven_parser() -> Parser | None:
     try:
         schema = Event.__pydantic_core_schema__
-        parse = _parser(_without_hooks(schema))
+        parse = _parser(_rewritten(schema, _without_hooks))
         with _unwarned():
             if _is_equal(parse, [{**sample, **_START} for sample in _samples(schema)]):
                 return parse
@@ -258,30 +266,21 @@ def _parsed(parse: Parser, data: bytes) -> Event | None:
         return None
 
 
-def _without_hooks(schema: Any) -> Any:
-    """Return a copy of *schema* without `_IDLE_HOOKS` and calls of `Part.__init__`, which rejects
-    unknown fields of an event.
-    """
-    if isinstance(schema, list | tuple):
-        return type(schema)(map(_without_hooks, schema))
-    if not isinstance(schema, dict):
-        return schema
+def _without_hooks(schema: dict[str, Any]) -> dict[str, Any]:
+    """Remove `_IDLE_HOOKS` and calls of `Part.__init__`, and reject unknown fields of an event."""
     while schema.get("type") == "function-before" and _is_idle(schema["function"]["function"]):
         schema = {**schema["schema"], **({"ref": schema["ref"]} if "ref" in schema else {})}
-    stripped = {
-        key: value if key in ("cls", "metadata", "serialization") else _without_hooks(value)
-        for key, value in schema.items()
-    }
-    if stripped.get("type") == "model" and stripped["cls"] is types.Part:
-        stripped["custom_init"] = False
-    if stripped.get("type") == "model" and stripped["cls"] is Event:
+    if schema.get("type") == "model" and schema["cls"] is types.Part:
+        schema = {**schema, "custom_init": False}
+    if schema.get("type") == "model" and schema["cls"] is Event:
         # A shorthand argument, such as `message`, is not a field of an event.  The faster parser
         # must reject it, so that `EventParser` uses the public call, which accepts it.
-        stripped["config"] = {**stripped["config"], "extra_fields_behavior": "forbid"}
-    if stripped.get("type") == "enum":
+        config = {**schema["config"], "extra_fields_behavior": "forbid"}
+        schema = {**schema, "config": config}
+    if schema.get("type") == "enum":
         # The faster parser must reject the values that google-genai would warn about.
-        stripped = {"type": "literal", "expected": stripped["members"], "ref": stripped["ref"]}
-    return stripped
+        schema = {"type": "literal", "expected": schema["members"], "ref": schema["ref"]}
+    return schema
 
 
 def _is_idle(hook: Any) -> bool:

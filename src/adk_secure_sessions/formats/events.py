@@ -98,12 +98,6 @@ def encode_item(values: JsonObject) -> bytes:
     return _PREFIX + json_text.dumps(checked)
 
 
-def decode_item(plaintext: bytes) -> JsonObject:
-    """Return the JSON object in *plaintext*: authenticated bytes that `encode_item` returned."""
-    _, values = json_text.read_event(plaintext)
-    return values
-
-
 def _encode_slowly(event: Event, replaces: bool) -> bytes:
     values, is_lossy = json_text.to_values(
         _fields(event), levels=json_text.MAX_LEVELS, bytes_mode="base64"

@@ -30,7 +30,7 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession
+from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession, View
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
@@ -50,15 +50,6 @@ _MOST_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
 # How many events are decrypted and decoded before other tasks of the event loop may run.
 _CHUNK = 64
-
-
-class View(NamedTuple):
-    """A session, and the states of its app and user as JSON."""
-
-    session: StoredSession
-    user_id: str
-    app_state: bytes
-    user_state: bytes
 
 
 class ReadOperation:
@@ -123,19 +114,15 @@ class GetSession(ReadOperation, Generic[E]):
                 kind = telemetry.IN_HISTORIES[known is not None]
                 attempt.keys.operation.values.append((kind, 1, 0.0))
             if known is not None:
+                parameters = {**self.who.tags(), "known": known.revision}
+                found = await self._read(
+                    attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters
+                )
                 try:
-                    return await self._continue(attempt, executors, known)
+                    return await self._open(attempt, found, known)
                 except _DoesNotFit:
                     attempt.cache.histories.drop(self.who.session_tag)
         return await self._open(attempt, await self._find(attempt, executors))
-
-    async def _continue(
-        self, attempt: Attempt, executors: Executors, known: History
-    ) -> tuple[View, list[E]] | None:
-        """Read the events after those of *known*; raise `_DoesNotFit` if *known* does not fit."""
-        parameters = {**self.who.tags(), "known": known.revision}
-        found = await self._read(attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters)
-        return await self._open(attempt, found, known)
 
     async def _find(self, attempt: Attempt, executors: Executors) -> Found:
         forms = sql.SESSION_WITH_ALL_EVENTS

@@ -331,3 +331,12 @@ class StoredSession(NamedTuple):
             self.id, self.user_row, self.tag, self.revision, self.base_revision, self.created_at,
             self.updated_at, self.expires_at, self.sealed,
         )  # fmt: skip
+
+
+class View(NamedTuple):
+    """A session, and the states of its app and user as JSON."""
+
+    session: StoredSession
+    user_id: str
+    app_state: bytes
+    user_state: bytes

@@ -34,6 +34,7 @@ from adk_secure_sessions.storage.rows import (
     Identity,
     Owner,
     StoredSession,
+    View,
     WitnessRow,
     parameters,
 )
@@ -87,14 +88,6 @@ class NewEvent(NamedTuple):
     user_delta: JsonObject
     session_delta: JsonObject
     replaced: Mapping[int, bytes] = {}  # of an item: new contents of earlier items, by number
-
-
-class Created(NamedTuple):
-    """A session that was created, with its app and its user."""
-
-    session: StoredSession
-    app: Owner
-    user: Owner
 
 
 class Write(Generic[T]):
@@ -161,7 +154,7 @@ class Write(Generic[T]):
         """Handle a commit whose caller was cancelled while the transaction ran."""
 
 
-class CreateSession(Write[Created]):
+class CreateSession(Write[View]):
     """Store a new session, and its app and its user if they are not stored yet.
 
     If the user already has a session with this id, raise DuplicateSession and change nothing.
@@ -195,14 +188,14 @@ class CreateSession(Write[Created]):
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_APP, sql.LOCK_USER] if self._app_delta else [sql.LOCK_USER]
 
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: Created) -> None:
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: View) -> None:
         owners.cache()
         session = result.session
         # If the answer to an attempt was lost, another task may have appended events since then.
         has_no_events = session.revision == 0
         attempt.cache.put_session(session, self._witness, has_proven_head=has_no_events)
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[Created]:
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[View]:
         known = attempt.is_first and attempt.key_source is KeySource.CACHE
         if known and not (self._app_delta or self._user_delta):
             created = yield from self._create_for_known(attempt)
@@ -216,7 +209,7 @@ class CreateSession(Write[Created]):
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, found, user)
         if stored and user and app:
-            return Created(stored, app, user)
+            return View(stored, user.user_id, app.state, user.state)
         app = owners.app(found, app, self._app_delta)
         changed = owners.user(found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, changed.id)
@@ -227,9 +220,9 @@ class CreateSession(Write[Created]):
             columns = parameters(session.row) | parameters(found.user, "user_")
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
         yield from apply_changes([*owners.changes, row, *rest])
-        return Created(session, app, changed)
+        return View(session, changed.user_id, app.state, changed.state)
 
-    def _create_for_known(self, attempt: Attempt) -> Steps[Created | None]:
+    def _create_for_known(self, attempt: Attempt) -> Steps[View | None]:
         """Create the session without a read, from the cached rows of its app and its user; return
         None if one is not cached, or differs from the stored row.
         """
@@ -240,7 +233,7 @@ class CreateSession(Write[Created]):
         columns = parameters(session.row) | known.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_KNOWN, columns), *rest])):
             return None
-        return Created(session, known.app, known.user)
+        return View(session, known.user.user_id, known.app.state, known.user.state)
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
@@ -358,9 +351,9 @@ class AppendEvent(Write[StoredSession]):
         event = self._event
         if known := self._usable_without_read(attempt):
             step = self._advance(attempt, known)
-            if step and (yield Apply(step.changes)):
+            if step and (yield Apply(step[0])):
                 self._count_lookup(attempt, hit=True)
-                return step.session
+                return step[1]
         self._count_lookup(attempt, hit=False)
         found, user, session = yield from read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
@@ -373,8 +366,9 @@ class AppendEvent(Write[StoredSession]):
         owners.user(found, user, user.app_row, event.user_delta)
         step = self._advance(attempt, session)
         assert step is not None, "its snapshot was read"
-        yield from apply_changes(step.changes + owners.changes)
-        return step.session
+        changes, updated = step
+        yield from apply_changes(changes + owners.changes)
+        return updated
 
     @staticmethod
     def _count_lookup(attempt: Attempt, *, hit: bool) -> None:
@@ -392,7 +386,9 @@ class AppendEvent(Write[StoredSession]):
             return None
         return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
 
-    def _advance(self, attempt: Attempt, session: StoredSession) -> "_Step | None":
+    def _advance(
+        self, attempt: Attempt, session: StoredSession
+    ) -> tuple[Changes, StoredSession] | None:
         """Return the changes that append the event to *session*, and the updated session; None if a
         new snapshot must be written, but the old snapshot was not read.
         """
@@ -434,7 +430,7 @@ class AppendEvent(Write[StoredSession]):
         (stored,) = sealed_rows.seal_events(attempt, session.id, seq, [one], [link], session.head)
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
         self._sent[stored.event] = new
-        return _Step(changes, new)
+        return changes, new
 
     def _stored_before(self) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
@@ -444,13 +440,6 @@ class AppendEvent(Write[StoredSession]):
                 if session := self._sent.get(row[EVENT_RECORD]):
                     return session
         raise StaleRevision
-
-
-class _Step(NamedTuple):
-    """The changes that update a session to its next revision, and the updated session."""
-
-    changes: Changes
-    session: StoredSession
 
 
 class DeleteSession(Write[bool]):

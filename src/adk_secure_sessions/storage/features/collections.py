@@ -236,7 +236,8 @@ class ReplaceItems(AppendEvent):
         owners.user(found, user, user.app_row, {})
         step = self._advance(attempt, session)
         assert step is not None, "a collection has no snapshot"
-        changes = step.changes + owners.changes
+        changes, updated = step
+        changes += owners.changes
         rows: dict[int, Row] = {}
         for part in sql.chunks(self._event.replaced):
             where = {"session_row": session.id, **sql.numbered(part)}
@@ -255,7 +256,7 @@ class ReplaceItems(AppendEvent):
             values = {"at_session_row": session.id, "at_seq": seq, "event": record}
             changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
         yield from apply_changes(changes)
-        return step.session
+        return updated
 
 
 class RewriteItems(Write[StoredSession]):
