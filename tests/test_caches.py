@@ -20,7 +20,7 @@ from adk_secure_sessions import (
     KeyServiceError,
     StaticKey,
 )
-from adk_secure_sessions.lru import Lru
+from adk_secure_sessions.caches import Lru
 
 
 def caches(holder: object) -> list[Lru[object, object]]:

@@ -8,7 +8,7 @@ import pytest
 
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.histories import History, HistoryCache
+from adk_secure_sessions.storage.attempts import History, HistoryCache
 from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import Found
 from adk_secure_sessions.storage.reads import ListSessions

@@ -24,7 +24,7 @@ _BASE64_START = 4
 
 
 class Envelope(NamedTuple):
-    """The content of an envelope, not authenticated yet; release 1.1 and later store it as base64."""
+    """The content of an envelope, not authenticated yet; release 1.1 and later store base64."""
 
     backend_id: int
     body: bytes

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.formats.times import datetime_of
-from adk_secure_sessions.lru import Lru
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter, Progress

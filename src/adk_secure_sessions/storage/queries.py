@@ -40,7 +40,6 @@ from sqlalchemy import (
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
-from adk_secure_sessions.storage.pages import first_rows
 from adk_secure_sessions.storage.rows import (
     AppRow,
     EventRow,
@@ -189,7 +188,10 @@ def _master() -> Select[Any]:
 
 def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
     """Return a SELECT of the first *number* rows of *rows*, for use in a UNION ALL."""
-    return select(first_rows(rows, number).subquery(name))
+    # Without an offset, SQLAlchemy would add a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
+    limited = rows.limit(literal_column(str(number))).offset(_ZERO)
+    return select(limited.subquery(name))
 
 
 def _session(*conditions: ColumnElement[bool], source: FromClause = sessions) -> Select[Any]:

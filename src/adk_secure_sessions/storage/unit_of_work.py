@@ -460,7 +460,7 @@ class UnitOfWork:
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
         if not await self.executors.keys.write(partial(apply_once, changes)):
-            await self._renew_keyring(known, seen)
+            await self.renew_keyring(known, seen)
             raise Conflict
         return row
 

@@ -22,8 +22,8 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation, View
-from adk_secure_sessions.storage.rows import Identity
+from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation
+from adk_secure_sessions.storage.rows import Identity, View
 from adk_secure_sessions.storage.survey import STATE_INDEX
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
