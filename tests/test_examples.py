@@ -132,14 +132,14 @@ def test_every_program_is_run_by_tests_and_is_in_the_readme_and_on_a_page() -> N
         PROGRAMS.keys() | ELSEWHERE | OF_DEVELOPMENT
     )
     rows = re.findall(
-        r"^\| \[(\w+\.py)\]\((\w+\.py)\) .*\(\.\./docs/([\w-]+\.md)\) \|$", README, re.M
+        r"^\| \[(\w+\.py)\]\((\w+\.py)\) .*\(\.\./docs/([\w-]+\.md)(?:#[\w-]+)?\) \|$", README, re.M
     )
     assert {name for name, _, _ in rows} == PROGRAMS.keys() | ELSEWHERE
     for name, target, page in rows:
         assert name == target
         assert f"examples/{name}" in (DOCS / page).read_text(encoding="utf-8"), (name, page)
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (EXAMPLES / target).exists(), target
+        assert (EXAMPLES / target.partition("#")[0]).exists(), target
 
 
 def test_programs_that_pages_name_exist() -> None:

@@ -167,7 +167,7 @@ async def test_hostile_pickle_makes_only_its_session_unreadable(
     assert found.keys() == hostile.keys()
     for name, content in found.items():
         assert isinstance(content, Unreadable), name
-        assert "event 1 of 1 has actions that are not loaded: " in content.reason, name
+        assert "event 1 of 1: it has actions that are not loaded: " in content.reason, name
     assert AuthCredentialTypes.HTTP.value == "http"
     assert not hasattr(uuid.UUID, "a")
 

@@ -1,8 +1,9 @@
 """The commands that delete what is old: `purge`, and `erase-user`, which erases a user."""
 
 import sys
+from collections.abc import Awaitable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -151,11 +152,14 @@ def purge_blobs(
     from adk_secure_sessions.integrations import artifact_blobs
     from adk_secure_sessions.integrations.object_store import ArtifactStore
 
+    def work(opened: "Database", **options: Any) -> Awaitable[Any]:
+        place = ArtifactStore(store, allow_http=allow_http)
+        return artifact_blobs.purge_blobs(opened, store=place, **options)
+
     done = run(
         db,
-        artifact_blobs.purge_blobs,
+        work,
         changes=not dry_run,
-        store=ArtifactStore(store, allow_http=allow_http),
         older_than=older_than,
         dry_run=dry_run,
     )
