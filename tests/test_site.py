@@ -1,5 +1,6 @@
 """The built site is complete, and its pages load nothing from other servers."""
 
+import json
 import logging
 import re
 from html.parser import HTMLParser
@@ -9,6 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import adk_secure_sessions
+from tests import chromium
+from tests.accessibility import served
 from tests.pages import PROJECT, ROOT
 
 # The environments that test one release of google-adk do not have it.
@@ -127,6 +130,54 @@ def test_nothing_is_loaded_from_other_servers(site: Path, html: dict[str, Html])
 def test_api_has_an_entry_for_every_public_name(html: dict[str, Html]) -> None:
     names = {f"adk_secure_sessions.{name}" for name in adk_secure_sessions.__all__}
     assert names <= html["api.html"].ids
+
+
+# What people search for, and the page that must be the first result.
+SEARCHES = {
+    "adk web": "adk-commands.html",
+    "backup": "operations.html",
+    "compliance": "compliance.html",
+    "expire": "erasure.html",
+    "gdpr delete": "erasure.html",
+    "kms": "key-services.html",
+    "list sessions slow": "limits.html",
+    "lost key": "operations.html",
+    "oauth token": "index.html",
+    "pagination": "limits.html",
+    "plaintext": "adk-plaintext.html",
+    "redis": "wrapper.html",
+    "rotate": "rotation.html",
+    "ttl": "erasure.html",
+    "vertex": "wrapper.html",
+}
+# Asks the theme's own worker.  The numbers of its messages: 0 builds the index, 2 is a query.
+ASK = """(async () => {
+    const page = JSON.parse(document.querySelector("#__config").textContent)
+    const index = await (await fetch("search/search_index.json")).json()
+    const worker = new Worker(page.search)
+    const ask = (type, data) => new Promise((answer, fail) => {
+        worker.onmessage = message => answer(message.data.data)
+        worker.onerror = fail
+        worker.postMessage({type, data})
+    })
+    await ask(0, {...index, options: {suggest: false}})
+    const first = {}
+    for (const query of QUERIES) {
+        const {items} = await ask(2, query)
+        first[query] = items.length ? items[0][0].location.split("#")[0] : null
+    }
+    window.first = first
+})().catch(error => { window.first = String(error) })"""
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="chromium is not installed")
+def test_search_finds_the_right_page_first(site: Path) -> None:
+    with served(site) as url, chromium.browser() as tab:
+        tab.open(f"{url}index.html")
+        tab.wait_until("Boolean(document.querySelector('#__config'))")
+        tab.evaluate(ASK.replace("QUERIES", json.dumps(list(SEARCHES))))
+        tab.wait_until("window.first !== undefined")
+        assert tab.evaluate("window.first") == SEARCHES
 
 
 def test_every_page_says_the_version(site: Path, html: dict[str, Html]) -> None:
