@@ -1,4 +1,4 @@
-"""The worked example of docs/format.md: one owner's tag, data key and event, in hex."""
+"""The worked example of docs/format.md: one owner's tag and data key, in hex."""
 
 import textwrap
 
@@ -6,7 +6,6 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import NO_LINK
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from examples.vectors.contexts import DATABASE_ID
 from examples.vectors.fixed import MICROSECONDS, FixedAesGcm, counting
@@ -15,10 +14,7 @@ START = "<!-- example: made by examples/make_vectors.py; do not edit by hand -->
 END = "<!-- /example -->"
 
 _INDEX_MASTER, _DATA_MASTER, _DATA_KEY = (counting(first, 32) for first in (0x00, 0x20, 0x40))
-_WRAP_NONCE, _EVENT_NONCE = counting(0xA0, 12), counting(0xB0, 12)
-_LINK = counting(0x60, 16)
-_JSON = '{"author":"user","id":"e-1","timestamp":1700000001.5}'
-_EVENT_TIME = MICROSECONDS + 1_500_000
+_WRAP_NONCE = counting(0xA0, 12)
 
 
 def worked_example() -> str:
@@ -31,10 +27,6 @@ def worked_example() -> str:
     wrapped = records.seal(
         FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), 1, 11, row.context(DATABASE_ID), _DATA_KEY
     )
-    event_context = records.context(("event", "clinic", "ada", "first visit"), 301, 0, _EVENT_TIME)
-    text = b"\x061.28.0" + _JSON.encode()
-    plaintext = _LINK + NO_LINK + text
-    record = records.seal(FixedAesGcm(_DATA_KEY, _EVENT_NONCE), 1, row.id, event_context, plaintext)
     return "\n\n".join(
         [
             "User `ada` of app `clinic` has the tag",
@@ -53,17 +45,6 @@ def worked_example() -> str:
                 ("the data key", _DATA_KEY),
                 *_sealed(wrapped, row.context(DATABASE_ID), _DATA_KEY,
                          "plaintext: flags ‖ data key"),
-            ),
-            "This data key encrypts the first event (`seq` 0) of the session `first visit`. The "
-            "row of that session has the `id` 301:",
-            _block(
-                ('context("event", "clinic", "ada", "first visit", session_row = 301, seq = 0, '
-                 f"time = {_EVENT_TIME})", event_context),
-                ("link of the event", _LINK),
-                ("link of the previous event: there is none", NO_LINK),
-                (f'06 "1.28.0" {_JSON}', text),
-                *_sealed(record, event_context, plaintext,
-                         "plaintext: flags ‖ link ‖ previous ‖ length ‖ version ‖ JSON"),
             ),
         ]
     )  # fmt: skip
