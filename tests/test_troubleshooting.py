@@ -18,6 +18,8 @@ UNKNOWN = "..."
 # A shorter entry could also match the texts of other errors, unless it is a whole text.
 SHORTEST = 14  # letters
 REPORTS = re.compile(r"\w+Error|Failure|Declined|BadParameter|warning|warn")
+# They name the argument, or the value in it, that was not accepted.
+ARGUMENTS = {"InputValidationError", "TypeError", "ValueError"}
 # Whatever their text is, the remedy is in the section "Damaged rows".
 REJECTIONS = {"DecryptionError", "PlaintextRefusedError", "TamperedError", "UnknownKeyError"}
 # A text names an action if it has a verb in the imperative, or says what is needed or allowed.
@@ -87,7 +89,7 @@ def reported() -> dict[str, str]:
         if isinstance(node, ast.Call) and node.args:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             text = " ".join(text_of(node.args[0]).split())
-            if name in REJECTIONS or not REPORTS.fullmatch(name):
+            if name in REJECTIONS | ARGUMENTS or not REPORTS.fullmatch(name):
                 continue
             if letters(text) and text not in NO_ENTRY:
                 found[text] = f"{path.relative_to(ROOT)}:{node.lineno}"
