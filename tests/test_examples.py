@@ -189,12 +189,14 @@ def test_quickstart_keeps_its_database_and_no_other(
     assert (tmp_path / "kept.db").read_bytes() == kept
 
 
-def test_first_example_of_the_readme_works_again_and_again(
+def test_whole_example_of_the_readme_works_again_and_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A user copies it into a file, and runs this file twice."""
     regions = [region for _, region in pages.blocks(ROOT / "README.md").regions]
-    source, *_ = (str(one.parsed["source"]) for one in regions if pages.language(one) == "python")
+    _, source, *_ = (
+        str(one.parsed["source"]) for one in regions if pages.language(one) == "python"
+    )
     script = tmp_path / "first.py"
     script.write_text(source, encoding="utf-8")
     for _ in range(3):
