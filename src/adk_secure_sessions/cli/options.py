@@ -151,7 +151,7 @@ _WITH_DATABASE = (
 
 
 # The options --compression and --padding; write this above `on_target`.
-with_packing = with_all(
+with_packing: Decorator = with_all(
     click.option(
         "--compression",
         type=click.Choice(list(COMPRESSIONS)),
