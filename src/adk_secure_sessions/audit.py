@@ -267,17 +267,16 @@ ReadIds = Callable[[str, str, str], dict[str, object]]
 _covered: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
+class Recording(NamedTuple):
+    """How accesses are recorded: not if `read_ids` is None; without a trail, only in the log."""
+
+    read_ids: ReadIds | None
+    trail: "Trail | None"
+
+
 class Audited(Protocol):
-    """A service whose accesses are recorded, unless `_access_ids` is None.
-
-    Without an audit trail, the records are only logged.
-    """
-
     @property
-    def _access_ids(self) -> ReadIds | None: ...
-
-    @property
-    def _audit_trail(self) -> "Trail | None": ...
+    def _recording(self) -> Recording: ...
 
 
 A = TypeVar("A", bound=Audited)
@@ -290,7 +289,7 @@ def accessed(
 ]:
     """Decorate a method of a service: measure each call, and write an audit record of it.
 
-    If `_access_ids` of the service is None, only rejected values are recorded.
+    If the service records no accesses, only rejected values are recorded.
 
     Args:
         action: The event in the audit record, for example `session.read`.
@@ -304,7 +303,7 @@ def accessed(
         signature = inspect.signature(method)
 
         async def recorded(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            read_ids, trail = service._access_ids, service._audit_trail
+            read_ids, trail = service._recording
             if read_ids is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
                 read_ids = None
@@ -367,6 +366,8 @@ class Trail(Protocol):
     def executor(self) -> object: ...
 
     async def prepare(self) -> None: ...
+
+    def close(self) -> None: ...
 
     async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None: ...
 

@@ -17,7 +17,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, ReadIds, SecurityCall, accessed, record_rejected
+from adk_secure_sessions.audit import Audit, Recording, SecurityCall, accessed, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
@@ -180,10 +180,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         self._lifetime = _lifetime(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
-        self._access_ids = ids_for_audit(unit, audit)
-        self._audit_trail: AuditTrail | None = None
-        if audit is not None and audit.table:
-            self._audit_trail = AuditTrail(unit, create_table=create_tables)
+        is_stored = audit is not None and audit.table
+        trail = AuditTrail(unit, create_table=create_tables) if is_stored else None
+        self._recording = recording(unit, audit, trail)
 
     @property
     def backend(self) -> EncryptionBackend:
@@ -212,10 +211,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             KeyServiceError: The key provider failed.
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
-        if self._audit_trail is None:
+        if self._recording.trail is None:
             await self._unit.keys()
         else:
-            await SecurityCall(self._audit_trail).run(self._unit.keys)
+            await SecurityCall(self._recording.trail).run(self._unit.keys)
 
     @accessed("session.create")
     async def create_session(
@@ -620,8 +619,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 
     async def close(self) -> None:
         """Close the connections and discard all keys; the next call opens the database again."""
-        if self._audit_trail is not None:
-            self._audit_trail.close()
+        if self._recording.trail is not None:
+            self._recording.trail.close()
         await self._unit.close()
 
 
@@ -662,12 +661,10 @@ def check_ids(app_name: object, user_id: object, session_id: object, **more: obj
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 
-def ids_for_audit(unit: UnitOfWork, audit: Audit | None) -> ReadIds | None:
-    """Return a function that converts the ids of an access to the form that the audit log shows;
-    None if *audit* is None: accesses are then not recorded.
-    """
+def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -> Recording:
+    """Return how accesses are recorded: with ids in the form of *audit*, or not if it is None."""
     if audit is None:
-        return None
+        return Recording(None, None)
     is_blind = audit.ids == "blind"
 
     def ids(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
@@ -681,7 +678,7 @@ def ids_for_audit(unit: UnitOfWork, audit: Audit | None) -> ReadIds | None:
         database = None if opened is None else opened.hex()
         return {"database": database, "app": app_name, "user": user, "session": session}
 
-    return ids
+    return Recording(ids, trail)
 
 
 def _has_expired(session: StoredSession) -> bool:

@@ -34,6 +34,7 @@ from adk_secure_sessions.maintenance import (
     verify,
     verify_audit,
 )
+from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 IDS: Any = {"app_name": "clinic", "user_id": "ada", "session_id": "s"}
@@ -209,8 +210,8 @@ async def test_record_of_another_copy_is_reported(victim: Victim, tmp_path: Path
     async with service:
         await service.get_session(**IDS)
         before = victim.rows()
-        trail = service._audit_trail
-        assert trail is not None
+        trail = service._recording.trail
+        assert isinstance(trail, AuditTrail)
         (chain,) = trail._free
         head = chain.head
         await service.get_session(**IDS)

@@ -103,8 +103,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             ConfigurationError: The store cannot be used as given.
         """
         self._collections = session_service.collections
-        self._access_ids = session_service._access_ids
-        self._audit_trail = session_service._audit_trail
+        self._recording = session_service._recording
         self._place = opened(store)
         self._stores: dict[str, BlobStore] = {}
         self._place.blobs("0" * 32)  # a directory that cannot be created is an error now
@@ -319,7 +318,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
         content = self._store(found.blob.prefix).read(found.blob, start, stop)
-        pieces = _recording_rejections(content, self._audit_trail)
+        pieces = _recording_rejections(content, self._recording.trail)
         return ArtifactStream(found, pieces, size)
 
     # --- rows and blobs --------------------------------------------------------------------------

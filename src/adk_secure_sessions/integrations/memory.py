@@ -151,8 +151,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 f"it one, not a {type(session_service).__name__}"
             )
         self._collections = session_service.collections
-        self._access_ids = session_service._access_ids
-        self._audit_trail = session_service._audit_trail
+        self._recording = session_service._recording
         self._cache_entries = cache_entries
         self._ranker = ranker
         self._reads = LoopLocks()

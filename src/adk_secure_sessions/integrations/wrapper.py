@@ -62,7 +62,7 @@ from adk_secure_sessions.service import (
     STALE,
     StaleSessionError,
     check_ids,
-    ids_for_audit,
+    recording,
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage.features.feature import Feature
@@ -165,9 +165,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             packing=packing,
         )
         self._skip = skip_unreadable_sessions
-        self._access_ids = ids_for_audit(self._unit, audit)
         # A change is stored by the other service, so no transaction could also store its record.
-        self._audit_trail = None
+        self._recording = recording(self._unit, audit, None)
         self._feature = Feature(self._unit, WRAPPER)
         self._locks = LoopLocks()
 

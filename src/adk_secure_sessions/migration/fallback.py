@@ -131,8 +131,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service
-        self._access_ids = service._access_ids
-        self._audit_trail = service._audit_trail
+        self._recording = service._recording
         self._unit = service._unit
         self._imports = Imports(service._unit, service._index, create_table=service._creates_tables)
         self._source = source
