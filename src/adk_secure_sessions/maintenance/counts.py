@@ -67,8 +67,15 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
 async def count_events(db: Database) -> int:
     """Return the sum of revisions in `secure_sessions`: counting the events would take long."""
     ((number,),) = await db.unit.read(_CLAIMED_EVENTS, {})
-    # If revisions were tampered with, they may be negative, or their sum may be infinite.
-    return int(min(max(number or 0, 0), _MOST_EVENTS))
+    return bounded(number)
+
+
+def bounded(number: Any) -> int:
+    """Convert *number*, the result of a SUM, to an integer from 0 to 10**15.
+
+    If the values were tampered with, they may be negative, or their sum may be infinite.
+    """
+    return int(min(max(number or 0, 0), 10**15))
 
 
 async def count_records(
@@ -134,10 +141,12 @@ def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
 
 # --- statements that count -----------------------------------------------------------------------
 
-_MOST_EVENTS = 10**15  # the largest result of `count_events`; a larger sum was tampered with
 # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
 # a sum of integers.  So multiply the revisions by 1.0.
-_CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
+SUM_OF_REVISIONS: sa.ColumnElement[Any] = sa.func.sum(
+    sessions.c.revision * sa.literal_column("1.0")
+)
+_CLAIMED_EVENTS = sa.select(SUM_OF_REVISIONS)
 
 
 def number_of(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:

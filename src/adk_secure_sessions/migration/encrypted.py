@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -12,6 +11,7 @@ from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.maintenance.counts import SUM_OF_REVISIONS, bounded
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import (
@@ -50,8 +50,6 @@ from adk_secure_sessions.tracebacks import hides_locals
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.
 _AT_ONCE = 8
-# `_count` returns this number for larger sums.  Only rows that were tampered with have such sums.
-_MOST = 10**15
 
 
 @hides_locals
@@ -94,7 +92,7 @@ class EncryptedSource(Source):
             parameters["app_tag"] = (await self._db.unit.identify(scope.app_name)).app_tag
         query = _SIZE if scope.app_name is None else _SIZE_OF_APP
         ((number, revisions),) = await self._db.unit.read(query, parameters)
-        return SourceSize(number, _count(revisions))
+        return SourceSize(number, bounded(revisions))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         async for located in located_sessions(self._db):
@@ -161,7 +159,7 @@ class EncryptedSource(Source):
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
             for row, size in await span.read(self._db.unit.read, query, key):
-                sizes[row] = sizes.get(row, 0) + _count(size)
+                sizes[row] = sizes.get(row, 0) + bounded(size)
         return sizes
 
     async def _app_state(self, row: OwnerTag) -> tuple[Ids, JsonObject] | None:
@@ -242,11 +240,6 @@ def _now() -> int:
     return time.time_ns() // 1000
 
 
-def _count(number: Any) -> int:
-    """Convert *number*, the result of a SUM, to an integer from 0 to `_MOST`."""
-    return int(min(max(number or 0, 0), _MOST))
-
-
 # --- statements ----------------------------------------------------------------------------------
 
 _IS_COLLECTION = sessions.c.base_revision == sa.literal_column(str(COLLECTION))
@@ -256,13 +249,7 @@ _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
 ).group_by(events.c.session_row)
 _SIZES_OF_SNAPSHOTS = sa.select(bases.c.session_row, sa.func.length(bases.c.state))
-# If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
-# a sum of integers.  So multiply the revisions by 1.0.
-_SIZED: list[Any] = [
-    sa.func.count(),
-    sa.func.sum(sessions.c.revision * sa.literal_column("1.0")),
-]
-_SIZE = sa.select(*_SIZED).where(
+_SIZE = sa.select(sa.func.count(), SUM_OF_REVISIONS).where(
     ~_IS_COLLECTION,
     sessions.c.expires_at > sa.bindparam("now"),
     sessions.c.updated_at >= sa.bindparam("since"),
