@@ -5,9 +5,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 from click.shell_completion import CompletionItem
@@ -27,6 +26,7 @@ from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
 
 if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.maintenance import Check, Database
 
 
@@ -135,7 +135,7 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
 @with_speed
 @with_keys(required=False)
 @on_database
-def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None:
+def status(db: "Database", as_json: bool, **options: Any) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
     With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
@@ -149,8 +149,7 @@ def status(db: "Database", as_json: bool, rows_per_second: float | None) -> None
     """
     from adk_secure_sessions import maintenance
 
-    counting = partial(maintenance.status, rows_per_second=rows_per_second)
-    found = run(db, counting, label="status", changes=False)
+    found = run(db, maintenance.status, label="status", changes=False, **options)
     show(found, as_json, status_lines(found))
     if found.problems:
         sys.exit(1)
@@ -179,8 +178,7 @@ def verify(
     as_json: bool,
     only: str | None,
     heads: Sequence[str],
-    store: str | None,
-    allow_http: bool,
+    store: "ArtifactStore | None",
     rows_per_second: float | None,
 ) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
@@ -216,10 +214,8 @@ def verify(
                 notes = ["without --heads, it is not detected that last records were removed"]
         if store is not None:
             from adk_secure_sessions.integrations.artifact_blobs import check_blobs
-            from adk_secure_sessions.integrations.object_store import ArtifactStore
 
-            place = ArtifactStore(store, allow_http=allow_http)
-            found["blobs"] = call(check_blobs(db, place))
+            found["blobs"] = call(check_blobs(db, store))
     finish(found, as_json, notes)
 
 
@@ -240,20 +236,15 @@ def debug() -> None:
 
 
 @debug.command()
-@click.option("--app", required=True, metavar="NAME", help="The app's name.")
-@click.option("--user", metavar="ID", help="The id of one of the app's users.")
-@click.option("--session", metavar="ID", help="The id of one of that user's sessions.")
+@click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
+@click.option("--user", "user_id", metavar="ID", help="The id of one of the app's users.")
+@click.option(
+    "--session", "session_id", metavar="ID", help="The id of one of that user's sessions."
+)
 @click.option("--collection", metavar="NAME", help="The name of one of that user's collections.")
 @with_keys(required=True)
 @on_database
-def lookup(
-    db: "Database",
-    as_json: bool,
-    app: str,
-    user: str | None,
-    session: str | None,
-    collection: str | None,
-) -> None:
+def lookup(db: "Database", as_json: bool, **ids: Any) -> None:
     """Show the row ids and tags (blind indexes) of an app, a user, a session and a collection.
 
     Artifacts and memory are stored in collections.
@@ -265,15 +256,7 @@ def lookup(
     """
     from adk_secure_sessions import maintenance
 
-    found = run(
-        db,
-        maintenance.lookup,
-        changes=False,
-        app_name=app,
-        user_id=user,
-        session_id=session,
-        collection=collection,
-    )
+    found = run(db, maintenance.lookup, changes=False, **ids)
     rows = [
         (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
@@ -291,7 +274,7 @@ def _tables(
 
 
 @debug.command()
-@click.argument("table_name", metavar="TABLE", shell_complete=_tables)
+@click.argument("table", metavar="TABLE", shell_complete=_tables)
 @click.option(
     "--row",
     metavar="KEY",
@@ -306,7 +289,7 @@ def _tables(
     help="Show at most this many rows.",
 )
 @on_database
-def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, limit: int) -> None:
+def inspect(db: "Database", as_json: bool, **options: Any) -> None:
     """Show the headers of encrypted values: backend, key id, length.  No root key is needed.
 
     \b
@@ -315,8 +298,7 @@ def inspect(db: "Database", as_json: bool, table_name: str, row: str | None, lim
     """
     from adk_secure_sessions import maintenance
 
-    reading = partial(maintenance.record_headers, table=table_name, row=row, limit=limit)
-    found = run(db, reading, changes=False)
+    found = run(db, maintenance.record_headers, changes=False, **options)
     rows = [
         (
             f"row {one.row}",

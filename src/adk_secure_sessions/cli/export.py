@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,8 +40,10 @@ _STDOUT = "-"
 @click.option(
     "--decrypt", is_flag=True, help="Required: confirms that the output contains plaintext."
 )
-@click.option("--app", metavar="NAME", help="Export only sessions of this app.")
-@click.option("--user", metavar="ID", help="Export only sessions of the users with this id.")
+@click.option("--app", "app_name", metavar="NAME", help="Export only sessions of this app.")
+@click.option(
+    "--user", "user_id", metavar="ID", help="Export only sessions of the users with this id."
+)
 @click.option(
     "--skip-bad", is_flag=True, help="Continue after a session or state that cannot be exported."
 )
@@ -58,10 +60,8 @@ def export(
     to: str | None,
     jsonl: str | None,
     decrypt: bool,
-    app: str | None,
-    user: str | None,
-    skip_bad: bool,
     verify: bool,
+    **options: Any,
 ) -> None:
     """Decrypt sessions into google-adk's own database (--to), or into lines of JSON (--jsonl).
 
@@ -83,16 +83,14 @@ def export(
     if jsonl == _STDOUT and as_json:
         raise click.UsageError("stdout has the sessions: give --json with --jsonl FILE")
     if to is not None:
-        done = _to_adk(db, to, app=app, user=user, skip_bad=skip_bad, verify=verify)
+        done = _to_adk(db, to, verify=verify, **options)
     else:
         assert jsonl is not None
-        done = _to_lines(db, jsonl, app=app, user=user, skip_bad=skip_bad)
+        done = _to_lines(db, jsonl, **options)
     finish(done, as_json, _notes(done, jsonl), err=jsonl == _STDOUT)
 
 
-def _to_adk(
-    db: Database, url: str, *, app: str | None, user: str | None, skip_bad: bool, verify: bool
-) -> Export:
+def _to_adk(db: Database, url: str, **options: Any) -> Export:
     from adk_secure_sessions.migration.adk_target import AdkTarget
     from adk_secure_sessions.migration.export import export_to_adk
 
@@ -101,15 +99,7 @@ def _to_adk(
 
     async def work(report: Progress) -> Export:
         async with target:
-            return await export_to_adk(
-                db,
-                target,
-                app_name=app,
-                user_id=user,
-                skip_bad=skip_bad,
-                verify=verify,
-                progress=report,
-            )
+            return await export_to_adk(db, target, progress=report, **options)
 
     partial = "the target has only a part of the sessions, as plaintext"
     try:
@@ -125,19 +115,13 @@ def _to_adk(
         raise Failure(message, error.error, retryable=error.retryable) from None
 
 
-def _to_lines(
-    db: Database, name: str, *, app: str | None, user: str | None, skip_bad: bool
-) -> Export:
+def _to_lines(db: Database, name: str, **options: Any) -> Export:
     from adk_secure_sessions.migration.export import export_lines
 
     with progress("export", "sessions") as report, opened(db, again=None) as call:
         call(db.keys())  # report a wrong key before the file is created
         with output_to(name) as write:
-            return call(
-                export_lines(
-                    db, write, app_name=app, user_id=user, skip_bad=skip_bad, progress=report
-                )
-            )
+            return call(export_lines(db, write, progress=report, **options))
 
 
 @main.group()

@@ -237,8 +237,11 @@ _KEYS = (
 
 
 def with_store(*, required: bool) -> Decorator:
-    """Return a decorator that adds --store, where contents of artifacts are, and --allow-http."""
-    return with_all(
+    """Return a decorator that adds --store, where contents of artifacts are, and --allow-http.
+
+    The decorated function calls the command with the argument `store`, an `ArtifactStore` or None.
+    """
+    add_options = with_all(
         click.option(
             "--store",
             required=required,
@@ -250,3 +253,18 @@ def with_store(*, required: bool) -> Decorator:
             "--allow-http", is_flag=True, help="Accept a store on another machine without TLS."
         ),
     )
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(store: str | None, allow_http: bool, **options: Any) -> Any:
+            if store is None:
+                return command(store=None, **options)
+            from adk_secure_sessions.integrations.object_store import ArtifactStore
+
+            with one_line_errors():
+                place = ArtifactStore(store, allow_http=allow_http)
+            return command(store=place, **options)
+
+        return add_options(run)
+
+    return decorate

@@ -228,9 +228,9 @@ def run(
     """Run *work* with *db* and *options*, close *db*, and return the result.
 
     If *label* is given, show the progress with this text; *unit* is what *work* counts.  *changes*
-    is whether *work* changes something, for what is said after Ctrl-C.
+    is whether *work* changes something without --dry-run, for what is said after Ctrl-C.
     """
-    with opened(db, again=AGAIN if changes else None) as call:
+    with opened(db, again=AGAIN if changes and not options.get("dry_run") else None) as call:
         if not label:
             return call(work(db, **options))
         with progress(label, unit) as report:

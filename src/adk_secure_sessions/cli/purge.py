@@ -1,8 +1,6 @@
 """The commands that delete what is old: `purge`, and `erase-user`, which erases a user."""
 
 import sys
-from collections.abc import Awaitable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,21 +35,15 @@ def purge() -> None:
     help="Also delete sessions whose last event is older.  A number and a unit: s, m, h, d or w.  "
     "Example: 90d.",
 )
-@click.option("--app", metavar="NAME", help="Delete only sessions of this app.")
-@click.option("--user", metavar="ID", help="Delete only sessions of the users with this id.")
+@click.option("--app", "app_name", metavar="NAME", help="Delete only sessions of this app.")
+@click.option(
+    "--user", "user_id", metavar="ID", help="Delete only sessions of the users with this id."
+)
 @with_dry_run
 @with_speed
 @with_keys(required=True)
 @on_database
-def purge_sessions(
-    db: "Database",
-    as_json: bool,
-    older_than: timedelta | None,
-    app: str | None,
-    user: str | None,
-    dry_run: bool,
-    rows_per_second: float | None,
-) -> None:
+def purge_sessions(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
     """Delete expired sessions, and sessions older than AGE, with all their events.
 
     Exits 1 if some of these sessions cannot be decrypted.  The command keeps such sessions.
@@ -63,17 +55,7 @@ def purge_sessions(
     """
     from adk_secure_sessions import maintenance
 
-    done = run(
-        db,
-        maintenance.purge,
-        label="purge",
-        changes=not dry_run,
-        older_than=older_than,
-        app_name=app,
-        user_id=user,
-        dry_run=dry_run,
-        rows_per_second=rows_per_second,
-    )
+    done = run(db, maintenance.purge, label="purge", dry_run=dry_run, **options)
     since = "" if done.before is None else f" or were last used before {moment(done.before)}"
     finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
 
@@ -89,7 +71,7 @@ def purge_sessions(
 @with_dry_run
 @with_keys(required=True)
 @on_database
-def purge_audit(db: "Database", as_json: bool, older_than: timedelta, dry_run: bool) -> None:
+def purge_audit(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
     """Delete the chains of the audit trail whose last record is older than AGE.
 
     A record names the deleted chains.  Exits 1 if a chain was kept because it has bad records.
@@ -101,15 +83,8 @@ def purge_audit(db: "Database", as_json: bool, older_than: timedelta, dry_run: b
     """
     from adk_secure_sessions import maintenance
 
-    done = run(
-        db,
-        maintenance.purge_audit,
-        label="purge audit",
-        unit="records",
-        changes=not dry_run,
-        older_than=older_than,
-        dry_run=dry_run,
-    )
+    options["dry_run"] = dry_run
+    done = run(db, maintenance.purge_audit, label="purge audit", unit="records", **options)
     old = f"such chains were last used before {moment(done.before)}"
     finish(done, as_json, [old], dry_run=dry_run)
 
@@ -128,14 +103,7 @@ def purge_audit(db: "Database", as_json: bool, older_than: timedelta, dry_run: b
 @with_store(required=True)
 @with_keys(required=True)
 @on_database
-def purge_blobs(
-    db: "Database",
-    as_json: bool,
-    store: str,
-    allow_http: bool,
-    older_than: timedelta,
-    dry_run: bool,
-) -> None:
+def purge_blobs(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
     """Mark contents that no artifact names, and delete contents that were marked long ago.
 
     Such contents are those of erased users, deleted artifacts and failed uploads.  Run the command
@@ -150,19 +118,8 @@ def purge_blobs(
           --store ./artifacts --dry-run
     """
     from adk_secure_sessions.integrations import artifact_blobs
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
-    def work(opened: "Database", **options: Any) -> Awaitable[Any]:
-        place = ArtifactStore(store, allow_http=allow_http)
-        return artifact_blobs.purge_blobs(opened, store=place, **options)
-
-    done = run(
-        db,
-        work,
-        changes=not dry_run,
-        older_than=older_than,
-        dry_run=dry_run,
-    )
+    done = run(db, artifact_blobs.purge_blobs, dry_run=dry_run, **options)
     finish(done, as_json, dry_run=dry_run)
 
 

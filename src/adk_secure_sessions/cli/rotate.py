@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -32,6 +33,7 @@ from adk_secure_sessions.cli.text import (
 )
 
 if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.maintenance import Database, UnfinishedRotation
 
 
@@ -80,7 +82,7 @@ def root(db: "Database", as_json: bool, dry_run: bool) -> None:
     """
     from adk_secure_sessions import maintenance
 
-    done = run(db, maintenance.rotate_root, changes=not dry_run, dry_run=dry_run)
+    done = run(db, maintenance.rotate_root, dry_run=dry_run)
     finish(done, as_json, [f"the new root key is {done.root_key_id}"], dry_run=dry_run)
 
 
@@ -104,13 +106,7 @@ def master(db: "Database", as_json: bool, **options: Any) -> None:
 @rotate.command()
 @with_store(required=False)
 @_with_rotation_options
-def data(
-    db: "Database",
-    as_json: bool,
-    store: str | None,
-    allow_http: bool,
-    **options: Any,
-) -> None:
+def data(db: "Database", as_json: bool, store: "ArtifactStore | None", **options: Any) -> None:
     """Create new data keys for all users and apps, and re-encrypt their records with --backend.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -129,12 +125,8 @@ def data(
     work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
     if store is not None:
         from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
-        from adk_secure_sessions.integrations.object_store import ArtifactStore
 
-        def work(opened: "Database", **options: Any) -> Awaitable[Any]:
-            place = ArtifactStore(store, allow_http=allow_http)
-            return rotate_data_and_blobs(opened, place, **options)
-
+        work = partial(rotate_data_and_blobs, store=store)
     _rotate(db, as_json, "data", work, **options)
 
 
@@ -190,7 +182,7 @@ def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> 
 @with_speed
 @with_keys(required=True)
 @on_database
-def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float | None) -> None:
+def retire(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
     """Remove the data keys and data masters that were replaced and that no row needs any more.
 
     The command keeps replaced keys that rows still need.  It exits 1 if it has kept a key.
@@ -201,15 +193,8 @@ def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float 
     """
     from adk_secure_sessions import maintenance
 
-    done = run(
-        db,
-        maintenance.retire,
-        label="retire",
-        unit="owners",
-        changes=not dry_run,
-        dry_run=dry_run,
-        rows_per_second=rows_per_second,
-    )
+    options["dry_run"] = dry_run
+    done = run(db, maintenance.retire, label="retire", unit="owners", **options)
     finish(done, as_json, retirement_notes(done), dry_run=dry_run)
 
 
@@ -218,9 +203,7 @@ def retire(db: "Database", as_json: bool, dry_run: bool, rows_per_second: float 
 @with_speed
 @with_keys(required=True)
 @on_database
-def separate(
-    db: "Database", as_json: bool, rows_per_second: float | None, confirm: str | None
-) -> None:
+def separate(db: "Database", as_json: bool, confirm: str | None, **options: Any) -> None:
     """Give a copy of a database an id and keys of its own.
 
     Run the command on the copy, for example a staging clone, before a service uses the copy.
@@ -238,8 +221,7 @@ def separate(
     with opened(db) as call:
         require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
         with progress("separate") as report:
-            work = maintenance.separate(db, progress=report, rows_per_second=rows_per_second)
-            done = call(work)
+            done = call(maintenance.separate(db, progress=report, **options))
     show(done, as_json, separation_notes(done))
     if not done.complete:
         sys.exit(1)

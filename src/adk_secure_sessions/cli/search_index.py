@@ -1,7 +1,7 @@
 """The commands that fill and delete the search index of state keys."""
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,8 +12,8 @@ from adk_secure_sessions.cli.program import main, run
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
 
-_with_app = click.option("--app", required=True, metavar="NAME", help="The app's name.")
-_with_state_keys = click.argument("state_keys", metavar="STATE_KEY...", nargs=-1, required=True)
+_with_app = click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
+_with_state_keys = click.argument("keys", metavar="STATE_KEY...", nargs=-1, required=True)
 
 
 @main.group()
@@ -32,14 +32,7 @@ def index() -> None:
 @with_speed
 @with_keys(required=True)
 @on_database
-def fill(
-    db: "Database",
-    as_json: bool,
-    state_keys: tuple[str, ...],
-    app: str,
-    skip_unreadable: bool,
-    rows_per_second: float | None,
-) -> None:
+def fill(db: "Database", as_json: bool, **options: Any) -> None:
     """Store the missing rows of the search index of some state keys, and then allow searches.
 
     Before, restart all services with these keys in indexed_state_keys.  A second run corrects what
@@ -52,15 +45,7 @@ def fill(
     """
     from adk_secure_sessions import maintenance
 
-    done = run(
-        db,
-        maintenance.fill_index,
-        label="index fill",
-        app_name=app,
-        keys=state_keys,
-        skip_unreadable=skip_unreadable,
-        rows_per_second=rows_per_second,
-    )
+    done = run(db, maintenance.fill_index, label="index fill", **options)
     notes = ["find_sessions can find sessions by these keys"]
     if not done.complete:
         notes = [
@@ -77,7 +62,7 @@ def fill(
 @_with_app
 @with_keys(required=True)
 @on_database
-def drop(db: "Database", as_json: bool, state_keys: tuple[str, ...], app: str) -> None:
+def drop(db: "Database", as_json: bool, **options: Any) -> None:
     """Delete the search index of some state keys.  Searches by these keys then fail.
 
     Before, restart all services without these keys in indexed_state_keys.
@@ -89,5 +74,4 @@ def drop(db: "Database", as_json: bool, state_keys: tuple[str, ...], app: str) -
     """
     from adk_secure_sessions import maintenance
 
-    done = run(db, maintenance.drop_index, app_name=app, keys=state_keys)
-    show(done, as_json)
+    show(run(db, maintenance.drop_index, **options), as_json)
