@@ -53,6 +53,7 @@ from adk_secure_sessions.maintenance import (
     retire,
     rotate_data,
     rotate_master,
+    rotate_root,
     separate,
     status,
     verify,
@@ -445,6 +446,16 @@ async def test_wrong_key_stores_nothing(url: sa.URL) -> None:
         with pytest.raises(WrongKeyError):
             await other.get_session(**IDS)
     assert await trail(url, "session.read", "key.created") == before
+
+
+async def test_rotation_of_the_root_key_is_stored(url: sa.URL) -> None:
+    async with service_of(url) as service:
+        await service.prepare_tables()
+    new, lines = AesGcmBackend(generate_key()), list[bytes]()
+    async with Database(url, new, [BACKEND]) as db:
+        await rotate_root(db)
+        await export_audit(db, lines.append)
+    assert "rotate_root" in [json.loads(line).get("command") for line in lines]
 
 
 async def test_missing_table_is_an_error_if_the_service_may_not_create_it(url: sa.URL) -> None:

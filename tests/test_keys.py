@@ -667,3 +667,14 @@ def test_value_that_names_no_root_key_is_rejected(key: Any) -> None:
     with pytest.raises(ConfigurationError) as info:
         root_key(key)
     assert "needle" not in str(info.value)
+
+
+async def test_header_that_was_not_authentic_is_not_used_to_wrap() -> None:
+    """An attacker who can write to the database stores a header of the lowest cost."""
+    wrapped = await PassphraseKey(WORDS).wrap(b"k" * 32, b"context")
+    header = wrapped[:-60]  # before nonce, ciphertext and tag
+    weak = header[:-12] + struct.pack(">III", 1, 1, 8)  # iterations, lanes, KiB
+    other = PassphraseKey(WORDS)
+    with pytest.raises(TamperedError, match=r"modified|wrong"):
+        await other.unwrap(weak + wrapped[-60:], b"context")
+    assert not (await other.wrap(b"k" * 32, b"context")).startswith(weak)

@@ -35,30 +35,32 @@ class LoopLocks:
     def __init__(self) -> None:
         self._locks: dict[_LoopKey, _LoopLock] = {}
 
-    def hold(self, key: Hashable) -> "_LoopLock":
+    def hold(self, key: Hashable) -> "_Hold":
         """Return a context manager that holds the lock of *key* during its block.
 
         Only tasks of the same event loop wait for this lock.
         """
-        of_loop = asyncio.get_running_loop(), key
-        lock = self._locks.get(of_loop)
-        if lock is None:
-            lock = self._locks[of_loop] = _LoopLock(self._locks, of_loop)
-        return lock
+        return _Hold(self._locks, (asyncio.get_running_loop(), key))
 
 
-class _LoopLock:
-    __slots__ = ("_key", "_lock", "_locks", "_users")
+class _LoopLock(asyncio.Lock):
+    users: int = 0  # tasks that hold the lock or wait for it
 
-    def __init__(self, locks: "dict[_LoopKey, _LoopLock]", key: _LoopKey) -> None:
+
+class _Hold:
+    __slots__ = ("_key", "_lock", "_locks")
+
+    def __init__(self, locks: dict[_LoopKey, _LoopLock], key: _LoopKey) -> None:
         self._locks, self._key = locks, key
-        self._lock = asyncio.Lock()
-        self._users = 0  # tasks that hold the lock or wait for it
 
     async def __aenter__(self) -> None:
-        self._users += 1
+        lock = self._locks.get(self._key)
+        if lock is None:
+            lock = self._locks[self._key] = _LoopLock()
+        self._lock = lock
+        lock.users += 1
         try:
-            await self._lock.acquire()
+            await lock.acquire()
         except BaseException:
             self._leave()
             raise
@@ -68,8 +70,8 @@ class _LoopLock:
         self._leave()
 
     def _leave(self) -> None:
-        self._users -= 1
-        if not self._users:
+        self._lock.users -= 1
+        if not self._lock.users:
             del self._locks[self._key]
 
 

@@ -255,7 +255,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 to the value.
             ConfigurationError: *expires_after* is not a positive time.
         """
-        check_ids(app_name, user_id, session_id or "")
+        check_ids(app_name, user_id, "" if session_id is None else session_id)
         lifetime = self._lifetime if expires_after is None else _lifetime(expires_after)
         scopes = states.split(state)
         if session_id is None:
@@ -345,8 +345,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 False.  The message names the session's row.
             ValueError: An id is not a string or is too long.
         """
-        check_ids(app_name, user_id or "", "")
-        who = await self._unit.identify(app_name, user_id or "")
+        of_user = "" if user_id is None else user_id
+        check_ids(app_name, of_user, "")
+        who = await self._unit.identify(app_name, of_user)
         listing = reads.ListSessions(who, of_app=user_id is None, skip=self._skip)
         return self._by_update(app_name, await self._unit.run(listing))
 
@@ -386,11 +387,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long, or another argument is none of the
                 values above.
         """
-        check_ids(app_name, user_id or "", "")
+        of_user = "" if user_id is None else user_id
+        check_ids(app_name, of_user, "")
         _check_page(limit, order)
         position = _parse_position(after)
         listing = reads.ListPage(
-            await self._unit.identify(app_name, user_id or ""),
+            await self._unit.identify(app_name, of_user),
             position,
             of_app=user_id is None,
             limit=limit,

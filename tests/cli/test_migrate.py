@@ -136,7 +136,6 @@ def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> No
         "in conflict, and left unchanged: 1 item",
         "cannot be read, and not copied: 1 item",
         "copied before, and no longer in the source: 1 session",
-        "the copy is up to date; next: `migrate compare` compares both sides",
     ]
     said = migrate("copy", "--skip-bad", "--delete-gone", "--json")
     assert (said.json["gone"], said.json["deleted_gone"]) == (1, True)

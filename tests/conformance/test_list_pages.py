@@ -161,7 +161,7 @@ async def test_listing_of_the_unknown_is_one_empty_page(service: BaseSessionServ
         ({"limit": 1, "after": "1"}, "after must be"),
         ({"limit": 1, "after": "8000000000000000.1"}, "after must be"),
         ({"limit": 1, "after": 5}, "after must be"),
-        ({"limit": 1, "user_id": 5}, "user_id must be a string"),
+        ({"limit": 1, "user_id": 0}, "user_id must be a string"),
     ],
 )
 async def test_bad_argument_is_a_value_error(

@@ -134,6 +134,20 @@ async def test_everything_that_was_copied_is_deleted(source_url: str, target_url
     assert numbers(again) == (0, 0, 0)
 
 
+async def test_empty_source_ends_no_migration(source_url: str, target_url: str) -> None:
+    """It is perhaps the wrong one: services with a fallback must go on reading the right one."""
+    await fill(source_url, sessions=0)
+    plain = adk(source_url)
+    await plain.list_sessions(app_name=APP)
+    if isinstance(plain, DatabaseSessionService):
+        await plain.close()
+    async with service(target_url) as made:
+        await made.prepare_tables()
+    assert numbers(await erased(source_url, target_url)) == (0, 0, 0)
+    async with database(target_url) as db:
+        assert await db.imports.migration_end() is None
+
+
 @pytest.mark.parametrize("source_url", ["sqlite", "adk web"], indirect=True)
 async def test_no_bytes_remain_in_the_files(source_url: str, target_url: str) -> None:
     await fill(source_url, sessions=20)

@@ -268,7 +268,7 @@ def copy_notes(done: "Migration", dry_run: bool) -> Iterator[str]:
         )
     elif done.behind:
         yield "the source is in use: run this again to copy what has changed"
-    elif not dry_run:
+    elif not (dry_run or done.bad or done.conflicts):
         yield "the copy is up to date; next: `migrate compare` compares both sides"
 
 

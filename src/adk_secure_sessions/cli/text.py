@@ -218,7 +218,7 @@ def _migration(found: MigrationStatus) -> str:
     if not found.is_complete:
         return f"{counts}; not complete: a service with plaintext fallback reads the source"
     if found.genuine is False:
-        return f"{counts}; the mark that it is complete was tampered with: run `migrate` again"
+        return f"{counts}; its mark of completion was tampered with: run `migrate compare` again"
     unchecked = "" if found.genuine else "; not verified: that needs --key"
     return f"{counts}; complete{unchecked}"
 

@@ -111,10 +111,14 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     async def close(self) -> None:
         # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
         # no operation is running.
-        for _ in range(self._keep):
-            await self._slots.acquire()
-        for _ in range(self._keep):
-            self._slots.release()
+        taken = 0
+        try:
+            while taken < self._keep:
+                await self._slots.acquire()
+                taken += 1
+        finally:  # also if the caller was cancelled
+            for _ in range(taken):
+                self._slots.release()
         await super().close()
 
     async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:

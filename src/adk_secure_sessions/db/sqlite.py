@@ -569,12 +569,14 @@ def _run_batch(driver: sqlite3.Connection, file: OpenFile, batch: list[Job]) -> 
         commit = len(batch) > 1 or batch[0].error is None
         file.check()  # now, not before the jobs: what is acknowledged is in the file
         driver.execute("COMMIT" if commit else "ROLLBACK")
-        telemetry.record_group_commit(len(batch))
     except BaseException as error:
         if driver.in_transaction:
             driver.execute("ROLLBACK")
         for job in batch:
             job.fail(error)
+    else:
+        if commit:
+            telemetry.record_group_commit(len(batch))
 
 
 def _run_on_engine(engine: sa.Engine, file: OpenFile, job: Job) -> None:

@@ -33,7 +33,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, opened
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
-from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.maintenance.walk import SessionIds
 from adk_secure_sessions.storage.features.collections import Collection, Collections
@@ -109,9 +109,12 @@ class _BlobRotationRun(DataRotationRun):
         return await super()._count_rows() + await self._collections.count_items()
 
     async def _after_passes(self) -> None:
-        async for ids, found in artifacts_of(self._db, self._problems):
+        found_again = Problems()
+        async for ids, found in artifacts_of(self._db, found_again):
             await self._rotate_artifact(ids, found)
             await self._checkpoints.check(self.done.since)
+        reported = {problem[:2] for problem in self._problems.kept}
+        self._problems.extend(one for one in found_again.kept if one[:2] not in reported)
 
     async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:
         """Re-encrypt the contents of all versions, in ascending order.

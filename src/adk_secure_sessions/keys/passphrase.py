@@ -59,7 +59,14 @@ class PassphraseKey(KeyMaterial):
         ConfigurationError: `passphrase` is empty, or `key_id` is empty or not allowed.
     """
 
-    __slots__ = ("_ciphers", "_max_cost", "_new_header", "_passphrase", "key_id")
+    __slots__ = (
+        "_authentic_header",
+        "_ciphers",
+        "_max_cost",
+        "_new_header",
+        "_passphrase",
+        "key_id",
+    )
 
     def __init__(
         self,
@@ -84,6 +91,7 @@ class PassphraseKey(KeyMaterial):
             PASSPHRASE_WRAP, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB
         )
         self._ciphers: dict[bytes, Aes256Gcm] = {}
+        self._authentic_header = b""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -99,13 +107,13 @@ class PassphraseKey(KeyMaterial):
         """Encrypt `key` with a key derived from the passphrase.
 
         All calls of this object use the same salt, because each further salt would cost another
-        derivation.  If `unwrap` was called before, this is the salt of the first key that `unwrap`
-        was given.  Otherwise, the salt is new and random.
+        derivation.  If `unwrap` has unwrapped a key before, this is the salt of the first such key.
+        Otherwise, the salt is new and random.
 
         Raises:
             ConfigurationError: This build of `cryptography` has no Argon2id.
         """
-        header = next(iter(self._ciphers), self._new_header)
+        header = self._authentic_header or self._new_header
         cipher = await self._cipher(header)
         return header + cipher.encrypt(key, header + associated_data)
 
@@ -121,7 +129,10 @@ class PassphraseKey(KeyMaterial):
         if not header.startswith(PASSPHRASE_WRAP) or len(header) < _HEADER.size:
             raise TamperedError("not a key wrapped by a passphrase", reason=Reason.MALFORMED)
         cipher = await self._cipher(header)
-        return cipher.decrypt(wrapped[_HEADER.size :], header + associated_data)
+        key = cipher.decrypt(wrapped[_HEADER.size :], header + associated_data)
+        # An attacker may have stored a header of low cost: `wrap` uses authentic headers only.
+        self._authentic_header = self._authentic_header or header
+        return key
 
     async def _cipher(self, header: bytes) -> Aes256Gcm:
         cipher = self._ciphers.get(header)

@@ -155,7 +155,10 @@ async def record_headers(
 
 def _key(table: str, row: str | int) -> int | bytes:
     try:
-        return bytes.fromhex(str(row)) if table == witnesses.name else int(row)
+        if table == witnesses.name:
+            return bytes.fromhex(str(row))
+        if -(2**63) <= (number := int(row)) < 2**63:
+            return number
     except ValueError:
         pass
     kind = "a tag in hexadecimal" if table == witnesses.name else "a number"

@@ -74,6 +74,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
+        await db.keys()  # stores the record of this command in the audit trail
         await _write(db, old, new)
     ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
     return RootRotation(root.key_id, *ids)

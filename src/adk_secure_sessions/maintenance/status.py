@@ -156,7 +156,8 @@ class Status(NamedTuple):
         checks = [one.unwraps for one in self.masters] + [one.genuine for one in self.unfinished]
         if self.migration is not None:
             checks.append(self.migration.genuine)
-        return checks.count(False) + sum(one.age < 0 for one in self.masters)
+        tampered = (self.state_index.tampered or 0) if self.state_index else 0
+        return checks.count(False) + tampered + sum(one.age < 0 for one in self.masters)
 
 
 @unstored_command

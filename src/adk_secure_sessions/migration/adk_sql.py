@@ -22,7 +22,11 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row, UnreadableRow
-from adk_secure_sessions.migration.pickled_actions import PickleReader, UnsafePickle
+from adk_secure_sessions.migration.pickled_actions import (
+    PickleReader,
+    PickleReaderError,
+    UnsafePickle,
+)
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     Scope,
@@ -351,6 +355,8 @@ class Tables:
         """Return an event, or why it cannot be read."""
         try:
             return self._read_event(row, self._events_zone)
+        except PickleReaderError:
+            raise
         except UnsafePickle as error:
             return f"it has actions that are not loaded: {error}"
         except Exception:

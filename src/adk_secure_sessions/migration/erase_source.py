@@ -101,7 +101,8 @@ async def erase_source(
     # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
-    await db.imports.complete_migration(source_is_erased=True)
+    if comparison.completed:  # an empty source is perhaps the wrong one, and ends no migration
+        await db.imports.complete_migration(source_is_erased=True)
     work = partial(_delete_unchanged, await source.tables(), run)
     writer = source.writer()
     try:

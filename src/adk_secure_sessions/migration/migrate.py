@@ -294,7 +294,7 @@ class _Run:
             await workers.start(partial(self._import_state, pair, pair.content), len(pair.content))
 
     async def _import_state(self, pair: StatePair, state: bytes) -> None:
-        status = ImportStatus.NEW
+        status = pair.status
         if self.target is not None and self.writes:
             app_name, user_id = (*pair.ids, None)[:2]
             async with self._alone_if_first(*pair.ids):

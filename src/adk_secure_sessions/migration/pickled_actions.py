@@ -28,6 +28,7 @@ from adk_secure_sessions.formats import events
 
 _MEMORY = 256 * 2**20  # bytes that the child may take in addition to its imports
 _SECONDS = 5.0  # for one pickle
+_START_SECONDS = 60.0  # for importing google-adk
 _MAX_UNLIMITED = 2**20  # bytes of a pickle, on systems that do not limit a process's memory
 _LIMITS_MEMORY = sys.platform == "linux"
 _READY, _REJECTED = b"ready\n", b"-\n"
@@ -36,6 +37,10 @@ _CHILD = f"import sys; sys.path = eval(sys.argv[1]); from {__name__} import serv
 
 class UnsafePickle(ValueError):
     """A pickle could not be loaded within the limits, or google-adk has not written it."""
+
+
+class PickleReaderError(ConfigurationError):
+    """The child process cannot start; the data is not the reason."""
 
 
 class PickleReader:
@@ -71,8 +76,16 @@ class PickleReader:
             command, pipe = [sys.executable, "-c", _CHILD, repr(sys.path)], subprocess.PIPE
             none = subprocess.DEVNULL
             self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none)  # noqa: S603
-            if self._child.stdout.readline() != _READY:
-                raise ConfigurationError(f"{sys.executable} cannot import pickled_actions")
+            limit = Timer(_START_SECONDS, self._child.kill)
+            limit.start()
+            started = self._child.stdout.readline()
+            limit.cancel()
+            if started != _READY:
+                self.close()
+                raise PickleReaderError(
+                    f"{sys.executable} cannot start the process that reads google-adk's pickles: "
+                    "check that it can import adk_secure_sessions"
+                )
         child = self._child
         limit = Timer(_SECONDS, child.kill)
         limit.start()

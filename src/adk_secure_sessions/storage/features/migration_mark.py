@@ -51,7 +51,7 @@ def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd |
             return end
     raise WrongKeyError(
         f"the row `{meta.MIGRATION_MARK}` of secure_meta was tampered with: delete the row and run "
-        "`migrate` again"
+        "`migrate compare` again"
     )
 
 
