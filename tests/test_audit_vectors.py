@@ -90,7 +90,7 @@ async def test_verify_rejects_the_same_chains(database: Path, name: str | None) 
         keyring.index, keyring.database_id = BlindIndex(INDEX_MASTER), DATABASE_ID
         found = await verify_audit(db)
     assert (found.bad == 0) is (name is None)
-    assert found.chains == 1
+    assert found.chains == (found.bad == 0), "a chain counts if it is authentic"
 
 
 def test_record_that_is_too_long_is_not_written() -> None:

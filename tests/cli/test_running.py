@@ -406,7 +406,7 @@ LINES: dict[str, list[tuple[Any, str]]] = {
         (MigrationStatus(0, 0, False, None), "0 sessions copied, 0 tombstones; not complete"),
         (MigrationStatus(1204, 1, True, True), "1,204 sessions copied, 1 tombstone; complete"),
         (MigrationStatus(1, 0, True, None), "complete; not verified: that needs --key"),
-        (MigrationStatus(1, 0, True, False), "the mark that it is complete was tampered with"),
+        (MigrationStatus(1, 0, True, False), "its mark of completion was tampered with"),
     ],
     "audit_trail": [
         (TrailStatus(1204, 3, 0), "1,204 records in 3 chains, the oldest of 1970-01-01 00:00"),
