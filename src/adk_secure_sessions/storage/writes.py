@@ -349,11 +349,12 @@ class AppendEvent(Write[StoredSession]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self._event
-        if known := self._usable_without_read(attempt):
-            step = self._advance(attempt, known)
-            if step and (yield Apply(step[0])):
+        known = self._usable_without_read(attempt)
+        if known and (step := self._advance(attempt, known)):
+            changes, updated = step
+            if (yield Apply(changes)):
                 self._count_lookup(attempt, hit=True)
-                return step[1]
+                return updated
         self._count_lookup(attempt, hit=False)
         found, user, session = yield from read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
