@@ -108,7 +108,8 @@ async def test_nothing_that_the_example_wrote_is_plaintext(
 
 TAMPERING = {
     "altered event": "UPDATE secure_events SET event ="
-    " CAST(substr(event, 1, length(event) - 1) || x'00' AS BLOB) WHERE seq = 1",
+    " CAST(substr(event, 1, length(event) - 1) ||"
+    " CASE hex(substr(event, -1)) WHEN '00' THEN x'01' ELSE x'00' END AS BLOB) WHERE seq = 1",
     "swapped events": "UPDATE secure_events SET event ="
     " (SELECT event FROM secure_events WHERE seq = 2) WHERE seq = 0",
     "removed event": "DELETE FROM secure_events WHERE seq = 1",

@@ -80,7 +80,11 @@ BROKEN = {
     "another list of features": "UPDATE secure_meta SET value = replace(value, '- ', 'expiry ')",
     "no table of a feature": "UPDATE secure_meta SET value = replace(value, '- ', 'audit ')",
     "no list of features": "DELETE FROM secure_meta WHERE name = 'features'",
-    "another id": "UPDATE secure_meta SET value = '0' || substr(value, 2) WHERE name LIKE 'd%'",
+    "another id": (
+        "UPDATE secure_meta SET value = "
+        "CASE substr(value, 1, 1) WHEN '0' THEN '1' ELSE '0' END || substr(value, 2) "
+        "WHERE name = 'database_id'"
+    ),
     "another mark": "UPDATE secure_meta SET value = 'all' WHERE name = 'holds'",
     "plaintext master": "UPDATE secure_keyring SET root_key_id = 'none'",
 }
