@@ -478,7 +478,8 @@ async def test_artifacts_and_memory_are_stored_like_sessions(
     await memory.add_session_to_memory(session)
     await memory.search_memory(app_name="clinic", user_id="ada-lovelace", query=NEEDLE)
     (blob,) = (path for path in (tmp_path / "blobs").rglob("*") if path.is_file())
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    content = blob.read_bytes()
+    blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     stream = await artifacts.open_stream(**IDS, filename="scan")
     assert stream is not None
     with pytest.raises(DecryptionError):
