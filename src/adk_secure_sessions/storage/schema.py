@@ -152,7 +152,9 @@ events: Table = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("time", BigInteger, nullable=False),
     Column("event", _RECORD, nullable=False),
-    # Store rows in the order of the key, so that the events of a session are on the same pages.
+    # Store rows in the order of the key, so that the events of a session are on the same pages:
+    # read from disk, 1000 events of one of 60 sessions take 13 ms instead of 67.  With rowids, an
+    # append would take 8% less time (24% with 5 KB), and events of 3 to 5 KB half the space.
     sqlite_with_rowid=False,
 )
 
