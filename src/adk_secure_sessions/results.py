@@ -1,8 +1,7 @@
 """Results of commands: a counter is declared once, with its words.
 
 The run of a command increments the counters of its result.  From the declaration, the command line
-prints them and knows whether the command has succeeded; a few commands have a further condition for
-exit status 0, such as `Separated.complete`.  A result is a dataclass:
+prints them and knows whether the command has succeeded.  A result is a dataclass:
 
     @dataclass
     class Purge(Result):
@@ -77,10 +76,15 @@ def listing(*totals: str) -> Any:
     return field(default=(), metadata={"totals": totals})
 
 
+def must_be_true() -> Any:
+    """Declare a field that is True if the command has succeeded."""
+    return field(default=False, metadata={"goal": True})
+
+
 class Result:
     """The base class of results.  Fields that are declared by no function here have no line."""
 
-    fine: ClassVar[str] = ""  # the last line of a result that has succeeded
+    success_line: ClassVar[str] = ""  # the last line of a result that has succeeded
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -90,7 +94,8 @@ class Result:
     @property
     def succeeded(self) -> bool:
         """Whether all is right and nothing is left to do: the command then exits 0."""
-        return not any(getattr(self, name) for name, words in self._declared("of") if words.wrong)
+        wrong = (getattr(self, name) for name, words in self._declared("of") if words.wrong)
+        return not any(wrong) and all(getattr(self, name) for name, _ in self._declared("goal"))
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
         """Yield a line for each listed row, and then those of the counters."""
@@ -109,8 +114,8 @@ class Result:
                 numbers = ", ".join(counted(number, one.noun) for number, one in found)
                 hints = "".join(f"; {one.hint}" for _, one in found if one.hint)
                 yield f"{would}{words}: {numbers}{hints}"
-        if self.fine and self.succeeded:
-            yield self.fine
+        if self.success_line and self.succeeded:
+            yield self.success_line
 
     def _number(self, name: str) -> int:
         value = getattr(self, name)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -425,7 +426,7 @@ LINES: dict[str, list[tuple[Any, str]]] = {
 def test_status_tells_of_a_migration_an_audit_trail_and_a_search_index(field: str) -> None:
     begin = {"state_index": "search index"}.get(field, field.replace("_", " "))
     for value, text in LINES[field]:
-        lines = status_lines(STATUS._replace(**{field: value}))
+        lines = status_lines(replace(STATUS, **{field: value}))
         (line,) = [line for line in lines if line.startswith(f"{begin}: ")]
         assert text in line
 

@@ -90,7 +90,7 @@ async def test_sqlite_file_holds_no_plaintext_after_no_op_was_left_and_vacuum(
         await leave_no_op(url)
         assert present(path, needles), "no search proves anything that never finds anything"
         async with Database(url) as db:  # no key is needed
-            assert await vacuum(db) == (True, ())
+            assert await vacuum(db) == Vacuum(True, ())
         assert files_of(path)[f"{path.name}-wal"] == b""
         assert present(path, needles) == 0
         listed = await service.list_sessions(app_name=APP)
@@ -112,7 +112,7 @@ async def test_both_files_are_rewritten_with_a_key_database(tmp_path: Path) -> N
                 connection.execute("DROP TABLE needles")
                 connection.commit()
             assert present(path, [b"Ndl0000Wq83Zk"])
-        assert await vacuum(db) == (True, ())
+        assert await vacuum(db) == Vacuum(True, ())
         for path in (data, keys):
             assert not present(path, [b"Ndl0000Wq83Zk"])
         assert (await verify(db)).bad == 0
@@ -128,7 +128,7 @@ async def test_table_that_another_connection_uses_is_named(file_url: str, tmp_pa
             done = await vacuum(db)
             assert done.cleared is False
             assert "other connections used the database" in done.obstacles[0]
-        assert await vacuum(db) == (True, ())
+        assert await vacuum(db) == Vacuum(True, ())
 
 
 async def test_database_without_our_tables_is_left_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.options import on_database, with_keys, with_speed, with_store
-from adk_secure_sessions.cli.output import backend_name, finish, progress, show, table
+from adk_secure_sessions.cli.output import backend_name, finish, progress, table
 from adk_secure_sessions.cli.program import (
     Failure,
     main,
@@ -128,7 +128,7 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
             ) from None
 
     found = run(db, in_time, changes=False)
-    show(found, as_json, check_lines(found))
+    finish(found, as_json, check_lines(found))
 
 
 @main.command()
@@ -150,9 +150,7 @@ def status(db: "Database", as_json: bool, **options: Any) -> None:
     from adk_secure_sessions import maintenance
 
     found = run(db, maintenance.status, label="status", changes=False, **options)
-    show(found, as_json, status_lines(found))
-    if found.problems:
-        sys.exit(1)
+    finish(found, as_json, status_lines(found))
 
 
 @main.command()
@@ -261,7 +259,7 @@ def lookup(db: "Database", as_json: bool, **ids: Any) -> None:
         (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
     ]
-    show({"rows": found}, as_json, table(rows))
+    finish({"rows": found}, as_json, table(rows))
 
 
 def _tables(
@@ -310,7 +308,7 @@ def inspect(db: "Database", as_json: bool, **options: Any) -> None:
         )
         for one in found
     ]
-    show({"rows": found}, as_json, table(rows) if rows else ["no such row"])
+    finish({"rows": found}, as_json, table(rows) if rows else ["no such row"])
 
 
 @main.command()
@@ -328,8 +326,4 @@ def vacuum(db: "Database", as_json: bool) -> None:
     from adk_secure_sessions import maintenance
 
     done = run(db, maintenance.vacuum)
-    lines = [f"not rewritten: {obstacle}" for obstacle in done.obstacles]
-    cleared = "all tables were rewritten: their free space holds no replaced or deleted values"
-    show(done, as_json, lines or [cleared])
-    if not done.cleared:
-        sys.exit(1)
+    finish(done, as_json, [f"not rewritten: {obstacle}" for obstacle in done.obstacles])

@@ -61,10 +61,10 @@ def plain(value: Any, name: str = "") -> Any:
     return value if value is None or not is_id else str(value)
 
 
-def show(
+def finish(
     result: Any, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: object
 ) -> None:
-    """Print the result of a command, and keep it for --metrics-file.
+    """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
 
     *result* is a `Result`, a named tuple, or a dict whose values are of these types or None.
     *more* are further fields of the JSON object, such as `dry_run=True` or another `Result`.  The
@@ -72,25 +72,18 @@ def show(
     to stderr, because stdout has the output of the command.
     """
     metrics.keep(result)
+    first, others = _results_in(result), _results_in(more)
     if as_json:
         click.echo(json.dumps(plain(more) | plain(result), indent=2), err=err)
-        return
-    dry_run = bool(more.get("dry_run"))
-    lines = chain(_lines(results_in(result), dry_run), notes, _lines(results_in(more), dry_run))
-    for line in lines:
-        click.echo(without_controls(line), err=err)
-
-
-def finish(
-    result: Any, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: object
-) -> None:
-    """Print the result of a command as `show` does; then exit 1 unless all results succeeded."""
-    show(result, as_json, notes, err=err, **more)
-    if not all(one.succeeded for one in (*results_in(result), *results_in(more))):
+    else:
+        dry_run = bool(more.get("dry_run"))
+        for line in chain(_lines(first, dry_run), notes, _lines(others, dry_run)):
+            click.echo(without_controls(line), err=err)
+    if not all(one.succeeded for one in first + others):
         sys.exit(1)
 
 
-def results_in(result: object) -> list[Result]:
+def _results_in(result: object) -> list[Result]:
     """Return *result* itself, or those of the values of a dict, that are results."""
     found = result.values() if isinstance(result, dict) else [result]
     return [one for one in found if isinstance(one, Result)]

@@ -14,9 +14,9 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import finish, show
+from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import AGAIN, main, opened, run
-from adk_secure_sessions.cli.text import erasure_notes, missing_from, moment
+from adk_secure_sessions.cli.text import erasure_notes, moment
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database
@@ -160,6 +160,6 @@ def erase_user(
         if not dry_run:
             require_confirmation(call(db.describe()), confirm, "erase a user of this database")
         done = call(maintenance.erase_user(db, app, user, dry_run=dry_run, rewrite=rewrite))
-    show(done, as_json, erasure_notes(done, dry_run), dry_run=dry_run)
-    if not done.rows or missing_from(done) or (rewrite and not dry_run and not done.cleared):
+    finish(done, as_json, erasure_notes(done, dry_run), dry_run=dry_run)
+    if rewrite and not dry_run and not done.cleared:
         sys.exit(1)

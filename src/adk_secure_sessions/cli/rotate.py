@@ -16,7 +16,7 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import finish, progress, show
+from adk_secure_sessions.cli.output import finish, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Declined,
@@ -222,9 +222,7 @@ def separate(db: "Database", as_json: bool, confirm: str | None, **options: Any)
         require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
         with progress("separate") as report:
             done = call(maintenance.separate(db, progress=report, **options))
-    show(done, as_json, separation_notes(done))
-    if not done.complete:
-        sys.exit(1)
+    finish(done, as_json, separation_notes(done))
 
 
 @main.command("move-keys")
@@ -257,6 +255,4 @@ def move_keys(
         require_confirmation(call(db.describe()), confirm, "move the keys of this database")
         with progress("move-keys", "data keys") as report:
             done = call(maintenance.move_keys(db, to, progress=report))
-    show(done, as_json, key_move_notes(done))
-    if not done.cleared:
-        sys.exit(1)
+    finish(done, as_json, key_move_notes(done))

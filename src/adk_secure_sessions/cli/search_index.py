@@ -1,12 +1,11 @@
 """The commands that fill and delete the search index of state keys."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from adk_secure_sessions.cli.options import on_database, with_keys, with_speed
-from adk_secure_sessions.cli.output import show
+from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import main, run
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ def fill(db: "Database", as_json: bool, **options: Any) -> None:
             "next: run `verify`, restore or delete the rows that it names, and run this again; or "
             "run this with --skip-unreadable"
         ]
-    show(done, as_json, notes)
-    if not done.complete:
-        sys.exit(1)
+    finish(done, as_json, notes)
 
 
 @index.command()
@@ -74,4 +71,4 @@ def drop(db: "Database", as_json: bool, **options: Any) -> None:
     """
     from adk_secure_sessions import maintenance
 
-    show(run(db, maintenance.drop_index, **options), as_json)
+    finish(run(db, maintenance.drop_index, **options), as_json)

@@ -142,8 +142,9 @@ def retirement_notes(done: Retirement) -> Iterator[str]:
 def erasure_notes(done: Erasure, dry_run: bool) -> Iterator[str]:
     if not done.rows:
         yield "there is no such user" if done.has_app else "there is no such app"
-    if missing := missing_from(done):
-        yield f"{missing} was missing: run `verify`, which lists any rows of the user that remain"
+    elif done.missing:
+        remain = "run `verify`, which lists any rows of the user that remain"
+        yield f"{done.missing} was missing: {remain}"
     if done.cleared:
         yield "freed space does not hold the wrapped data key"
     elif not dry_run:
@@ -169,16 +170,6 @@ def key_move_notes(done: KeyMove) -> Iterator[str]:
         yield "the database has its keys: start services without key_db_url"
     for obstacle in done.obstacles:
         yield f"the file that had the keys before may contain copies of them: {obstacle}"
-
-
-def missing_from(done: Erasure) -> str:
-    """Return what was missing: the user's row or, if only the data key was missing, the data key.
-
-    Return "" if nothing was missing, or if the database had no rows of the user at all.
-    """
-    if not done.rows or (done.users and done.data_keys):
-        return ""
-    return "the data key" if done.users else "the user's own row"
 
 
 def resumed_line(unfinished: UnfinishedRotation, dry_run: bool) -> str:

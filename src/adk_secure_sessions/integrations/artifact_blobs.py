@@ -48,7 +48,7 @@ class BlobCheck(Result):
         problems: The first 1000 problems.
     """
 
-    fine = "no blob is missing"
+    success_line = "no blob is missing"
 
     artifacts: int = count("artifact", "checked", always=True)
     blobs: int = count("blob", "checked", always=True)

@@ -64,7 +64,7 @@ class AuditVerification(Result):
         problems: The first 1000 of them.
     """
 
-    fine = "no record is missing or bad"
+    success_line = "no record is missing or bad"
 
     records: int = count("record", "authentic", always=True)
     chains: int = count("chain", "authentic", always=True)

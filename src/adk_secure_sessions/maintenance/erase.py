@@ -83,6 +83,17 @@ class Erasure(Result):
         """The number of deleted rows in all tables."""
         return sum(self.numbers)
 
+    @property
+    def missing(self) -> str:
+        """What was missing although the user had other rows, in words; empty if nothing was."""
+        if not self.users:
+            return "the user's own row"
+        return "" if self.data_keys else "the data key"
+
+    @property
+    def succeeded(self) -> bool:
+        return not self.missing
+
 
 @command
 async def erase_user(

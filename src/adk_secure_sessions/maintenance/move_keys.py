@@ -38,7 +38,7 @@ from adk_secure_sessions.keys.keyring import MasterKeyRow, check_row_count, open
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
-from adk_secure_sessions.results import Result, count
+from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark
 from adk_secure_sessions.storage.pages import Reader, pages, spans
@@ -100,7 +100,7 @@ class KeyMove(Result):
     masters: int = count("master key", "moved", always=True)
     data_keys: int = count("data key", "moved", always=True)
     resumed: bool = False
-    cleared: bool = False
+    cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()
 
 

@@ -73,6 +73,10 @@ class IndexChange(Result):
     problems: tuple[Problem, ...] = listing()
     complete: bool = False
 
+    @property
+    def succeeded(self) -> bool:
+        return self.complete or not self.bad
+
 
 @command
 async def fill_index(

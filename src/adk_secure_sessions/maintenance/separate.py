@@ -31,7 +31,7 @@ from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
-from adk_secure_sessions.results import Result, count
+from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark, separation_marks
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
@@ -66,7 +66,7 @@ class Separated(Result):
 
     database_id: str
     resumed: bool
-    complete: bool
+    complete: bool = must_be_true()
     data_keys: int = count("data key", "deleted", always=True)
     masters: tuple[int, ...] = count("data master", "deleted", always=True, many=True)
     kept: int = count("replaced key", "kept")

@@ -1,6 +1,7 @@
 """Report the keys, records and unfinished rotations of a database; decrypt no record."""
 
 import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -22,6 +23,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
 from adk_secure_sessions.maintenance.search_index import read_marks
+from adk_secure_sessions.results import Result
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.index_rows import IndexState
 from adk_secure_sessions.storage.schema import (
@@ -115,7 +117,8 @@ class TrailStatus(NamedTuple):
     since: int | None
 
 
-class Status(NamedTuple):
+@dataclass
+class Status(Result):
     """The result of `status`.
 
     Attributes:
@@ -151,13 +154,12 @@ class Status(NamedTuple):
     is_separating: bool
 
     @property
-    def problems(self) -> int:
-        """How many things are wrong: keys, checkpoints and marks; see the command `status`."""
+    def succeeded(self) -> bool:
         checks = [one.unwraps for one in self.masters] + [one.genuine for one in self.unfinished]
         if self.migration is not None:
             checks.append(self.migration.genuine)
-        tampered = (self.state_index.tampered or 0) if self.state_index else 0
-        return checks.count(False) + tampered + sum(one.age < 0 for one in self.masters)
+        tampered = self.state_index is not None and self.state_index.tampered
+        return not (False in checks or tampered or any(one.age < 0 for one in self.masters))
 
 
 @unstored_command

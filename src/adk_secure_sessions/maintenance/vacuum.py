@@ -6,7 +6,7 @@ database.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 
@@ -15,10 +15,12 @@ from adk_secure_sessions.db.dialects import IN_USE, dialect_of
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.results import Result, must_be_true
 from adk_secure_sessions.storage.schema import DATA_TABLES, FEATURE_TABLES, KEY_TABLES
 
 
-class Vacuum(NamedTuple):
+@dataclass
+class Vacuum(Result):
     """The result of `vacuum`.
 
     Attributes:
@@ -28,8 +30,10 @@ class Vacuum(NamedTuple):
             rows.
     """
 
-    cleared: bool
-    obstacles: tuple[str, ...]
+    success_line = "all tables were rewritten: their free space holds no replaced or deleted values"
+
+    cleared: bool = must_be_true()
+    obstacles: tuple[str, ...] = ()
 
 
 @command

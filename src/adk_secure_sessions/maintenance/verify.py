@@ -87,7 +87,7 @@ class Verification(Result):
         problems: The first 1000 bad rows.
     """
 
-    fine = "all rows are intact"
+    success_line = "all rows are intact"
 
     apps: int = count("app", "decrypted", always=True)
     users: int = count("user", "decrypted", always=True)
