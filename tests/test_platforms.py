@@ -21,10 +21,11 @@ from adk_secure_sessions import (
     key_provider,
 )
 from adk_secure_sessions.cli import main
+from adk_secure_sessions.cli.output import private_file
 from adk_secure_sessions.db.sqlite import file_uri
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.object_store import ArtifactStore
-from adk_secure_sessions.migration.adk_target import create_private_file, new_private_file
+from adk_secure_sessions.migration.adk_target import create_private_file
 from tests.pages import ROOT
 
 WINDOWS_PATHS = [r"C:\data\clinic", "C:/data/clinic", r"\\server\share\clinic", r"data\clinic"]
@@ -146,7 +147,8 @@ def test_mode_of_a_file_means_nothing_on_windows() -> None:
         FileKey("any.key")
         create_private_file(Path("any.key"))
         Path("any.key").unlink()
-    new_private_file(Path("export.jsonl")).close()
+    with private_file("export.jsonl"):
+        pass
 
 
 @pytest.mark.usefixtures("on_windows")
@@ -173,7 +175,8 @@ def test_module_is_the_command() -> None:
         text=True,
     )
     assert again.returncode == 2
-    assert again.stderr == "Error: 'root.key' exists already, and a key file is not overwritten\n"
+    said = "Error: 'root.key' exists already, and a file is not overwritten: "
+    assert again.stderr == f"{said}move it away, or give another name\n"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -1,18 +1,21 @@
 """The commands that create and check a database, and those that show its rows."""
 
 import asyncio
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 from click.shell_completion import CompletionItem
 
-from adk_secure_sessions.cli.options import on_database, with_keys, with_speed, with_store
-from adk_secure_sessions.cli.output import backend_name, finish, progress, table
+from adk_secure_sessions.cli.options import (
+    on_database,
+    open_store,
+    with_keys,
+    with_speed,
+    with_store,
+)
+from adk_secure_sessions.cli.output import backend_name, finish, private_file, progress, table
 from adk_secure_sessions.cli.program import (
     Failure,
     main,
@@ -21,12 +24,10 @@ from adk_secure_sessions.cli.program import (
     run,
 )
 from adk_secure_sessions.cli.text import check_lines, status_lines
-from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.maintenance import Check, Database
 
 
@@ -45,33 +46,9 @@ def keygen(output: str | None) -> None:
     if output is None:
         click.echo(key)
         return
-    with one_line_errors():
-        try:
-            _write_key(Path(output), key)
-        except FileExistsError:
-            raise ConfigurationError(
-                f"{output!r} exists already, and a key file is not overwritten"
-            ) from None
+    with one_line_errors(), private_file(output) as file:
+        file.write(f"{key}\n".encode("ascii"))
     click.echo(f"wrote root key {StaticKey(key).key_id} to {output}")
-
-
-def _write_key(path: Path, key: str) -> None:
-    """Write a new key file, and synchronize it to disk: without the key, the data is lost."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(file, "w") as stream:
-            stream.write(f"{key}\n")
-            stream.flush()
-            os.fsync(file)
-    except OSError:
-        path.unlink()  # do not leave an incomplete key
-        raise
-    if sys.platform != "win32":  # Windows cannot open a directory
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 @main.command()
@@ -176,7 +153,8 @@ def verify(
     as_json: bool,
     only: str | None,
     heads: Sequence[str],
-    store: "ArtifactStore | None",
+    store: str | None,
+    allow_http: bool,
     rows_per_second: float | None,
 ) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
@@ -194,6 +172,7 @@ def verify(
         raise click.UsageError("contents are checked with --store STORE: give both or none")
     if only not in (None, "trail") and heads:
         raise click.UsageError("--heads is for the audit trail")
+    place = open_store(store, allow_http)
     found: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
     notes = []
     with one_line_errors(), _opened_logs(heads) as logs, opened(db, again=None) as call:
@@ -210,10 +189,10 @@ def verify(
                 )
             if not heads:
                 notes = ["without --heads, it is not detected that last records were removed"]
-        if store is not None:
+        if place is not None:
             from adk_secure_sessions.integrations.artifact_blobs import check_blobs
 
-            found["blobs"] = call(check_blobs(db, store))
+            found["blobs"] = call(check_blobs(db, place))
     finish(found, as_json, notes)
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from adk_secure_sessions.cli.options import moment, on_database, with_keys
-from adk_secure_sessions.cli.output import finish, progress
+from adk_secure_sessions.cli.output import finish, private_file, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Failure,
@@ -170,27 +168,14 @@ def export_audit(
 
 @contextmanager
 def output_to(name: str) -> Iterator[Callable[[bytes], object]]:
-    """Yield a function that writes to stdout, or to a new file that only its owner can read.
-
-    If the block raises an error, delete the incomplete file: the same command can then run again.
-    """
-    if name == _STDOUT:
-        buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
-        yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
-        sys.stdout.flush()
-        return
-    from adk_secure_sessions.migration.adk_target import new_private_file
-
-    path = Path(name)
-    file = new_private_file(path)
-    try:
-        with file:
+    """Yield a function that writes to stdout, or to a new file: see `private_file`."""
+    if name != _STDOUT:
+        with private_file(name) as file:
             yield file.write
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+        return
+    buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
+    yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
+    sys.stdout.flush()
 
 
 def _notes(done: Export, file: str | None) -> Iterator[str]:

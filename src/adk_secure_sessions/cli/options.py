@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.program import Common, one_line_errors
 from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -237,11 +240,8 @@ _KEYS = (
 
 
 def with_store(*, required: bool) -> Decorator:
-    """Return a decorator that adds --store, where contents of artifacts are, and --allow-http.
-
-    The decorated function calls the command with the argument `store`, an `ArtifactStore` or None.
-    """
-    add_options = with_all(
+    """Return a decorator that adds --store and --allow-http: see `open_store`."""
+    return with_all(
         click.option(
             "--store",
             required=required,
@@ -254,17 +254,12 @@ def with_store(*, required: bool) -> Decorator:
         ),
     )
 
-    def decorate(command: Command) -> Command:
-        @functools.wraps(command)
-        def run(store: str | None, allow_http: bool, **options: Any) -> Any:
-            if store is None:
-                return command(store=None, **options)
-            from adk_secure_sessions.integrations.object_store import ArtifactStore
 
-            with one_line_errors():
-                place = ArtifactStore(store, allow_http=allow_http)
-            return command(store=place, **options)
+def open_store(store: str | None, allow_http: bool) -> "ArtifactStore | None":
+    """Return the store that --store names, if it is given."""
+    if store is None:
+        return None
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
-        return add_options(run)
-
-    return decorate
+    with one_line_errors():
+        return ArtifactStore(store, allow_http=allow_http)

@@ -1,18 +1,21 @@
 """Print results to stdout, and progress to stderr."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBackend
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.wording import for_command_line
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.results import counted as counted
 
@@ -109,6 +112,38 @@ def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
     for row in texts:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield f"{indent}{'  '.join(padded)}".rstrip()
+
+
+@contextmanager
+def private_file(name: str) -> Iterator[BinaryIO]:
+    """Yield a new file that only its owner can read, and synchronize it to disk at the end.
+
+    Do not open the file again by its name: somebody with write access to the directory may have
+    replaced it by a link.  If the block raises an error, delete the incomplete file: the same
+    command can then run again.
+    """
+    path = Path(name)
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"{name!r} exists already, and a file is not overwritten: move it away, or give "
+            "another name"
+        ) from None
+    try:
+        with os.fdopen(number, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(number)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    if sys.platform != "win32":  # Windows cannot open a directory
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 @contextmanager

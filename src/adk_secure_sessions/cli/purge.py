@@ -9,6 +9,7 @@ from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import (
     age,
     on_database,
+    open_store,
     with_dry_run,
     with_keys,
     with_speed,
@@ -103,7 +104,9 @@ def purge_audit(db: "Database", as_json: bool, dry_run: bool, **options: Any) ->
 @with_store(required=True)
 @with_keys(required=True)
 @on_database
-def purge_blobs(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
+def purge_blobs(
+    db: "Database", as_json: bool, store: str, allow_http: bool, dry_run: bool, **options: Any
+) -> None:
     """Mark contents that no artifact names, and delete contents that were marked long ago.
 
     Such contents are those of erased users, deleted artifacts and failed uploads.  Run the command
@@ -119,6 +122,7 @@ def purge_blobs(db: "Database", as_json: bool, dry_run: bool, **options: Any) ->
     """
     from adk_secure_sessions.integrations import artifact_blobs
 
+    options["store"] = open_store(store, allow_http)
     done = run(db, artifact_blobs.purge_blobs, dry_run=dry_run, **options)
     finish(done, as_json, dry_run=dry_run)
 

@@ -10,6 +10,7 @@ import click
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.options import (
     on_database,
+    open_store,
     with_all,
     with_dry_run,
     with_keys,
@@ -33,7 +34,6 @@ from adk_secure_sessions.cli.text import (
 )
 
 if TYPE_CHECKING:
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.maintenance import Database, UnfinishedRotation
 
 
@@ -106,7 +106,9 @@ def master(db: "Database", as_json: bool, **options: Any) -> None:
 @rotate.command()
 @with_store(required=False)
 @_with_rotation_options
-def data(db: "Database", as_json: bool, store: "ArtifactStore | None", **options: Any) -> None:
+def data(
+    db: "Database", as_json: bool, store: str | None, allow_http: bool, **options: Any
+) -> None:
     """Create new data keys for all users and apps, and re-encrypt their records with --backend.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -123,10 +125,10 @@ def data(db: "Database", as_json: bool, store: "ArtifactStore | None", **options
     from adk_secure_sessions import maintenance
 
     work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
-    if store is not None:
+    if (place := open_store(store, allow_http)) is not None:
         from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 
-        work = partial(rotate_data_and_blobs, store=store)
+        work = partial(rotate_data_and_blobs, store=place)
     _rotate(db, as_json, "data", work, **options)
 
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from google.adk.events import Event
@@ -46,7 +46,6 @@ _MICROSECOND = timedelta(microseconds=1)
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
 _UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _JSON_COLUMNS = ("state", "event_data")
 
 
@@ -305,21 +304,6 @@ class AdkTarget(ClosedByWith):
         return await self._executor.run(strictly, commit=commit)
 
 
-def new_private_file(path: Path) -> BinaryIO:
-    """Create a file that only its owner can read, and return it open for writing.
-
-    Do not open the file again by its name: somebody with write access to the directory may have
-    replaced the file by a link.
-    """
-    try:
-        return os.fdopen(os.open(path, _NEW, 0o600), "wb")
-    except FileExistsError:
-        raise ConfigurationError(
-            f"{str(path)!r} exists already, and a file is not overwritten: delete it, or give "
-            "another name"
-        ) from None
-
-
 def create_private_file(path: Path) -> None:
     """Create an empty file that only its owner can read, before anything is written to it.
 
@@ -327,7 +311,7 @@ def create_private_file(path: Path) -> None:
     with the endings -wal and -journal, the same permissions.
     """
     try:
-        os.close(os.open(path, _NEW, 0o600))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         return
     except FileExistsError:
         pass
