@@ -124,6 +124,17 @@ async def items(sessions: EncryptedSessionService) -> list[dict[str, Any]]:
     return [read_event(item)[1] for item in found.items]
 
 
+async def test_content_of_a_version_with_nan_in_its_metadata_is_reencrypted(
+    service: EncryptedArtifactService, url: str, blobs: Path
+) -> None:
+    metadata = {"score": float("nan")}
+    await service.save_artifact(**HERE, artifact=text(0), custom_metadata=metadata)
+    old = files(blobs)
+    assert (await rotate(url, blobs)).blobs == 1
+    assert not old.keys() & files(blobs).keys()
+    assert await service.load_artifact(**HERE) == text(0)
+
+
 async def test_each_item_names_its_version_and_how_many_there_are(
     sessions: EncryptedSessionService, service: EncryptedArtifactService, url: str, blobs: Path
 ) -> None:

@@ -184,7 +184,8 @@ class _BlobRotationRun(DataRotationRun):
         appended: another process may have re-encrypted the version.
         """
         now: Collection | None = found
-        while now is not None and version in versions_of(now):
+        # The numbers are compared, not the versions: NaN in the metadata of one equals no other.
+        while now is not None and version.item in {one.item for one in versions_of(now)}:
             item = reencrypted_item(
                 now.items[version.item], version.number, version_count(now), new, self.done.since
             )
