@@ -37,6 +37,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """Return the names that a module exports: those in `__all__`, or all without an underscore."""
+    names = (n for n, value in vars(module).items() if not isinstance(value, ModuleType))
+    return getattr(module, "__all__", [name for name in names if not name.startswith("_")])
+
 
 _INFO = re.compile(r'(?P<language>[\w-]*)(?: title="(?P<title>[\w./]+)")?[ \t]*\n')
 _LEXERS = (

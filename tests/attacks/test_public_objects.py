@@ -47,6 +47,7 @@ from adk_secure_sessions.maintenance import Database, rotate_master, verify
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.tracebacks import hides_locals, is_hidden
 from tests.attacks.needles import locals_of
+from tests.pages import public_names
 
 API = Path(__file__).parent.parent.parent / "docs" / "api.md"
 NEEDLE = "Wq83ZkNdl"
@@ -57,7 +58,7 @@ FOR_TESTS = "check_key_provider"
 def public() -> dict[str, Any]:
     """The public functions and classes, by name, without errors and results."""
     packages = (adk_secure_sessions, maintenance, migration)
-    names = {f"{one.__name__}.{name}" for one in packages for name in one.__all__}
+    names = {f"{one.__name__}.{name}" for one in packages for name in public_names(one)}
     names |= set(re.findall(r"^::: (\S+)", API.read_text("utf-8"), re.MULTILINE))
     found = {}
     for name in sorted(names):

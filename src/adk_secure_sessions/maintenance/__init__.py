@@ -15,103 +15,55 @@ the keyring, `PlaintextRefusedError` if a master key is stored as plaintext and 
 given, and `KeyServiceError` if the key provider fails.
 """
 
-from adk_secure_sessions.maintenance.audit import (
-    AuditExport,
-    AuditPurge,
-    AuditVerification,
-    export_audit,
-    purge_audit,
-    verify_audit,
-)
-from adk_secure_sessions.maintenance.counts import DataKeyCount, RecordCount
-from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.debug import (
-    TABLES,
-    Location,
-    RecordHeader,
-    lookup,
-    record_headers,
-)
-from adk_secure_sessions.maintenance.erase import Erasure, erase_user
-from adk_secure_sessions.maintenance.init import Check, Initialisation, check, init
-from adk_secure_sessions.maintenance.move_keys import KeyMove, move_keys
-from adk_secure_sessions.maintenance.problems import Problem
-from adk_secure_sessions.maintenance.progress import Progress
-from adk_secure_sessions.maintenance.purge import Purge, purge
-from adk_secure_sessions.maintenance.retire import KeptKey, Retirement, retire
-from adk_secure_sessions.maintenance.rotate_data import DataRotation, rotate_data
-from adk_secure_sessions.maintenance.rotate_master import MasterRotation, rotate_master
-from adk_secure_sessions.maintenance.rotate_root import RootRotation, rotate_root
-from adk_secure_sessions.maintenance.rotation import UnfinishedRotation
-from adk_secure_sessions.maintenance.search_index import (
-    IndexChange,
-    drop_index,
-    fill_index,
-)
-from adk_secure_sessions.maintenance.separate import Separated, separate
-from adk_secure_sessions.maintenance.status import (
-    IndexStatus,
-    MasterKey,
-    MigrationStatus,
-    Status,
-    TrailStatus,
-    status,
-    unfinished_rotations,
-)
-from adk_secure_sessions.maintenance.vacuum import Vacuum, vacuum
-from adk_secure_sessions.maintenance.verify import Verification, verify
-
-__all__ = [
-    "TABLES",
-    "AuditExport",
-    "AuditPurge",
-    "AuditVerification",
-    "Check",
-    "DataKeyCount",
-    "DataRotation",
-    "Database",
-    "Erasure",
-    "IndexChange",
-    "IndexStatus",
-    "Initialisation",
-    "KeptKey",
-    "KeyMove",
-    "Location",
-    "MasterKey",
-    "MasterRotation",
-    "MigrationStatus",
-    "Problem",
-    "Progress",
-    "Purge",
-    "RecordCount",
-    "RecordHeader",
-    "Retirement",
-    "RootRotation",
-    "Separated",
-    "Status",
-    "TrailStatus",
-    "UnfinishedRotation",
-    "Vacuum",
-    "Verification",
-    "check",
-    "drop_index",
-    "erase_user",
-    "export_audit",
-    "fill_index",
-    "init",
-    "lookup",
-    "move_keys",
-    "purge",
-    "purge_audit",
-    "record_headers",
-    "retire",
-    "rotate_data",
-    "rotate_master",
-    "rotate_root",
-    "separate",
-    "status",
-    "unfinished_rotations",
-    "vacuum",
-    "verify",
-    "verify_audit",
-]
+from adk_secure_sessions.maintenance.audit import AuditExport as AuditExport
+from adk_secure_sessions.maintenance.audit import AuditPurge as AuditPurge
+from adk_secure_sessions.maintenance.audit import AuditVerification as AuditVerification
+from adk_secure_sessions.maintenance.audit import export_audit as export_audit
+from adk_secure_sessions.maintenance.audit import purge_audit as purge_audit
+from adk_secure_sessions.maintenance.audit import verify_audit as verify_audit
+from adk_secure_sessions.maintenance.counts import DataKeyCount as DataKeyCount
+from adk_secure_sessions.maintenance.counts import RecordCount as RecordCount
+from adk_secure_sessions.maintenance.database import Database as Database
+from adk_secure_sessions.maintenance.debug import TABLES as TABLES
+from adk_secure_sessions.maintenance.debug import Location as Location
+from adk_secure_sessions.maintenance.debug import RecordHeader as RecordHeader
+from adk_secure_sessions.maintenance.debug import lookup as lookup
+from adk_secure_sessions.maintenance.debug import record_headers as record_headers
+from adk_secure_sessions.maintenance.erase import Erasure as Erasure
+from adk_secure_sessions.maintenance.erase import erase_user as erase_user
+from adk_secure_sessions.maintenance.init import Check as Check
+from adk_secure_sessions.maintenance.init import Initialisation as Initialisation
+from adk_secure_sessions.maintenance.init import check as check
+from adk_secure_sessions.maintenance.init import init as init
+from adk_secure_sessions.maintenance.move_keys import KeyMove as KeyMove
+from adk_secure_sessions.maintenance.move_keys import move_keys as move_keys
+from adk_secure_sessions.maintenance.problems import Problem as Problem
+from adk_secure_sessions.maintenance.progress import Progress as Progress
+from adk_secure_sessions.maintenance.purge import Purge as Purge
+from adk_secure_sessions.maintenance.purge import purge as purge
+from adk_secure_sessions.maintenance.retire import KeptKey as KeptKey
+from adk_secure_sessions.maintenance.retire import Retirement as Retirement
+from adk_secure_sessions.maintenance.retire import retire as retire
+from adk_secure_sessions.maintenance.rotate_data import DataRotation as DataRotation
+from adk_secure_sessions.maintenance.rotate_data import rotate_data as rotate_data
+from adk_secure_sessions.maintenance.rotate_master import MasterRotation as MasterRotation
+from adk_secure_sessions.maintenance.rotate_master import rotate_master as rotate_master
+from adk_secure_sessions.maintenance.rotate_root import RootRotation as RootRotation
+from adk_secure_sessions.maintenance.rotate_root import rotate_root as rotate_root
+from adk_secure_sessions.maintenance.rotation import UnfinishedRotation as UnfinishedRotation
+from adk_secure_sessions.maintenance.search_index import IndexChange as IndexChange
+from adk_secure_sessions.maintenance.search_index import drop_index as drop_index
+from adk_secure_sessions.maintenance.search_index import fill_index as fill_index
+from adk_secure_sessions.maintenance.separate import Separated as Separated
+from adk_secure_sessions.maintenance.separate import separate as separate
+from adk_secure_sessions.maintenance.status import IndexStatus as IndexStatus
+from adk_secure_sessions.maintenance.status import MasterKey as MasterKey
+from adk_secure_sessions.maintenance.status import MigrationStatus as MigrationStatus
+from adk_secure_sessions.maintenance.status import Status as Status
+from adk_secure_sessions.maintenance.status import TrailStatus as TrailStatus
+from adk_secure_sessions.maintenance.status import status as status
+from adk_secure_sessions.maintenance.status import unfinished_rotations as unfinished_rotations
+from adk_secure_sessions.maintenance.vacuum import Vacuum as Vacuum
+from adk_secure_sessions.maintenance.vacuum import vacuum as vacuum
+from adk_secure_sessions.maintenance.verify import Verification as Verification
+from adk_secure_sessions.maintenance.verify import verify as verify
