@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import click
 from click.shell_completion import CompletionItem
 
+from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
     open_store,
@@ -23,12 +24,9 @@ from adk_secure_sessions.cli.program import (
     opened,
     run,
 )
-from adk_secure_sessions.cli.text import check_lines, status_lines
+from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Check, Database
 
 
 @main.command()
@@ -54,15 +52,13 @@ def keygen(output: str | None) -> None:
 @main.command()
 @with_keys(required=True)
 @on_database
-def init(db: "Database", as_json: bool) -> None:
+def init(db: Database, as_json: bool) -> None:
     """Create the tables and master keys that do not exist.  A second run changes nothing.
 
     \b
     Example:
       adk-secure-sessions init --db sqlite:///sessions.db --key file:root.key
     """
-    from adk_secure_sessions import maintenance
-
     made = run(db, maintenance.init)
     finish(made, as_json)
 
@@ -78,7 +74,7 @@ def init(db: "Database", as_json: bool) -> None:
 )
 @with_keys(required=True)
 @on_database
-def check(db: "Database", as_json: bool, timeout: float) -> None:
+def check(db: Database, as_json: bool, timeout: float) -> None:
     """Open the database and its keys as a service does, and say whether a service could start.
 
     Reads no sessions and writes nothing.  Exits 0 if a service could start, and 2 if it could not.
@@ -87,9 +83,8 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
     Example:
       adk-secure-sessions check --db sqlite:///sessions.db --key file:root.key
     """
-    from adk_secure_sessions import maintenance
 
-    async def in_time(opened: "Database") -> "Check":
+    async def in_time(opened: Database) -> "maintenance.Check":
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
@@ -112,7 +107,7 @@ def check(db: "Database", as_json: bool, timeout: float) -> None:
 @with_speed
 @with_keys(required=False)
 @on_database
-def status(db: "Database", as_json: bool, **options: Any) -> None:
+def status(db: Database, as_json: bool, **options: Any) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
     With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
@@ -124,8 +119,6 @@ def status(db: "Database", as_json: bool, **options: Any) -> None:
     Example:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
-    from adk_secure_sessions import maintenance
-
     found = run(db, maintenance.status, label="status", changes=False, **options)
     finish(found, as_json, status_lines(found))
 
@@ -149,7 +142,7 @@ def status(db: "Database", as_json: bool, **options: Any) -> None:
 @with_keys(required=True)
 @on_database
 def verify(
-    db: "Database",
+    db: Database,
     as_json: bool,
     only: str | None,
     heads: Sequence[str],
@@ -166,8 +159,6 @@ def verify(
     Example:
       adk-secure-sessions verify --db sqlite:///sessions.db --key file:root.key
     """
-    from adk_secure_sessions import maintenance
-
     if (only == "blobs") > (store is not None) or (only in ("rows", "trail") and store):
         raise click.UsageError("contents are checked with --store STORE: give both or none")
     if only not in (None, "trail") and heads:
@@ -221,7 +212,7 @@ def debug() -> None:
 @click.option("--collection", metavar="NAME", help="The name of one of that user's collections.")
 @with_keys(required=True)
 @on_database
-def lookup(db: "Database", as_json: bool, **ids: Any) -> None:
+def lookup(db: Database, as_json: bool, **ids: Any) -> None:
     """Show the row ids and tags (blind indexes) of an app, a user, a session and a collection.
 
     Artifacts and memory are stored in collections.
@@ -231,8 +222,6 @@ def lookup(db: "Database", as_json: bool, **ids: Any) -> None:
       adk-secure-sessions debug lookup --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
-    from adk_secure_sessions import maintenance
-
     found = run(db, maintenance.lookup, changes=False, **ids)
     rows = [
         (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
@@ -245,9 +234,7 @@ def _tables(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the names of tables that begin with *incomplete*, for completion in the shell."""
-    from adk_secure_sessions.maintenance import TABLES
-
-    return [CompletionItem(name) for name in TABLES if name.startswith(incomplete)]
+    return [CompletionItem(name) for name in maintenance.TABLES if name.startswith(incomplete)]
 
 
 @debug.command()
@@ -266,15 +253,13 @@ def _tables(
     help="Show at most this many rows.",
 )
 @on_database
-def inspect(db: "Database", as_json: bool, **options: Any) -> None:
+def inspect(db: Database, as_json: bool, **options: Any) -> None:
     """Show the headers of encrypted values: backend, key id, length.  No root key is needed.
 
     \b
     Example:
       adk-secure-sessions debug inspect secure_users --db sqlite:///sessions.db
     """
-    from adk_secure_sessions import maintenance
-
     found = run(db, maintenance.record_headers, changes=False, **options)
     rows = [
         (
@@ -292,7 +277,7 @@ def inspect(db: "Database", as_json: bool, **options: Any) -> None:
 
 @main.command()
 @on_database
-def vacuum(db: "Database", as_json: bool) -> None:
+def vacuum(db: Database, as_json: bool) -> None:
     """Rewrite all tables, to remove replaced and deleted values from their free space.
 
     Services wait while a table is rewritten.  No root key is needed.  Exits 1 if a table could not
@@ -302,7 +287,5 @@ def vacuum(db: "Database", as_json: bool) -> None:
     Example:
       adk-secure-sessions vacuum --db sqlite:///sessions.db
     """
-    from adk_secure_sessions import maintenance
-
     done = run(db, maintenance.vacuum)
     finish(done, as_json, [f"not rewritten: {obstacle}" for obstacle in done.obstacles])

@@ -12,7 +12,7 @@ import click
 
 from adk_secure_sessions.cli.output import counted, without_controls
 from adk_secure_sessions.cli.program import Declined, Failure
-from adk_secure_sessions.cli.text import moment
+from adk_secure_sessions.cli.result_lines import moment
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance.database import Description

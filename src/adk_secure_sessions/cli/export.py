@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from adk_secure_sessions.cli.later import Database, maintenance, migration
 from adk_secure_sessions.cli.options import moment, on_database, with_keys
 from adk_secure_sessions.cli.output import finish, private_file, progress
 from adk_secure_sessions.cli.program import (
@@ -20,10 +21,6 @@ from adk_secure_sessions.cli.program import (
     one_line_errors,
     opened,
 )
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database, Progress
-    from adk_secure_sessions.migration import Export
 
 _STDOUT = "-"
 
@@ -88,16 +85,13 @@ def export(
     finish(done, as_json, _notes(done, jsonl), err=jsonl == _STDOUT)
 
 
-def _to_adk(db: Database, url: str, **options: Any) -> Export:
-    from adk_secure_sessions.migration.adk_target import AdkTarget
-    from adk_secure_sessions.migration.export import export_to_adk
-
+def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
     with one_line_errors():
-        target = AdkTarget(url)
+        target = migration.AdkTarget(url)
 
-    async def work(report: Progress) -> Export:
+    async def work(report: maintenance.Progress) -> migration.Export:
         async with target:
-            return await export_to_adk(db, target, progress=report, **options)
+            return await migration.export_to_adk(db, target, progress=report, **options)
 
     partial = "the target has only a part of the sessions, as plaintext"
     try:
@@ -113,13 +107,11 @@ def _to_adk(db: Database, url: str, **options: Any) -> Export:
         raise Failure(message, error.error, retryable=error.retryable) from None
 
 
-def _to_lines(db: Database, name: str, **options: Any) -> Export:
-    from adk_secure_sessions.migration.export import export_lines
-
+def _to_lines(db: Database, name: str, **options: Any) -> migration.Export:
     with progress("export", "sessions") as report, opened(db, again=None) as call:
         call(db.keys())  # report a wrong key before the file is created
         with output_to(name) as write:
-            return call(export_lines(db, write, progress=report, **options))
+            return call(migration.export_lines(db, write, progress=report, **options))
 
 
 @main.group()
@@ -153,8 +145,6 @@ def export_audit(
       adk-secure-sessions audit export --db sqlite:///sessions.db --key file:root.key \\
           --since 2026-01-01 --output january.jsonl
     """
-    from adk_secure_sessions import maintenance
-
     if output == _STDOUT and as_json:
         raise click.UsageError("stdout has the records: give --json with --output FILE")
     with progress("audit export", "records") as report, opened(db, again=None) as call:
@@ -178,7 +168,7 @@ def output_to(name: str) -> Iterator[Callable[[bytes], object]]:
     sys.stdout.flush()
 
 
-def _notes(done: Export, file: str | None) -> Iterator[str]:
+def _notes(done: migration.Export, file: str | None) -> Iterator[str]:
     if done.stopped:
         after = "" if file in (None, _STDOUT) else f"delete {file!r}, and then "
         yield f"stopped there: to export the other sessions, {after}{AGAIN} with --skip-bad"

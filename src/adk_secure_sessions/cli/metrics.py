@@ -14,6 +14,8 @@ from pathlib import Path
 
 import click
 
+from adk_secure_sessions.cli.later import maintenance
+
 _COMMAND = "adk_secure_sessions_command"
 _LAST_RUN = f"{_COMMAND}_last_run_timestamp_seconds"
 _LAST_SUCCESS = f"{_COMMAND}_last_success_timestamp_seconds"
@@ -81,9 +83,7 @@ class Run:
 
     def _key_ages(self) -> Iterator[tuple[str, float]]:
         """Yield the labels and the age of each master key that `status` has found."""
-        from adk_secure_sessions.maintenance import Status
-
-        if isinstance(self.result, Status):
+        if isinstance(self.result, maintenance.Status):
             for one in self.result.masters:
                 yield f',purpose="{_escaped(one.purpose)}",key="{_escaped(one.id)}"', one.age
 

@@ -4,13 +4,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from datetime import datetime
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import click
 
 from adk_secure_sessions.backends.named import NAMES
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
+from adk_secure_sessions.cli.later import Database, migration
 from adk_secure_sessions.cli.options import (
     moment,
     on_target,
@@ -22,10 +23,6 @@ from adk_secure_sessions.cli.options import (
 from adk_secure_sessions.cli.output import finish, progress
 from adk_secure_sessions.cli.program import AGAIN, main, opened
 from adk_secure_sessions.formats.times import of_datetime
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database
-    from adk_secure_sessions.migration import Comparison, Migration, Scope, SourceErasure
 
 _UNREACHABLE = (
     "not erased, because no command can reach them: backups, replicas, WAL archives and binary "
@@ -115,7 +112,7 @@ def migrate() -> None:
 @with_packing
 @with_all(*_OF_SCOPE, *_OF_SOURCE)
 def copy(
-    db: "Database",
+    db: Database,
     as_json: bool,
     skip_bad: bool,
     delete_gone: bool,
@@ -137,8 +134,6 @@ def copy(
       adk-secure-sessions migrate copy --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    from adk_secure_sessions import migration
-
     work = partial(
         migration.migrate,
         scope=_scope(app, since),
@@ -155,7 +150,7 @@ def copy(
 @migrate.command("compare")
 @with_all(*_OF_SCOPE, *_OF_SOURCE)
 def compare(
-    db: "Database",
+    db: Database,
     as_json: bool,
     app: str | None,
     since: datetime | None,
@@ -172,8 +167,6 @@ def compare(
       adk-secure-sessions migrate compare --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    from adk_secure_sessions import migration
-
     work = partial(migration.compare, scope=_scope(app, since), show_ids=show_ids)
     done = _run(db, of_source, "compare", work, again=None)
     finish(done, as_json, comparison_notes(done))
@@ -184,7 +177,7 @@ def compare(
 @with_dry_run
 @with_all(*_OF_SOURCE)
 def erase_source(
-    db: "Database",
+    db: Database,
     as_json: bool,
     confirm: str | None,
     dry_run: bool,
@@ -200,8 +193,6 @@ def erase_source(
       adk-secure-sessions migrate erase-source --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key --confirm adk.db
     """
-    from adk_secure_sessions import migration
-
     work = partial(migration.erase_source, dry_run=dry_run, show_ids=show_ids)
     again = None if dry_run else AGAIN
     asked = None if dry_run else (confirm,)
@@ -210,14 +201,12 @@ def erase_source(
     finish(done, as_json, notes, dry_run=dry_run)
 
 
-def _scope(app: str | None, since: datetime | None) -> "Scope":
-    from adk_secure_sessions.migration import Scope
-
-    return Scope(app, None if since is None else of_datetime(since))
+def _scope(app: str | None, since: datetime | None) -> "migration.Scope":
+    return migration.Scope(app, None if since is None else of_datetime(since))
 
 
 def _run(
-    db: "Database",
+    db: Database,
     of_source: dict[str, Any],
     label: str,
     work: Callable[..., Awaitable[Any]],
@@ -229,8 +218,6 @@ def _run(
 
     If *asked* has the value of --confirm, first ask for the name of the source.
     """
-    from adk_secure_sessions import migration
-
     with opened(db, again=again) as call:
         source = call(
             migration.open_source(
@@ -254,7 +241,7 @@ def _run(
 # --- notes ---------------------------------------------------------------------------------------
 
 
-def copy_notes(done: "Migration", dry_run: bool) -> Iterator[str]:
+def copy_notes(done: "migration.Migration", dry_run: bool) -> Iterator[str]:
     if done.events and not dry_run:
         yield f"in {done.seconds:.1f} s ({done.events / max(done.seconds, 1e-9):,.0f} events/s)"
     if done.gone and done.deleted_gone:
@@ -272,7 +259,7 @@ def copy_notes(done: "Migration", dry_run: bool) -> Iterator[str]:
         yield "the copy is up to date; next: `migrate compare` compares both sides"
 
 
-def comparison_notes(done: "Comparison", dry_run: bool = False) -> Iterator[str]:
+def comparison_notes(done: "migration.Comparison", dry_run: bool = False) -> Iterator[str]:
     if not done.clean:
         yield "the two sides are not equal; next: run `migrate copy`, then compare again"
         if done.withdrawn:
@@ -291,7 +278,7 @@ def comparison_notes(done: "Comparison", dry_run: bool = False) -> Iterator[str]
         yield "both sides are equal; to end the migration, compare without --app and --since"
 
 
-def erasure_notes(done: "SourceErasure", dry_run: bool) -> Iterator[str]:
+def erasure_notes(done: "migration.SourceErasure", dry_run: bool) -> Iterator[str]:
     if not done.comparison.clean:
         yield "nothing was deleted"
     elif done.changed:

@@ -12,6 +12,7 @@ from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
+from adk_secure_sessions.cli.later import maintenance
 from adk_secure_sessions.cli.program import Common, one_line_errors
 from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
 
@@ -87,12 +88,10 @@ def on_target(command: Command) -> Command:
 def _opening(command: Command) -> Command:
     @functools.wraps(command)
     def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
-        from adk_secure_sessions.maintenance import Database
-
         packing = Packing(options.pop("compression", None), options.pop("padding", None))
         with one_line_errors():
             backends = options.pop("backends", ())
-            database = Database(db, *backends, key_db_url=key_db, packing=packing)
+            database = maintenance.Database(db, *backends, key_db_url=key_db, packing=packing)
             log = None if audit_log is None else audit.open_file(audit_log)
         with audit.appending_to(log):
             return command(db=database, **options)

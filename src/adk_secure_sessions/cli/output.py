@@ -8,19 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
 from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBackend
 from adk_secure_sessions.cli import metrics
+from adk_secure_sessions.cli.later import maintenance
 from adk_secure_sessions.cli.wording import for_command_line
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.results import counted as counted
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Progress
 
 # The fields with lists of ids.  The fields with a single id are `id`, `row` and all `..._id`.
 _LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
@@ -147,7 +145,7 @@ def private_file(name: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def progress(label: str, unit: str = "rows") -> "Iterator[Progress]":
+def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]":
     """Yield a function that takes the number done and the total number, and shows the progress.
 
     If stderr is a terminal, a bar shows the progress, the speed and the remaining time.  Otherwise,

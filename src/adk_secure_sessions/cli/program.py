@@ -1,8 +1,4 @@
-"""The group of all commands, and functions that run a command and report failures in one line.
-
-Modules of commands import `maintenance` inside their functions.  The reason is that importing
-SQLAlchemy takes a second, and neither `--help` nor `keygen` needs SQLAlchemy.
-"""
+"""The group of all commands, and functions that run a command and report failures in one line."""
 
 import asyncio
 import atexit
@@ -12,17 +8,15 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import click
 
 from adk_secure_sessions.cli import metrics
+from adk_secure_sessions.cli.later import Database
 from adk_secure_sessions.cli.output import progress, without_controls
 from adk_secure_sessions.cli.wording import for_command_line
 from adk_secure_sessions.errors import SecureSessionError
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database
 
 T = TypeVar("T")
 
@@ -188,7 +182,7 @@ class Call(Protocol):
 
 
 @contextmanager
-def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
+def opened(db: Database, *, again: str | None = AGAIN) -> Iterator[Call]:
     """Yield a function that runs coroutines which use *db*, and close *db* at the end.
 
     Between two coroutines, the command may ask the user a question.
@@ -217,7 +211,7 @@ def opened(db: "Database", *, again: str | None = AGAIN) -> Iterator[Call]:
 
 
 def run(
-    db: "Database",
+    db: Database,
     work: Callable[..., Awaitable[T]],
     *,
     label: str = "",

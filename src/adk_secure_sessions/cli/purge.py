@@ -1,11 +1,12 @@
 """The commands that delete what is old: `purge`, and `erase-user`, which erases a user."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
+from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
     age,
     on_database,
@@ -17,10 +18,7 @@ from adk_secure_sessions.cli.options import (
 )
 from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import AGAIN, main, opened, run
-from adk_secure_sessions.cli.text import erasure_notes, moment
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.cli.result_lines import erasure_notes, moment
 
 
 @main.group()
@@ -44,7 +42,7 @@ def purge() -> None:
 @with_speed
 @with_keys(required=True)
 @on_database
-def purge_sessions(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
+def purge_sessions(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Delete expired sessions, and sessions older than AGE, with all their events.
 
     Exits 1 if some of these sessions cannot be decrypted.  The command keeps such sessions.
@@ -54,8 +52,6 @@ def purge_sessions(db: "Database", as_json: bool, dry_run: bool, **options: Any)
       adk-secure-sessions purge sessions --db sqlite:///sessions.db --key file:root.key \\
           --older-than 90d --dry-run
     """
-    from adk_secure_sessions import maintenance
-
     done = run(db, maintenance.purge, label="purge", dry_run=dry_run, **options)
     since = "" if done.before is None else f" or were last used before {moment(done.before)}"
     finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
@@ -72,7 +68,7 @@ def purge_sessions(db: "Database", as_json: bool, dry_run: bool, **options: Any)
 @with_dry_run
 @with_keys(required=True)
 @on_database
-def purge_audit(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
+def purge_audit(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Delete the chains of the audit trail whose last record is older than AGE.
 
     A record names the deleted chains.  Exits 1 if a chain was kept because it has bad records.
@@ -82,8 +78,6 @@ def purge_audit(db: "Database", as_json: bool, dry_run: bool, **options: Any) ->
       adk-secure-sessions purge audit --db sqlite:///sessions.db --key file:root.key \\
           --older-than 2200d --dry-run
     """
-    from adk_secure_sessions import maintenance
-
     options["dry_run"] = dry_run
     done = run(db, maintenance.purge_audit, label="purge audit", unit="records", **options)
     old = f"such chains were last used before {moment(done.before)}"
@@ -105,7 +99,7 @@ def purge_audit(db: "Database", as_json: bool, dry_run: bool, **options: Any) ->
 @with_keys(required=True)
 @on_database
 def purge_blobs(
-    db: "Database", as_json: bool, store: str, allow_http: bool, dry_run: bool, **options: Any
+    db: Database, as_json: bool, store: str, allow_http: bool, dry_run: bool, **options: Any
 ) -> None:
     """Mark contents that no artifact names, and delete contents that were marked long ago.
 
@@ -140,7 +134,7 @@ def purge_blobs(
 @with_keys(required=True)
 @on_database
 def erase_user(
-    db: "Database",
+    db: Database,
     as_json: bool,
     app: str,
     user: str,
@@ -158,8 +152,6 @@ def erase_user(
       adk-secure-sessions erase-user --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada --confirm sessions.db
     """
-    from adk_secure_sessions import maintenance
-
     with opened(db, again=None if dry_run else AGAIN) as call:
         if not dry_run:
             require_confirmation(call(db.describe()), confirm, "erase a user of this database")

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
+from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
     open_store,
@@ -25,17 +26,13 @@ from adk_secure_sessions.cli.program import (
     opened,
     run,
 )
-from adk_secure_sessions.cli.text import (
+from adk_secure_sessions.cli.result_lines import (
     key_move_notes,
     resumed_line,
     retirement_notes,
     rotation_notes,
     separation_notes,
 )
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database, UnfinishedRotation
-
 
 _with_rotation_options = with_all(
     click.option(
@@ -69,7 +66,7 @@ def rotate() -> None:
 @with_dry_run
 @with_keys(required=True)
 @on_database
-def root(db: "Database", as_json: bool, dry_run: bool) -> None:
+def root(db: Database, as_json: bool, dry_run: bool) -> None:
     """Wrap the master keys with a new root key.
 
     --key names the new root key, and --also-key names the old root key.  Running services are not
@@ -80,15 +77,13 @@ def root(db: "Database", as_json: bool, dry_run: bool) -> None:
       adk-secure-sessions rotate root --db sqlite:///sessions.db \\
           --key file:new.key --also-key file:root.key
     """
-    from adk_secure_sessions import maintenance
-
     done = run(db, maintenance.rotate_root, dry_run=dry_run)
     finish(done, as_json, [f"the new root key is {done.root_key_id}"], dry_run=dry_run)
 
 
 @rotate.command()
 @_with_rotation_options
-def master(db: "Database", as_json: bool, **options: Any) -> None:
+def master(db: Database, as_json: bool, **options: Any) -> None:
     """Create a new data master, and wrap the data keys of all users and apps with it.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -98,17 +93,13 @@ def master(db: "Database", as_json: bool, **options: Any) -> None:
     Example:
       adk-secure-sessions rotate master --db sqlite:///sessions.db --key file:root.key
     """
-    from adk_secure_sessions import maintenance
-
     _rotate(db, as_json, "master", maintenance.rotate_master, **options)
 
 
 @rotate.command()
 @with_store(required=False)
 @_with_rotation_options
-def data(
-    db: "Database", as_json: bool, store: str | None, allow_http: bool, **options: Any
-) -> None:
+def data(db: Database, as_json: bool, store: str | None, allow_http: bool, **options: Any) -> None:
     """Create new data keys for all users and apps, and re-encrypt their records with --backend.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -122,8 +113,6 @@ def data(
       adk-secure-sessions rotate data --db sqlite:///sessions.db --key file:root.key \\
           --backend aesgcm --also-backend fernet
     """
-    from adk_secure_sessions import maintenance
-
     work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
     if (place := open_store(store, allow_http)) is not None:
         from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
@@ -133,7 +122,7 @@ def data(
 
 
 def _rotate(
-    db: "Database",
+    db: Database,
     as_json: bool,
     name: str,
     work: Callable[..., Awaitable[Any]],
@@ -149,8 +138,6 @@ def _rotate(
     If the run would continue an unfinished rotation, first tell the user so and, on a terminal, ask
     whether to continue.
     """
-    from adk_secure_sessions import maintenance
-
     without = ", without --restart" if restart else ""
     retirement = None
     with opened(db, again=None if dry_run else f"{AGAIN}{without}") as call:
@@ -169,7 +156,7 @@ def _rotate(
     finish(done, as_json, notes, dry_run=dry_run, retirement=retirement)
 
 
-def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
+def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
     if not unfinished.genuine:
         return  # say nothing: the rotation then raises an error, which names the checkpoint
     click.echo(resumed_line(unfinished, dry_run), err=True)
@@ -184,7 +171,7 @@ def _announce(unfinished: "UnfinishedRotation", *, dry_run: bool, yes: bool) -> 
 @with_speed
 @with_keys(required=True)
 @on_database
-def retire(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None:
+def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Remove the data keys and data masters that were replaced and that no row needs any more.
 
     The command keeps replaced keys that rows still need.  It exits 1 if it has kept a key.
@@ -193,8 +180,6 @@ def retire(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None
     Example:
       adk-secure-sessions retire --db sqlite:///sessions.db --key file:root.key
     """
-    from adk_secure_sessions import maintenance
-
     options["dry_run"] = dry_run
     done = run(db, maintenance.retire, label="retire", unit="owners", **options)
     finish(done, as_json, retirement_notes(done), dry_run=dry_run)
@@ -205,7 +190,7 @@ def retire(db: "Database", as_json: bool, dry_run: bool, **options: Any) -> None
 @with_speed
 @with_keys(required=True)
 @on_database
-def separate(db: "Database", as_json: bool, confirm: str | None, **options: Any) -> None:
+def separate(db: Database, as_json: bool, confirm: str | None, **options: Any) -> None:
     """Give a copy of a database an id and keys of its own.
 
     Run the command on the copy, for example a staging clone, before a service uses the copy.
@@ -218,8 +203,6 @@ def separate(db: "Database", as_json: bool, confirm: str | None, **options: Any)
       adk-secure-sessions separate --db sqlite:///staging.db --key file:root.key \\
           --confirm staging.db
     """
-    from adk_secure_sessions import maintenance
-
     with opened(db) as call:
         require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
         with progress("separate") as report:
@@ -238,7 +221,7 @@ def separate(db: "Database", as_json: bool, confirm: str | None, **options: Any)
 @with_keys(required=True)
 @on_database
 def move_keys(
-    db: "Database", as_json: bool, to: Literal["key-db", "db"], confirm: str | None
+    db: Database, as_json: bool, to: Literal["key-db", "db"], confirm: str | None
 ) -> None:
     """Move all keys into a key database, or from a key database back into the database.
 
@@ -251,8 +234,6 @@ def move_keys(
       adk-secure-sessions move-keys --db sqlite:///sessions.db --key-db sqlite:///keys.db \\
           --to key-db --key file:root.key --confirm sessions.db
     """
-    from adk_secure_sessions import maintenance
-
     with opened(db) as call:
         require_confirmation(call(db.describe()), confirm, "move the keys of this database")
         with progress("move-keys", "data keys") as report:

@@ -1,15 +1,13 @@
 """The commands that fill and delete the search index of state keys."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import on_database, with_keys, with_speed
 from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import main, run
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import Database
 
 _with_app = click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
 _with_state_keys = click.argument("keys", metavar="STATE_KEY...", nargs=-1, required=True)
@@ -31,7 +29,7 @@ def index() -> None:
 @with_speed
 @with_keys(required=True)
 @on_database
-def fill(db: "Database", as_json: bool, **options: Any) -> None:
+def fill(db: Database, as_json: bool, **options: Any) -> None:
     """Store the missing rows of the search index of some state keys, and then allow searches.
 
     Before, restart all services with these keys in indexed_state_keys.  A second run corrects what
@@ -42,8 +40,6 @@ def fill(db: "Database", as_json: bool, **options: Any) -> None:
       adk-secure-sessions index fill --db sqlite:///sessions.db --key file:root.key \\
           --app clinic ticket user:mrn
     """
-    from adk_secure_sessions import maintenance
-
     done = run(db, maintenance.fill_index, label="index fill", **options)
     notes = ["find_sessions can find sessions by these keys"]
     if not done.complete:
@@ -59,7 +55,7 @@ def fill(db: "Database", as_json: bool, **options: Any) -> None:
 @_with_app
 @with_keys(required=True)
 @on_database
-def drop(db: "Database", as_json: bool, **options: Any) -> None:
+def drop(db: Database, as_json: bool, **options: Any) -> None:
     """Delete the search index of some state keys.  Searches by these keys then fail.
 
     Before, restart all services without these keys in indexed_state_keys.
@@ -69,6 +65,4 @@ def drop(db: "Database", as_json: bool, **options: Any) -> None:
       adk-secure-sessions index drop --db sqlite:///sessions.db --key file:root.key \\
           --app clinic ticket
     """
-    from adk_secure_sessions import maintenance
-
     finish(run(db, maintenance.drop_index, **options), as_json)

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
+from adk_secure_sessions.cli.later import maintenance
 from adk_secure_sessions.cli.output import backend_name, counted, table
 from adk_secure_sessions.errors import Reason
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.maintenance import (
-        Check,
-        DataRotation,
-        Erasure,
-        IndexStatus,
-        KeyMove,
-        MasterRotation,
-        MigrationStatus,
-        RecordCount,
-        Retirement,
-        Separated,
-        Status,
-        TrailStatus,
-        UnfinishedRotation,
-    )
 
 _INDENT = "  "
 
 
-def check_lines(found: Check) -> Iterator[str]:
+def check_lines(found: maintenance.Check) -> Iterator[str]:
     keys = "in the key database" if found.has_key_database else "in this database"
     yield (
         f"a service can start: format {found.format_version}, root key {found.root_key_id}, "
@@ -41,7 +24,7 @@ def check_lines(found: Check) -> Iterator[str]:
         yield "some records are, or were, plaintext"
 
 
-def status_lines(found: Status) -> Iterator[str]:
+def status_lines(found: maintenance.Status) -> Iterator[str]:
     plaintext = "; some records are, or were, plaintext" if found.has_plaintext_records else ""
     yield f"format {found.format_version}{plaintext}"
     yield "master keys"
@@ -101,7 +84,9 @@ def status_lines(found: Status) -> Iterator[str]:
         yield f"audit trail: {_audit_trail(found.audit_trail)}"
 
 
-def rotation_notes(done: MasterRotation | DataRotation, dry_run: bool) -> Iterator[str]:
+def rotation_notes(
+    done: maintenance.MasterRotation | maintenance.DataRotation, dry_run: bool
+) -> Iterator[str]:
     """Yield what is left in which table, and what to do next."""
     if dry_run:
         return
@@ -125,7 +110,7 @@ def rotation_notes(done: MasterRotation | DataRotation, dry_run: bool) -> Iterat
         yield "next: `retire` removes the keys that were replaced"
 
 
-def retirement_notes(done: Retirement) -> Iterator[str]:
+def retirement_notes(done: maintenance.Retirement) -> Iterator[str]:
     from adk_secure_sessions.storage.schema import data_keys, keyring
 
     # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
@@ -139,7 +124,7 @@ def retirement_notes(done: Retirement) -> Iterator[str]:
         yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
 
 
-def erasure_notes(done: Erasure, dry_run: bool) -> Iterator[str]:
+def erasure_notes(done: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
     if not done.rows:
         yield "there is no such user" if done.has_app else "there is no such app"
     elif done.missing:
@@ -153,7 +138,7 @@ def erasure_notes(done: Erasure, dry_run: bool) -> Iterator[str]:
         yield "the source of the migration may still contain the user: delete the user there, too"
 
 
-def separation_notes(done: Separated) -> Iterator[str]:
+def separation_notes(done: maintenance.Separated) -> Iterator[str]:
     if done.complete:
         yield f"the copy has the id {done.database_id} and keys of its own: services can start"
     else:
@@ -163,7 +148,7 @@ def separation_notes(done: Separated) -> Iterator[str]:
         )
 
 
-def key_move_notes(done: KeyMove) -> Iterator[str]:
+def key_move_notes(done: maintenance.KeyMove) -> Iterator[str]:
     if done.to == "key-db":
         yield "the key database has the keys: start services with key_db_url"
     else:
@@ -172,7 +157,7 @@ def key_move_notes(done: KeyMove) -> Iterator[str]:
         yield f"the file that had the keys before may contain copies of them: {obstacle}"
 
 
-def resumed_line(unfinished: UnfinishedRotation, dry_run: bool) -> str:
+def resumed_line(unfinished: maintenance.UnfinishedRotation, dry_run: bool) -> str:
     verb = "would continue" if dry_run else "continues"
     assert unfinished.since is not None, "an authentic checkpoint has a time"
     return f"{verb} the rotation begun {moment(unfinished.since)}; --restart begins a new one"
@@ -182,11 +167,11 @@ def _spare(number: int) -> str:
     return f"spare: {counted(number, 'data key')}; no row names them, and they encrypt nothing"
 
 
-def _percent(count: RecordCount) -> str:
+def _percent(count: maintenance.RecordCount) -> str:
     return f"{100 * count.newest // max(count.rows, 1)}%"  # rounded down: 100% means all rows
 
 
-def _unfinished(rotation: UnfinishedRotation, again: str) -> str:
+def _unfinished(rotation: maintenance.UnfinishedRotation, again: str) -> str:
     if rotation.genuine is False or rotation.since is None:
         return (
             f"{rotation.rotation}: its checkpoint was tampered with; "
@@ -202,7 +187,7 @@ def _again(command: str) -> str:
     return f"it runs or was stopped; running {command} again is safe and continues it"
 
 
-def _migration(found: MigrationStatus) -> str:
+def _migration(found: maintenance.MigrationStatus) -> str:
     counts = (
         f"{counted(found.sessions, 'session')} copied, {counted(found.tombstones, 'tombstone')}"
     )
@@ -214,7 +199,7 @@ def _migration(found: MigrationStatus) -> str:
     return f"{counts}; complete{unchecked}"
 
 
-def _state_index(found: IndexStatus) -> str:
+def _state_index(found: maintenance.IndexStatus) -> str:
     counts = f"{counted(found.rows, 'row')} of {counted(found.keys, 'key')}"
     if found.complete is None:
         return f"{counts}; not verified: that needs --key"
@@ -225,12 +210,12 @@ def _state_index(found: IndexStatus) -> str:
     return f"{counts}; {left} not complete: `index fill` ends it" if left else f"{counts}; complete"
 
 
-def _audit_trail(found: TrailStatus) -> str:
+def _audit_trail(found: maintenance.TrailStatus) -> str:
     counts = f"{counted(found.records, 'record')} in {counted(found.chains, 'chain')}"
     return f"{counts}, the oldest of {moment(found.since)}" if found.since is not None else counts
 
 
-def _done(rotation: UnfinishedRotation) -> str:
+def _done(rotation: maintenance.UnfinishedRotation) -> str:
     assert rotation.done is not None
     assert rotation.total is not None
     percent = 100 * rotation.done // max(rotation.total, 1)
