@@ -499,6 +499,26 @@ async def test_rows_whose_names_are_not_text_are_named(adk: Adk, table: str) -> 
                 await (listed if table == "sessions" else states_of)(source)
 
 
+@json_kinds
+async def test_rows_that_an_attacker_adds_while_the_source_is_open_do_not_make_it_endless(
+    adk: Adk,
+) -> None:
+    """SQLite sorts each BLOB after each text, so each page would have these rows again."""
+    await fill(adk.service, session_id="good")
+    async with adk.source() as source:
+        assert len(await listed(source)) == 1
+        adk.run(
+            "INSERT INTO sessions (app_name, user_id, id, state, create_time, update_time) "
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < :n) "
+            "SELECT app_name, CAST(i AS BLOB), id, state, create_time, update_time "
+            "FROM sessions, n",
+            {"n": max(adk_sql.HEADERS, adk_sql.PAGE)},
+        )
+        async with asyncio.timeout(20):
+            assert len(await listed(source)) == 1
+            assert [len(batch) async for batch in source.headers("app", None)] == [1]
+
+
 # --- schema v0 -----------------------------------------------------------------------------------
 
 

@@ -204,6 +204,31 @@ async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
     assert numbers(await erased(source_url, target_url)) == (6, 19, 3)
 
 
+async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_comparison(
+    tmp_path: Path, target_url: str
+) -> None:
+    source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    await fill(source_url, sessions=1)
+    await copied(source_url, target_url)
+    async with AdkTables(source_url) as source, database(target_url) as db:
+        complete = db.imports.complete_migration
+
+        async def complete_after_a_write(*, source_is_erased: bool = False) -> None:
+            await complete(source_is_erased=source_is_erased)
+            if source_is_erased:
+                with closing(sqlite3.connect(tmp_path / "adk.db")) as connection, connection:
+                    connection.execute(
+                        "INSERT INTO sessions (app_name, user_id, id, state, create_time, "
+                        "update_time) SELECT app_name, user_id, CAST(id AS BLOB), state, "
+                        "create_time, update_time FROM sessions"
+                    )
+
+        db.imports.complete_migration = complete_after_a_write  # type: ignore[method-assign]
+        with pytest.raises(ConfigurationError, match="not text in UTF-8"):
+            await erase_source(source, db)
+    assert rows(source_url) == [4, 6, 1, 2]
+
+
 async def test_session_created_again_in_an_erased_source_replaces_nothing(
     tmp_path: Path, target_url: str
 ) -> None:
