@@ -86,12 +86,10 @@ def adk() -> None:
     """
 
 
-def names_of(
-    known: Collection[str],
-) -> Callable[[click.Context, click.Parameter, str], set[str]]:
-    """Return a callback of click that converts names of *known*, separated by commas, to a set."""
+def names_of(known: Collection[str]) -> Callable[[str], set[str]]:
+    """Return a function that converts names of *known*, separated by commas, to a set."""
 
-    def convert(context: click.Context, parameter: click.Parameter, given: str) -> set[str]:
+    def convert(given: str) -> set[str]:
         names = {name.strip() for name in given.split(",")} - {""}
         if unknown := sorted(names - set(known)):
             raise click.BadParameter(f"{unknown[0]} is not one of {', '.join(known)}")
@@ -119,7 +117,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
         ["--allow-plaintext"],
         metavar="KINDS",
         default="",
-        callback=names_of(KINDS),
+        type=names_of(KINDS),
         help="What may be written as plaintext: sessions, artifacts, memory, evaluations, logs, "
         "plugins or traces, separated by commas.",
     )

@@ -37,7 +37,7 @@ from adk_secure_sessions.integrations.plaintext_places import (
     "--allow",
     metavar="NAMES",
     default="",
-    callback=names_of(PLACES),
+    type=names_of(PLACES),
     help="Names of places to leave out, separated by commas, such as eval-sets,logging-plugin.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")

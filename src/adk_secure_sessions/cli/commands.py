@@ -12,7 +12,6 @@ from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
     open_store,
-    with_keys,
     with_speed,
     with_store,
 )
@@ -50,8 +49,7 @@ def keygen(output: str | None) -> None:
 
 
 @main.command()
-@with_keys(required=True)
-@on_database
+@on_database()
 def init(db: Database, as_json: bool) -> None:
     """Create the tables and master keys that do not exist.  A second run changes nothing.
 
@@ -72,8 +70,7 @@ def init(db: Database, as_json: bool) -> None:
     show_default=True,
     help="Give up after this time.",
 )
-@with_keys(required=True)
-@on_database
+@on_database()
 def check(db: Database, as_json: bool, timeout: float) -> None:
     """Open the database and its keys as a service does, and say whether a service could start.
 
@@ -105,8 +102,7 @@ def check(db: Database, as_json: bool, timeout: float) -> None:
 
 @main.command()
 @with_speed
-@with_keys(required=False)
-@on_database
+@on_database(keys=False)
 def status(db: Database, as_json: bool, **options: Any) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
@@ -139,8 +135,7 @@ def status(db: Database, as_json: bool, **options: Any) -> None:
 )
 @with_store(required=False)
 @with_speed
-@with_keys(required=True)
-@on_database
+@on_database()
 def verify(
     db: Database,
     as_json: bool,
@@ -210,8 +205,7 @@ def debug() -> None:
     "--session", "session_id", metavar="ID", help="The id of one of that user's sessions."
 )
 @click.option("--collection", metavar="NAME", help="The name of one of that user's collections.")
-@with_keys(required=True)
-@on_database
+@on_database()
 def lookup(db: Database, as_json: bool, **ids: Any) -> None:
     """Show the row ids and tags (blind indexes) of an app, a user, a session and a collection.
 
@@ -252,7 +246,7 @@ def _tables(
     show_default=True,
     help="Show at most this many rows.",
 )
-@on_database
+@on_database(keys=None)
 def inspect(db: Database, as_json: bool, **options: Any) -> None:
     """Show the headers of encrypted values: backend, key id, length.  No root key is needed.
 
@@ -276,7 +270,7 @@ def inspect(db: Database, as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@on_database
+@on_database(keys=None)
 def vacuum(db: Database, as_json: bool) -> None:
     """Rewrite all tables, to remove replaced and deleted values from their free space.
 

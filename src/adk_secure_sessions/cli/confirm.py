@@ -12,7 +12,7 @@ import click
 
 from adk_secure_sessions.cli.output import counted, without_controls
 from adk_secure_sessions.cli.program import Declined, Failure
-from adk_secure_sessions.cli.result_lines import moment
+from adk_secure_sessions.cli.result_lines import utc_text
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance.database import Description
@@ -57,5 +57,5 @@ def _is_name(found: "Description", name: str) -> bool:
 
 def _described(found: "Description") -> str:
     where = "" if found.server is None else f" on {found.server}"
-    last = "" if found.updated_at is None else f", last updated {moment(found.updated_at)}"
+    last = "" if found.updated_at is None else f", last updated {utc_text(found.updated_at)}"
     return f"the database {found.name}{where} has {counted(found.sessions, 'session')}{last}"

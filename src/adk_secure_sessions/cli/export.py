@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from adk_secure_sessions.cli.later import Database, maintenance, migration
-from adk_secure_sessions.cli.options import moment, on_database, with_keys
+from adk_secure_sessions.cli.options import on_database, parse_time
 from adk_secure_sessions.cli.output import finish, private_file, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
@@ -47,8 +47,7 @@ _STDOUT = "-"
     is_flag=True,
     help="With --to: afterwards, read both databases again and compare every field.",
 )
-@with_keys(required=True)
-@on_database
+@on_database()
 def export(
     db: Database,
     as_json: bool,
@@ -128,11 +127,10 @@ def audit() -> None:
     help="Write to a new file, which only you may read; - stands for stdout.",
 )
 @click.option(
-    "--since", metavar="TIME", callback=moment, help="Only records of this time or later."
+    "--since", metavar="TIME", type=parse_time, help="Only records of this time or later."
 )
-@click.option("--until", metavar="TIME", callback=moment, help="Only records before this time.")
-@with_keys(required=True)
-@on_database
+@click.option("--until", metavar="TIME", type=parse_time, help="Only records before this time.")
+@on_database()
 def export_audit(
     db: Database, as_json: bool, output: str, since: datetime | None, until: datetime | None
 ) -> None:

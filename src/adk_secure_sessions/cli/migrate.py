@@ -13,11 +13,11 @@ from adk_secure_sessions.backends.named import NAMES
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.later import Database, migration
 from adk_secure_sessions.cli.options import (
-    moment,
-    on_target,
+    TO,
+    on_database,
+    parse_time,
     with_all,
     with_dry_run,
-    with_keys,
     with_packing,
 )
 from adk_secure_sessions.cli.output import finish, progress
@@ -30,10 +30,10 @@ _UNREACHABLE = (
 )
 
 
-def _zone(context: click.Context, parameter: click.Parameter, value: str | None) -> ZoneInfo | None:
-    """Convert the value of --from-time-zone to a `ZoneInfo`.  click calls this function."""
+def _parse_zone(value: str) -> ZoneInfo:
+    """Convert the value of --from-time-zone."""
     try:
-        return None if value is None else ZoneInfo(value)
+        return ZoneInfo(value)
     except (ValueError, OSError, KeyError):
         hint = "write the name of a time zone, such as Europe/Berlin or UTC"
         raise click.BadParameter(hint) from None
@@ -70,20 +70,19 @@ _OF_SOURCE = (
     click.option(
         "--from-time-zone",
         "time_zone",
-        callback=_zone,
+        type=_parse_zone,
         metavar="ZONE",
         help="Time zone of the processes that wrote the source, if they stored local times.  "
         "Example: Europe/Berlin.",
     ),
     click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."),
-    with_keys(required=True),
-    on_target,
+    on_database(url=TO),
 )
 _OF_SCOPE = (
     click.option("--app", metavar="NAME", help="Only sessions of this app."),
     click.option(
         "--since",
-        callback=moment,
+        type=parse_time,
         metavar="TIME",
         help="Only sessions that were updated at this time or later; UTC.  "
         "Example: 2026-03-31T18:00.",

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,22 +35,16 @@ with_dry_run: Decorator = click.option(
 )
 
 
-def age(context: click.Context, parameter: click.Parameter, value: str | None) -> timedelta | None:
-    """Convert the value of an option such as --older-than to a `timedelta`.  click calls this."""
-    if value is None:
-        return None
+def parse_age(value: str) -> timedelta:
+    """Convert the value of an option such as --older-than."""
     match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
     if match is None:
         raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
-def moment(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> datetime | None:
-    """Convert the value of --since or --until to a time; the default zone is UTC."""
-    if value is None:
-        return None
+def parse_time(value: str) -> datetime:
+    """Convert the value of --since or --until; the default zone is UTC."""
     try:
         found = datetime.fromisoformat(value)
         found = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
@@ -72,34 +66,8 @@ def with_all(*decorators: Decorator) -> Decorator:
     return lambda command: functools.reduce(lambda done, one: one(done), decorators[::-1], command)
 
 
-def on_database(command: Command) -> Command:
-    """Add --db, --key-db, --config, --audit-log, --metrics-file and --json to *command*.
-
-    The decorated function calls *command* with the arguments `db` (a `Database`) and `as_json`.
-    """
-    return with_all(_DB, *_WITH_DATABASE)(_opening(command))
-
-
-def on_target(command: Command) -> Command:
-    """Do the same as `on_database`, but --to names the database."""
-    return with_all(_TO, *_WITH_DATABASE)(_opening(command))
-
-
-def _opening(command: Command) -> Command:
-    @functools.wraps(command)
-    def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
-        packing = Packing(options.pop("compression", None), options.pop("padding", None))
-        with one_line_errors():
-            backends = options.pop("backends", ())
-            database = maintenance.Database(db, *backends, key_db_url=key_db, packing=packing)
-            log = None if audit_log is None else audit.open_file(audit_log)
-        with audit.appending_to(log):
-            return command(db=database, **options)
-
-    return run
-
-
-_TO = click.option(
+# The option that names the database of most commands is `_DB`; that of `migrate` is this one.
+TO = click.option(
     "--to",
     "db",
     envvar=variable("db"),
@@ -152,7 +120,7 @@ _WITH_DATABASE = (
 )
 
 
-# The options --compression and --padding; write this above `on_target`.
+# The options --compression and --padding; write this above `on_database`.
 with_packing: Decorator = with_all(
     click.option(
         "--compression",
@@ -165,41 +133,6 @@ with_packing: Decorator = with_all(
         help="Pad the values that are written, as the services do.",
     ),
 )
-
-
-def with_keys(*, required: bool) -> Decorator:
-    """Return a decorator that adds the options for root keys and backends.
-
-    Write this decorator above `on_database` or `on_target`, which creates the `Database` object
-    with these backends.  *required* is False if the command also works without a root key.
-    """
-
-    def decorate(command: Command) -> Command:
-        @functools.wraps(command)
-        def run(
-            backend: str,
-            key: str | None,
-            also_key: Sequence[str],
-            also_backend: Sequence[str],
-            **options: Any,
-        ) -> Any:
-            specs = [spec for spec in (key, *also_key) if spec is not None]
-            if key is None and backend != NO_OP and (required or specs):
-                raise click.UsageError(
-                    f"give --key SPEC or set {variable('key')}: it names the root key"
-                )
-            names = [backend, *also_backend]
-            # A command that works without keys gets no backends unless a key or no-op is given:
-            # the default backend cannot be created without a key.
-            backends: tuple[Any, ...] = ()
-            if required or specs or NO_OP in names:
-                with one_line_errors():
-                    backends = backends_for(names, specs)
-            return command(backends=backends, **options)
-
-        return with_all(*_KEYS)(run)
-
-    return decorate
 
 
 _KEYS = (
@@ -236,6 +169,49 @@ _KEYS = (
         f"{variable('also-backend')}, separated by spaces.",
     ),
 )
+
+
+def on_database(*, keys: bool | None = True, url: Decorator = _DB) -> Decorator:
+    """Return a decorator for a command that uses a database.
+
+    It adds the options for root keys and backends, --db, --key-db, --config, --audit-log,
+    --metrics-file and --json.  The decorated function calls the command with the arguments `db` (a
+    `Database`) and `as_json`.
+
+    Args:
+        keys: Whether a root key is required.  If None, the options for keys are not added.
+        url: The option that names the database.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
+            packing = Packing(options.pop("compression", None), options.pop("padding", None))
+            backends = () if keys is None else _backends(options, required=keys)
+            with one_line_errors():
+                database = maintenance.Database(db, *backends, key_db_url=key_db, packing=packing)
+                log = None if audit_log is None else audit.open_file(audit_log)
+            with audit.appending_to(log):
+                return command(db=database, **options)
+
+        return with_all(*([] if keys is None else _KEYS), url, *_WITH_DATABASE)(run)
+
+    return decorate
+
+
+def _backends(options: dict[str, Any], *, required: bool) -> tuple[Any, ...]:
+    """Remove the values of `_KEYS` from *options*, and return the backends for `Database`."""
+    key, backend = options.pop("key"), options.pop("backend")
+    specs = [spec for spec in (key, *options.pop("also_key")) if spec is not None]
+    names = [backend, *options.pop("also_backend")]
+    if key is None and backend != NO_OP and (required or specs):
+        raise click.UsageError(f"give --key SPEC or set {variable('key')}: it names the root key")
+    # A command that works without keys gets no backends unless a key or no-op is given: the default
+    # backend cannot be created without a key.
+    if not (required or specs or NO_OP in names):
+        return ()
+    with one_line_errors():
+        return backends_for(names, specs)
 
 
 def with_store(*, required: bool) -> Decorator:

@@ -8,17 +8,16 @@ import click
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
-    age,
     on_database,
     open_store,
+    parse_age,
     with_dry_run,
-    with_keys,
     with_speed,
     with_store,
 )
 from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import AGAIN, main, opened, run
-from adk_secure_sessions.cli.result_lines import erasure_notes, moment
+from adk_secure_sessions.cli.result_lines import erasure_notes, utc_text
 
 
 @main.group()
@@ -29,7 +28,7 @@ def purge() -> None:
 @purge.command("sessions")
 @click.option(
     "--older-than",
-    callback=age,
+    type=parse_age,
     metavar="AGE",
     help="Also delete sessions whose last event is older.  A number and a unit: s, m, h, d or w.  "
     "Example: 90d.",
@@ -40,8 +39,7 @@ def purge() -> None:
 )
 @with_dry_run
 @with_speed
-@with_keys(required=True)
-@on_database
+@on_database()
 def purge_sessions(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Delete expired sessions, and sessions older than AGE, with all their events.
 
@@ -53,7 +51,7 @@ def purge_sessions(db: Database, as_json: bool, dry_run: bool, **options: Any) -
           --older-than 90d --dry-run
     """
     done = run(db, maintenance.purge, label="purge", dry_run=dry_run, **options)
-    since = "" if done.before is None else f" or were last used before {moment(done.before)}"
+    since = "" if done.before is None else f" or were last used before {utc_text(done.before)}"
     finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
 
 
@@ -61,13 +59,12 @@ def purge_sessions(db: Database, as_json: bool, dry_run: bool, **options: Any) -
 @click.option(
     "--older-than",
     required=True,
-    callback=age,
+    type=parse_age,
     metavar="AGE",
     help="At least 48h: a number and a unit: s, m, h, d or w.",
 )
 @with_dry_run
-@with_keys(required=True)
-@on_database
+@on_database()
 def purge_audit(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Delete the chains of the audit trail whose last record is older than AGE.
 
@@ -80,7 +77,7 @@ def purge_audit(db: Database, as_json: bool, dry_run: bool, **options: Any) -> N
     """
     options["dry_run"] = dry_run
     done = run(db, maintenance.purge_audit, label="purge audit", unit="records", **options)
-    old = f"such chains were last used before {moment(done.before)}"
+    old = f"such chains were last used before {utc_text(done.before)}"
     finish(done, as_json, [old], dry_run=dry_run)
 
 
@@ -89,15 +86,14 @@ def purge_audit(db: Database, as_json: bool, dry_run: bool, **options: Any) -> N
     "--older-than",
     default="30d",
     show_default=True,
-    callback=age,
+    type=parse_age,
     metavar="AGE",
     help="Delete contents that were marked longer ago than this, at least 48h: a number and a "
     "unit: s, m, h, d or w.",
 )
 @with_dry_run
 @with_store(required=True)
-@with_keys(required=True)
-@on_database
+@on_database()
 def purge_blobs(
     db: Database, as_json: bool, store: str, allow_http: bool, dry_run: bool, **options: Any
 ) -> None:
@@ -131,8 +127,7 @@ def purge_blobs(
     help="Rewrite the table of data keys, to remove deleted keys from its free space.",
 )
 @with_confirm
-@with_keys(required=True)
-@on_database
+@on_database()
 def erase_user(
     db: Database,
     as_json: bool,

@@ -35,7 +35,7 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
                 one.purpose,
                 one.id,
                 f"under {one.root_key_id}",
-                f"of {moment(one.created_at, '%Y-%m-%d')}",
+                f"of {utc_text(one.created_at, '%Y-%m-%d')}",
                 _age(one.age),
                 unwraps[one.unwraps],
             )
@@ -160,7 +160,7 @@ def key_move_notes(done: maintenance.KeyMove) -> Iterator[str]:
 def resumed_line(unfinished: maintenance.UnfinishedRotation, dry_run: bool) -> str:
     verb = "would continue" if dry_run else "continues"
     assert unfinished.since is not None, "an authentic checkpoint has a time"
-    return f"{verb} the rotation begun {moment(unfinished.since)}; --restart begins a new one"
+    return f"{verb} the rotation begun {utc_text(unfinished.since)}; --restart begins a new one"
 
 
 def _spare(number: int) -> str:
@@ -177,10 +177,9 @@ def _unfinished(rotation: maintenance.UnfinishedRotation, again: str) -> str:
             f"{rotation.rotation}: its checkpoint was tampered with; "
             "--restart begins a new rotation"
         )
+    began = f"began {utc_text(rotation.since)}"
     unchecked = "" if rotation.genuine else "; not verified: that needs --key"
-    return (
-        f"{rotation.rotation}: {_done(rotation)}; began {moment(rotation.since)}{unchecked}{again}"
-    )
+    return f"{rotation.rotation}: {_done(rotation)}; {began}{unchecked}{again}"
 
 
 def _again(command: str) -> str:
@@ -212,7 +211,7 @@ def _state_index(found: maintenance.IndexStatus) -> str:
 
 def _audit_trail(found: maintenance.TrailStatus) -> str:
     counts = f"{counted(found.records, 'record')} in {counted(found.chains, 'chain')}"
-    return f"{counts}, the oldest of {moment(found.since)}" if found.since is not None else counts
+    return f"{counts}, the oldest of {utc_text(found.since)}" if found.since is not None else counts
 
 
 def _done(rotation: maintenance.UnfinishedRotation) -> str:
@@ -228,7 +227,7 @@ def _age(seconds: float) -> str:
     return f"{days} old" if seconds >= 0 else f"{days} in the future: a clock is or was wrong"
 
 
-def moment(microseconds: int, form: str = "%Y-%m-%d %H:%M UTC") -> str:
+def utc_text(microseconds: int, form: str = "%Y-%m-%d %H:%M UTC") -> str:
     """Return the time of *microseconds* since 1970 as text, UTC."""
     try:
         return datetime.fromtimestamp(microseconds / 1e6, UTC).strftime(form)

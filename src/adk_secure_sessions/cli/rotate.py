@@ -14,7 +14,6 @@ from adk_secure_sessions.cli.options import (
     open_store,
     with_all,
     with_dry_run,
-    with_keys,
     with_speed,
     with_store,
 )
@@ -52,8 +51,7 @@ _with_rotation_options = with_all(
     ),
     with_dry_run,
     with_speed,
-    with_keys(required=True),
-    on_database,
+    on_database(),
 )
 
 
@@ -64,8 +62,7 @@ def rotate() -> None:
 
 @rotate.command()
 @with_dry_run
-@with_keys(required=True)
-@on_database
+@on_database()
 def root(db: Database, as_json: bool, dry_run: bool) -> None:
     """Wrap the master keys with a new root key.
 
@@ -169,8 +166,7 @@ def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, ye
 @main.command()
 @with_dry_run
 @with_speed
-@with_keys(required=True)
-@on_database
+@on_database()
 def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     """Remove the data keys and data masters that were replaced and that no row needs any more.
 
@@ -188,8 +184,7 @@ def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
 @main.command()
 @with_confirm
 @with_speed
-@with_keys(required=True)
-@on_database
+@on_database()
 def separate(db: Database, as_json: bool, confirm: str | None, **options: Any) -> None:
     """Give a copy of a database an id and keys of its own.
 
@@ -218,8 +213,7 @@ def separate(db: Database, as_json: bool, confirm: str | None, **options: Any) -
     help="Where the keys shall be: in the database of --key-db, or beside the data, in --db.",
 )
 @with_confirm
-@with_keys(required=True)
-@on_database
+@on_database()
 def move_keys(
     db: Database, as_json: bool, to: Literal["key-db", "db"], confirm: str | None
 ) -> None:

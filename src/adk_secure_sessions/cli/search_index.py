@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from adk_secure_sessions.cli.later import Database, maintenance
-from adk_secure_sessions.cli.options import on_database, with_keys, with_speed
+from adk_secure_sessions.cli.options import on_database, with_speed
 from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import main, run
 
@@ -27,8 +27,7 @@ def index() -> None:
     help="Allow searches even if some sessions cannot be decrypted.",
 )
 @with_speed
-@with_keys(required=True)
-@on_database
+@on_database()
 def fill(db: Database, as_json: bool, **options: Any) -> None:
     """Store the missing rows of the search index of some state keys, and then allow searches.
 
@@ -53,8 +52,7 @@ def fill(db: Database, as_json: bool, **options: Any) -> None:
 @index.command()
 @_with_state_keys
 @_with_app
-@with_keys(required=True)
-@on_database
+@on_database()
 def drop(db: Database, as_json: bool, **options: Any) -> None:
     """Delete the search index of some state keys.  Searches by these keys then fail.
 
