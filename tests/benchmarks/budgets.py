@@ -15,20 +15,20 @@ class Budget(NamedTuple):
 
 BUDGETS: dict[str, dict[str, Budget]] = {
     "sqlite": {
-        "create, state 1 KB": Budget(0.20, 1.4),
+        "create, state 1 KB": Budget(0.20, 1.55),
         "create, state 100 KB": Budget(0.42, 1.2),
-        "append, state 1 KB": Budget(0.12, 1.6),
-        "append, state 100 KB": Budget(0.12, 1.6),
-        "delete, 20 events": Budget(0.15, 1.5),
+        "append, state 1 KB": Budget(0.12, 1.55),
+        "append, state 100 KB": Budget(0.12, 1.55),
+        "delete, 20 events": Budget(0.15, 1.35),
         "get, 0 events": Budget(0.03),
-        "get, 20 events": Budget(0.15),
+        "get, 20 events": Budget(0.15, 1.1),
         "get, 100 events": Budget(0.40),
         "get, 1000 events": Budget(0.70),
         "get, 5000 events": Budget(),
         "list, 10 sessions": Budget(0.10),
         "list, 100 sessions": Budget(0.20),
         "list, 1000 sessions": Budget(0.30),
-        "50 tasks appending": Budget(1 / 20),
+        "50 tasks appending": Budget(1 / 20, 0.89),
     },
     "postgresql": {
         "create, state 1 KB": Budget(0.20, 1.4),

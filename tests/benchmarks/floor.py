@@ -1,17 +1,20 @@
-"""The floor: a minimal plaintext session service on our tables, to compare ours with.
+"""The floor: a minimal session service on our tables, to compare ours with.
 
-It writes and reads the same rows as our service, with JSON in the columns, and returns the
-same ADK objects.  It does nothing for confidentiality or integrity.  App state and user state
-are always empty, and it appends only to sessions that it created itself.
+It writes and reads the same rows as our service, with JSON that is encrypted with AES-256-GCM in
+the columns, and returns the same ADK objects.  It has one key, and authenticates no context: rows
+can be exchanged, replayed and removed.  App state and user state are always empty, and it appends
+only to sessions that it created itself.
 """
 
 import json
+import os
 import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
@@ -94,6 +97,7 @@ class Floor(BaseSessionService):
     def __init__(self) -> None:
         self._known: dict[str, _KnownSession] = {}
         self._last_row = 0
+        self._cipher = AESGCM(AESGCM.generate_key(256))
 
     async def create_session(
         self,
@@ -111,8 +115,8 @@ class Floor(BaseSessionService):
             self.next_row(),
             0 if large else -1,
             time.time_ns() // 1000,
-            b"{}" if large else encoded,
-            encoded if large else None,
+            self.encrypt(b"{}" if large else encoded),
+            self.encrypt(encoded) if large else None,
         )
         await self.insert_session(new)
         own = from_json(encoded)
@@ -137,14 +141,14 @@ class Floor(BaseSessionService):
             if kind == 5:
                 history.append(row)
             elif kind == 3:
-                own, updated = from_json(row[4]), row[3]
+                own, updated = from_json(self._decrypt(row[4])), row[3]
             elif kind == 4:
-                base = from_json(row[4])
+                base = from_json(self._decrypt(row[4]))
         if updated is None:
             return None
         history.sort(key=_seq)  # costs little: the rows arrive in this order
         decode = Event.model_validate_json
-        events = [decode(row[4]) for row in history]
+        events = [decode(self._decrypt(row[4])) for row in history]
         return _session(app_name, user_id, session_id, base | own, updated, events)
 
     async def list_sessions(
@@ -161,9 +165,9 @@ class Floor(BaseSessionService):
         found.sort(key=lambda row: int(row[3]))
         sessions = []
         for row in found:
-            own, base = from_json(row[4]), bases.get(row[1])
+            own, base = from_json(self._decrypt(row[4])), bases.get(row[1])
             if base is not None:
-                own = from_json(base[4]) | own
+                own = from_json(self._decrypt(base[4])) | own
             session_id = row[5].rpartition(b"\0")[2].decode()
             sessions.append(_session(app_name, user_id, session_id, own, row[3]))
         return ListSessionsResponse(sessions=sessions)
@@ -178,7 +182,8 @@ class Floor(BaseSessionService):
         overlay = known.overlay | delta
         now = round(event.timestamp * 1_000_000)
         encoded = event.model_dump_json(exclude_none=True).encode()
-        await self.insert_event(NewEvent(known.row, known.revision, now, _dumps(overlay), encoded))
+        values = self.encrypt(_dumps(overlay)), self.encrypt(encoded)
+        await self.insert_event(NewEvent(known.row, known.revision, now, *values))
         known.overlay = overlay
         known.revision += 1
         session.last_update_time = now / 1_000_000
@@ -190,6 +195,14 @@ class Floor(BaseSessionService):
         """Return an ascending key, as our service makes them."""
         self._last_row = max(self._last_row + 1, time.time_ns() // 1_000_000 << 21)
         return self._last_row
+
+    def encrypt(self, plaintext: bytes) -> bytes:
+        """Return the nonce and the ciphertext with its tag."""
+        nonce = os.urandom(12)
+        return nonce + self._cipher.encrypt(nonce, plaintext, None)
+
+    def _decrypt(self, value: bytes) -> bytes:
+        return self._cipher.decrypt(value[:12], value[12:], None)
 
     @abstractmethod
     async def insert_session(self, new: NewSession) -> None:

@@ -25,12 +25,12 @@ INSERT INTO secure_witnesses (tag, number, seal) SELECT $3, $4, '' FROM member
 RETURNING (SELECT state FROM app), (SELECT state FROM member)"""
 _INSERT_OWNERS = """
 WITH new_app AS (
-  INSERT INTO secure_apps (id, tag, app_name, version, state) VALUES ($3, $1, $1, 0, '{}')
+  INSERT INTO secure_apps (id, tag, app_name, version, state) VALUES ($3, $1, $1, 0, $5)
   ON CONFLICT DO NOTHING RETURNING id),
  app AS (SELECT id FROM new_app UNION ALL SELECT id FROM secure_apps WHERE tag = $1),
  member AS (
   INSERT INTO secure_users (id, app_row, tag, version, state)
-  SELECT $4, app.id, $2, 0, '{}' FROM app)
+  SELECT $4, app.id, $2, 0, $6 FROM app)
 INSERT INTO secure_witnesses (tag, number, seal)
 SELECT $1::bytea, 0, ''::bytea FROM new_app UNION ALL SELECT $2, 0, ''"""
 _INSERT_EVENT = """
@@ -62,8 +62,9 @@ class PostgresFloor(Floor):
 
     async def insert_session(self, new: NewSession) -> None:
         if await self._pool.fetchrow(_INSERT_SESSION, *new) is None:
-            owners = (new.app_tag, new.user_tag, self.next_row(), self.next_row())
-            await self._pool.execute(_INSERT_OWNERS, *owners)
+            rows = (self.next_row(), self.next_row())
+            states = (self.encrypt(b"{}"), self.encrypt(b"{}"))
+            await self._pool.execute(_INSERT_OWNERS, new.app_tag, new.user_tag, *rows, *states)
             assert await self._pool.fetchrow(_INSERT_SESSION, *new)
 
     async def insert_event(self, new: NewEvent) -> None:

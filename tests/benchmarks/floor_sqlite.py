@@ -74,11 +74,13 @@ class SqliteFloor(Floor):
             app_row, user_row = found.get(0), found.get(1)
             if app_row is None:
                 app_row = self.next_row()
-                _insert(connection, "secure_apps", app_row, new.app_tag, b"app", 0, b"{}")
+                state = self.encrypt(b"{}")
+                _insert(connection, "secure_apps", app_row, new.app_tag, b"app", 0, state)
                 _insert(connection, "secure_witnesses", new.app_tag, 0, b"")
             if user_row is None:
                 user_row = self.next_row()
-                _insert(connection, "secure_users", user_row, app_row, new.user_tag, 0, b"{}")
+                state = self.encrypt(b"{}")
+                _insert(connection, "secure_users", user_row, app_row, new.user_tag, 0, state)
                 _insert(connection, "secure_witnesses", new.user_tag, 0, b"")
             never = 2**63 - 1
             times = (new.now, new.now, never)
