@@ -268,7 +268,7 @@ def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) ->
     # level takes two bytes, so shorter JSON needs no lists.
     outer = MAX_LEVELS - levels + 1 if len(data) > 2 * levels else 0
     try:
-        value: Any = from_json(b"[" * outer + data + b"]" * outer)
+        value: Any = from_json(b"[" * outer + data + b"]" * outer if outer else data)
         for _ in range(outer):
             (value,) = value
     except ValueError:

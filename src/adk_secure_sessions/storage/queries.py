@@ -6,7 +6,7 @@ of the row.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
@@ -123,7 +123,7 @@ class RowKind(Generic[R]):
 
     def __init__(self, number: int, row: type[R], columns: Iterable[ColumnElement[Any]]) -> None:
         self.number: int = number
-        self._row = row
+        self.row: type[R] = row
         self._integers: list[Any] = []
         self._blobs: list[Any] = []
         positions = []
@@ -132,7 +132,7 @@ class RowKind(Generic[R]):
             same, before = (self._integers, 0) if is_integer else (self._blobs, _NUMBERS)
             same.append(column)
             positions.append(before + len(same))
-        self._values = itemgetter(*positions)
+        self.values: Callable[[Row], Any] = itemgetter(*positions)
 
     def select(self, *conditions: ColumnElement[bool], last_number: Any = None) -> Select[Any]:
         """Return a SELECT of the rows for which *conditions* hold; *last_number* is the SQL
@@ -146,13 +146,6 @@ class RowKind(Generic[R]):
         columns += [cast(null(), LargeBinary)] * (1 + _NUMBERS + _BLOBS - len(columns))
         labels = (column.label(name) for column, name in zip(columns, _LABELS, strict=True))
         return select(*labels).where(*conditions)
-
-    def rows(self, found: list[Row]) -> list[R]:
-        """Return the rows of this kind; *found* are rows that the driver returned for them."""
-        if not found:
-            return []  # most kinds of a read: a get of a session without events becomes 2 % faster
-        make, values = self._row._make, self._values  # type: ignore[attr-defined]
-        return [make(values(row)) for row in found]
 
 
 _LABELS = ("kind", *"abcdefghijk")
@@ -168,7 +161,8 @@ _MASTER = RowKind(
 )
 _MIGRATED = RowKind(8, MigratedRow, migrated.c)
 _INDEXED = RowKind(9, IndexedRow, indexed.c)
-_KINDS = 10
+_KINDS = (APP, USER, WITNESS, SESSION, _SNAPSHOT, _EVENT, _KEY, _MASTER, _MIGRATED, _INDEXED)
+_FORMS: list[tuple[Any, Callable[[Row], Any]]] = [(kind.row, kind.values) for kind in _KINDS]
 
 
 def _witness(*tags: BindParameter[bytes]) -> Select[Any]:
@@ -537,27 +531,34 @@ class Found:
     """The rows of one read, by kind.  On SQLite, a modified value may have any type."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        kinds: list[list[Row]] = [[] for _ in range(_KINDS)]
-        for row in rows:
-            kinds[row[0]].append(row)
-        self.apps: list[AppRow] = APP.rows(kinds[APP.number])
-        self.users: list[UserRow] = USER.rows(kinds[USER.number])
-        self.witnesses: dict[bytes, WitnessRow] = {
-            row.tag: row for row in WITNESS.rows(kinds[WITNESS.number])
-        }
-        self.sessions: list[SessionRow] = SESSION.rows(kinds[SESSION.number])
+        kinds: list[list[Any]] = [[], [], [], [], [], [], [], [], [], []]
         # The `seq` of the last event, or -1, by the row id of the session.
-        self.last_seqs: dict[int, int] = {row[1]: row[_LAST_SEQ] for row in kinds[SESSION.number]}
-        self.snapshots: dict[int, SnapshotRow] = {
-            row.session_row: row for row in _SNAPSHOT.rows(kinds[_SNAPSHOT.number])
-        }
-        self.events: list[Row] = kinds[_EVENT.number]  # as the driver returns them: see EVENT_SEQ
-        self.data_keys: list[DataKeyRow] = _KEY.rows(kinds[_KEY.number])
-        self.masters: list[MasterMark] = _MASTER.rows(kinds[_MASTER.number])
-        self.migrated: dict[bytes, MigratedRow] = {
-            row.tag: row for row in _MIGRATED.rows(kinds[_MIGRATED.number])
-        }
-        self.indexed: list[IndexedRow] = _INDEXED.rows(kinds[_INDEXED.number])
+        self.last_seqs: dict[int, int] = {}
+        make = tuple.__new__  # `_make` of a named tuple takes twice as long
+        event, session = _EVENT.number, SESSION.number
+        for row in rows:
+            number = row[0]
+            if number == event:
+                kinds[number].append(row)
+                continue
+            if number == session:
+                self.last_seqs[row[1]] = row[_LAST_SEQ]
+            kind, values = _FORMS[number]
+            kinds[number].append(make(kind, values(row)))
+        self.apps: list[AppRow]
+        self.users: list[UserRow]
+        self.sessions: list[SessionRow]
+        self.events: list[Row]  # as the driver returns them: see EVENT_SEQ
+        self.data_keys: list[DataKeyRow]
+        self.masters: list[MasterMark]
+        self.indexed: list[IndexedRow]
+        (
+            self.apps, self.users, found, self.sessions, snapshots, self.events, self.data_keys,
+            self.masters, migrated_rows, self.indexed,
+        ) = kinds  # fmt: skip
+        self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in found}
+        self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}
+        self.migrated: dict[bytes, MigratedRow] = {row.tag: row for row in migrated_rows}
 
     @property
     def app(self) -> AppRow | None:

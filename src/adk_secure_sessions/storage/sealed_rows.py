@@ -206,21 +206,17 @@ def open_session_row(
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
-    last_seq = found.last_seqs.get(row.id)
-    unchanged = bool(
-        seen
-        and seen.row == row
-        and seen.value.user_row == user.id
-        and last_seq == seen.value.revision - 1
-    )
-    complete = bool(seen and seen.value.snapshot is not None) or not with_snapshot
-    if seen and unchanged and complete and seen.witness == witness:
-        return seen.value
+    known = seen.value if seen and seen.row == row and row.user_row == user.id else None
+    if known and found.last_seqs.get(row.id) != known.revision - 1:
+        known = None
+    is_complete = known is not None and (known.snapshot is not None or not with_snapshot)
+    if known and seen and is_complete and seen.witness == witness:
+        return known
     session = _decrypt_session(attempt, found, user, row, with_snapshot)
     with naming(sessions.name, session.id):
         _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
         _reject_older(attempt, seen, session.id, session.revision)
-    proven = not session.revision or bool(seen and unchanged and seen.has_proven_head)
+    proven = not session.revision or bool(seen and known and seen.has_proven_head)
     attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
     return session
 

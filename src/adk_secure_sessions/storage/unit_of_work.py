@@ -202,7 +202,10 @@ class UnitOfWork:
         is_collection: bool = False,
     ) -> Identity:
         """Return the ids together with their tags (blind indexes)."""
-        opened = await self._current()
+        # The tags stay the same when caches expire: `run` empties those.
+        opened = None if self._before_use else self._opened
+        if opened is None:
+            opened = await self._current()
         ids = (app_name, user_id, session_id, is_collection)
         return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
 
