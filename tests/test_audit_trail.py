@@ -298,7 +298,9 @@ async def test_rolled_back_write_leaves_its_chain_as_it_was(url: sa.URL) -> None
     assert await problems(url) == []
 
 
-async def test_cancelled_write_that_is_committed_has_its_record(url: sa.URL) -> None:
+async def test_cancelled_write_that_is_committed_has_its_record(
+    url: sa.URL, heads: Callable[[], list[str]]
+) -> None:
     service, faults = with_faults(lambda: service_of(url))
     async with service:
         session = await service.create_session(**IDS)
@@ -308,7 +310,10 @@ async def test_cancelled_write_that_is_committed_has_its_record(url: sa.URL) -> 
         with pytest.raises(asyncio.CancelledError):
             await task
         await service.append_event(session, event())
-    assert shown(await trail(url, "session.write")) == [("session.write", "append", "success")] * 2
+    both = [("session.write", "append", "success")] * 2
+    assert shown(await trail(url, "session.write")) == both
+    logged = [json.loads(line) for line in heads()]
+    assert shown([one for one in logged if one["event"] == "session.write"]) == both
     assert await problems(url) == []
 
 
@@ -393,6 +398,14 @@ async def test_forked_process_begins_chains_of_its_own(url: sa.URL) -> None:
     assert len(reads) == 9
     assert len({(one["chain"], one["process"]) for one in reads}) == 2
     assert await problems(url) == []
+
+
+async def test_trail_has_no_lock_that_a_forked_process_could_inherit_locked(
+    service: EncryptedSessionService,
+) -> None:
+    await service.get_session(**IDS)
+    own = vars(service._recording.trail).values()
+    assert not any(hasattr(value, "acquire") for value in own)
 
 
 # --- Security events ---

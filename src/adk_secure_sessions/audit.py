@@ -375,7 +375,7 @@ class Trail(Protocol):
         self,
         transaction: Callable[[], Any],
         entries: Sequence[AuditEntry],
-        on_commit_after_cancel: Callable[[Any], None] | None,
+        on_commit_after_cancel: Callable[[tuple[Any, bool]], None] | None,
         *,
         holds_locks: bool,
     ) -> tuple[Any, bool]: ...
@@ -421,6 +421,8 @@ class SecurityCall:
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
             made = self._entry(None, type(error).__name__)
+            if self._stored is not None and not isinstance(error, Exception):
+                made = self._stored  # the change was committed although the call was cancelled
             if made is not None:
                 write(made)
             if isinstance(error, Exception):
@@ -488,7 +490,7 @@ class AccessCall(SecurityCall):
         change: str,
         session_id: str,
         transaction: Callable[[], Any],
-        on_commit_after_cancel: Callable[[Any], None] | None,
+        on_commit_after_cancel: Callable[[Any], None],
         *,
         holds_locks: bool,
     ) -> Any:
@@ -502,12 +504,20 @@ class AccessCall(SecurityCall):
         ids = self._with_session(session_id)
         made = entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
         self._stored = None
-        result, was_stored = await self._trail.write(
-            transaction, [made], on_commit_after_cancel, holds_locks=holds_locks
+
+        def committed(done: tuple[Any, bool]) -> Any:
+            result, is_stored = done
+            self._stored = made if is_stored else None
+            return result
+
+        def commit_after_cancel(done: tuple[Any, bool]) -> None:
+            on_commit_after_cancel(committed(done))
+
+        return committed(
+            await self._trail.write(
+                transaction, [made], commit_after_cancel, holds_locks=holds_locks
+            )
         )
-        if was_stored:
-            self._stored = made
-        return result
 
     def _with_session(self, session_id: str) -> tuple[str, str, str]:
         """Return the ids; if the service has chosen the id of a new session, with *session_id*."""

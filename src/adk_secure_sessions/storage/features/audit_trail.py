@@ -15,9 +15,9 @@ and links of last records, which the logger `adk_secure_sessions.audit` writes n
 import asyncio
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -168,8 +168,9 @@ class AuditTrail(KeyMaterial):
         self._unit = unit
         self._feature = Feature(unit, AUDIT, create_table=create_table)
         self._warns = warns
-        self._lock = threading.Lock()
-        self._free: list[_Chain] = []  # the chain that was used last is the last element
+        # The chain that was used last is the last element.  Several threads use the list without a
+        # lock, which a forked process could inherit locked: taking and adding an element is atomic.
+        self._free: list[_Chain] = []
         self._process = os.getpid()
         self._heads_due: float | None = None  # when to log the heads, in monotonic seconds
 
@@ -220,30 +221,27 @@ class AuditTrail(KeyMaterial):
 
     def log_heads(self) -> None:
         """Log the head of each chain that has new records and is not in use."""
-        with self._lock:
-            self._heads_due = None
-            chains = list(self._free)
-        for chain in chains:
+        self._heads_due = None
+        for chain in list(self._free):
             _log_head(chain)
 
     def close(self) -> None:
         """Log the heads, and begin new chains afterwards."""
         self.log_heads()
-        with self._lock:
-            self._free.clear()
+        self._free.clear()
 
     async def write(
         self,
         transaction: Transaction[T],
         entries: Sequence[AuditEntry],
-        on_commit_after_cancel: Callable[[T], None] | None = None,
+        on_commit_after_cancel: Callable[[tuple[T, bool]], None] | None = None,
         *,
         holds_locks: bool = False,
     ) -> tuple[T, bool]:
         """Run *transaction*, and store *entries* in it if the transaction changes something.
 
-        Return the result, and whether *entries* were stored.  The other arguments and the errors
-        are those of `Executor.write`.
+        Return the result, and whether *entries* were stored: also to *on_commit_after_cancel*.  The
+        other arguments and the errors are those of `Executor.write`.
         """
         chain = self._take((await self._unit.keys()).keyring)
         draft, head = _Draft(), chain.head
@@ -253,7 +251,7 @@ class AuditTrail(KeyMaterial):
             nonlocal is_committed
             is_committed = True
             if on_commit_after_cancel is not None:
-                on_commit_after_cancel(result)
+                on_commit_after_cancel((result, draft.is_applied))
 
         try:
             draft.rows, head = chain.seal(entries)  # ValueError: a record is too long
@@ -278,34 +276,27 @@ class AuditTrail(KeyMaterial):
 
     def _take(self, keyring: Keyring) -> _Chain:
         """Return a free chain, or a new one; the caller must return the chain with `_return`."""
-        ended = []
-        found = None
-        with self._lock:
-            if os.getpid() != self._process:  # the parent process continues its chains
-                self._free.clear()
-                self._process = os.getpid()
-            while self._free and found is None:
-                chain = self._free.pop()
+        # The parent process continues its chains.  Clear them before the process is noted: then no
+        # other thread finds them.
+        if os.getpid() != self._process:
+            self._free.clear()
+            self._process = os.getpid()
+        with suppress(IndexError):
+            while chain := self._free.pop():
                 if chain.database_id == keyring.database_id and not chain.is_old:
-                    found = chain
-                else:
-                    ended.append(chain)
-        for chain in ended:
-            _log_head(chain)
-        return found or _Chain(keyring)
+                    return chain
+                _log_head(chain)
+        return _Chain(keyring)
 
     def _return(self, chain: _Chain) -> None:
         if not chain.head.records:
             return  # a chain without records is not worth keeping
         if chain.head.records - chain.logged >= _HEAD_RECORDS:
             _log_head(chain)
-        with self._lock:
-            self._free.append(chain)
-            due, now = self._heads_due, time.monotonic()
-            starts_timer = due is None and chain.head.records > chain.logged
-            if starts_timer:
-                self._heads_due = now + _HEAD_SECONDS
-        if starts_timer:
+        self._free.append(chain)
+        due, now = self._heads_due, time.monotonic()
+        if due is None and chain.head.records > chain.logged:
+            self._heads_due = now + _HEAD_SECONDS
             loop = asyncio.get_running_loop()
             loop.call_later(_HEAD_SECONDS, _call_if_alive, WeakMethod(self.log_heads))
         elif due is not None and now >= due:  # the event loop of the timer has ended
