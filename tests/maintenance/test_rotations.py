@@ -21,7 +21,8 @@ from adk_secure_sessions import (
     TamperedError,
     WrongKeyError,
 )
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, Reason
+from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
@@ -31,6 +32,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
+from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.storage.schema import metadata, users
 from adk_secure_sessions.storage.unit_of_work import empty_caches
 from adk_secure_sessions.storage.writes import RenewKey
@@ -224,6 +226,34 @@ async def test_dry_run_changes_nothing(rotate: Any, url: str, place: sa.URL) -> 
         assert planned.rotated == done.rotated
     if rotate is retire:
         assert planned == done
+
+
+async def test_dry_run_counts_the_records_of_an_owner_once_if_one_names_an_unknown_key(
+    file_url: str,
+) -> None:
+    await fill(file_url, users=["ada"], sessions=1)
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    unknown = pack(AES.backend_id, 2**40)
+    ((event,),) = query(place, "SELECT event FROM secure_events WHERE seq = 2")
+    record = unknown + event[len(unknown) :]
+    assert (
+        run_sql(place, "UPDATE secure_events SET event = :event WHERE seq = 2", event=record) == 1
+    )
+    async with Database(file_url, AES) as db:
+        planned = await rotate_data(db, dry_run=True)
+        done = await rotate_data(db)
+    assert planned.bad == done.bad == 1
+    assert planned.reencrypted == done.reencrypted > 0
+
+
+def test_problems_of_rows_that_are_listed_already_are_not_added_again() -> None:
+    problems, others = Problems(), Problems()
+    for number in range(1500):
+        others.add("secure_events", number, Reason.MISMATCH, "bad")
+    for number in range(10):
+        problems.add("secure_events", number, Reason.MISMATCH, "bad")
+    problems.add_all(others)
+    assert (problems.count, len(problems.kept), len(set(problems.kept))) == (1500, 1000, 1000)
 
 
 async def test_progress_counts_up_to_all_and_rate_is_kept(file_url: str) -> None:

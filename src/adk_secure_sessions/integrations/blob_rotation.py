@@ -109,12 +109,11 @@ class _BlobRotationRun(DataRotationRun):
         return await super()._count_rows() + await self._collections.count_items()
 
     async def _after_passes(self) -> None:
-        found_again = Problems()
-        async for ids, found in artifacts_of(self._db, found_again):
+        problems = Problems()
+        async for ids, found in artifacts_of(self._db, problems):
             await self._rotate_artifact(ids, found)
             await self._checkpoints.check(self.done.since)
-        reported = {problem[:2] for problem in self._problems.kept}
-        self._problems.extend(one for one in found_again.kept if one[:2] not in reported)
+        self._problems.add_all(problems)
 
     async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:
         """Re-encrypt the contents of all versions, in ascending order.

@@ -78,10 +78,6 @@ class Listed(Generic[T]):
         for item in items:
             self.append(item)
 
-    def include(self, other: "Listed[T]") -> None:
-        self.count += other.count
-        self.kept += other.kept[: _MAX_LISTED - len(self.kept)]
-
 
 class Problems(Listed[Problem]):
     """Counts problems, and keeps the first 1000 of them."""
@@ -91,8 +87,11 @@ class Problems(Listed[Problem]):
         self._named: set[tuple[str, str]] = set()
 
     def add_all(self, other: "Problems") -> None:
-        """Add the problems of *other*."""
-        self.include(other)
+        """Add the problems of *other*, except those of rows that are listed already."""
+        listed = {one[:2] for one in self.kept} if other.kept else set()
+        new = [one for one in other.kept if one[:2] not in listed]
+        self.extend(new)
+        self.count += other.count - len(other.kept)
         self._named |= other._named
 
     def suppress(self, table: str, row: object) -> None:

@@ -163,8 +163,11 @@ class DataRotationRun(Rotation):
         If a record names an unknown data key, process the owner a second time: a service with
         another backend may have created this data key after the owner's data keys were read.
         """
+        counted = self.done.reencrypted
         for is_last in (False, True):
             problems = self._problems_of_owner = Problems()
+            if self._dry_run:
+                self.done.reencrypted = counted  # the second time, the same records are counted
             try:
                 await self._rotate_owner(table, row, renews_key=not is_last)
             except UNREADABLE as error:
