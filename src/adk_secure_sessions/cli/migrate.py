@@ -42,21 +42,21 @@ def _parse_zone(value: str) -> ZoneInfo:
 _OF_SOURCE = (
     click.option(
         "--from",
-        "source_url",
+        "db_url",
         required=True,
         metavar="URL",
         help="URL of the database to copy from: google-adk's, or one of this package.",
     ),
     click.option(
         "--from-key",
-        "source_keys",
+        "keys",
         multiple=True,
         metavar="SPEC",
         help="Key spec of a root key of the source, if the source is encrypted; repeatable.",
     ),
     click.option(
         "--from-backend",
-        "source_backends",
+        "backends",
         multiple=True,
         type=click.Choice(NAMES),
         help="Backend that encrypted the source; repeatable.  The default is aesgcm.",
@@ -218,15 +218,7 @@ def _run(
     If *asked* has the value of --confirm, first ask for the name of the source.
     """
     with opened(db, again=again) as call:
-        source = call(
-            migration.open_source(
-                of_source["source_url"],
-                of_source["source_keys"],
-                of_source["source_backends"],
-                key_db_url=of_source["key_db_url"],
-                time_zone=of_source["time_zone"],
-            )
-        )
+        source = call(migration.open_source(**of_source))
         try:
             if asked is not None and isinstance(source, migration.AdkTables):
                 found = call(source.describe())

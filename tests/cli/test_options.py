@@ -1,0 +1,57 @@
+"""Commands pass their options to functions under the same names, which mypy does not check."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from adk_secure_sessions import maintenance
+from adk_secure_sessions.cli import rotate
+from adk_secure_sessions.cli.program import Common
+from adk_secure_sessions.integrations.artifact_blobs import purge_blobs
+from adk_secure_sessions.migration import export_lines, export_to_adk, open_source
+from tests.cli.support import commands
+
+# The functions to which each command passes `**options`.
+FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
+    "status": [maintenance.status],
+    "debug lookup": [maintenance.lookup],
+    "debug inspect": [maintenance.record_headers],
+    "purge sessions": [maintenance.purge],
+    "purge audit": [maintenance.purge_audit],
+    "purge blobs": [purge_blobs],
+    "rotate master": [rotate._rotate],
+    "rotate data": [rotate._rotate],
+    "retire": [maintenance.retire],
+    "separate": [maintenance.separate],
+    "index fill": [maintenance.fill_index],
+    "index drop": [maintenance.drop_index],
+    "export": [export_lines, export_to_adk],
+    "migrate copy": [open_source],
+    "migrate compare": [open_source],
+    "migrate erase-source": [open_source],
+}
+
+
+def passed(name: str) -> set[str]:
+    """The names of the options that the command passes on."""
+    command = commands()[name]
+    assert command.callback is not None
+    kinds = inspect.signature(command.callback).parameters
+    if all(one.kind is not one.VAR_KEYWORD for one in kinds.values()):
+        return set()
+    own = {one.name for one in command.params if not isinstance(one, Common)}
+    # `on_database` converts some options to `db`.
+    return {name for name in own if name} - kinds.keys() - {"db", "compression", "padding"}
+
+
+def test_functions_of_all_commands_that_pass_options_are_known() -> None:
+    others = {"adk doctor"}  # it passes URIs by their names in google-adk
+    assert {name for name in commands() if passed(name)} == FUNCTIONS.keys() | others
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_options_are_parameters_of_the_function(name: str) -> None:
+    for function in FUNCTIONS[name]:
+        assert passed(name) <= inspect.signature(function).parameters.keys()
