@@ -6,16 +6,14 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps, repeated
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, count
+from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import keyring
-
-_CHANGED = "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
 
 
 @dataclass
@@ -75,62 +73,22 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
         await db.keys()  # stores the record of this command in the audit trail
-        await _write(db, old, new)
+        if not await db.unit.change_keys(partial(replace_master_keys, old, new)):
+            raise SecureSessionError(
+                "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
+            )
     ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
     return RootRotation(root.key_id, *ids)
 
 
-async def _write(db: Database, old: list[MasterKeyRow], new: list[MasterKeyRow]) -> None:
-    """Replace the rows *old* by *new*; if the connection is lost before the answer, try again."""
-    is_first = True
-
-    async def attempt() -> None:
-        nonlocal is_first
-        # The previous attempt may have been committed although its connection was lost.
-        stored = [] if is_first else (await db.survey()).keyring
-        is_first = False
-        if all(row in stored for row in new):
-            return
-        try:
-            replaced = await db.unit.executors.keys.write(partial(_replace, old, new))
-        except Conflict:
-            # Do not try again: *new* was made from keyring rows that have changed since then.
-            replaced = False
-        if not replaced:
-            raise SecureSessionError(_CHANGED)
-
-    await repeated(attempt, writes=True)
-
-
-def _replace(old: list[MasterKeyRow], new: list[MasterKeyRow]) -> Steps[bool]:
-    """Replace all keyring rows *old* by *new*, or none; return False if the first has changed.
-
-    If only a later row has changed, the executor raises Conflict.
-    """
-    replaced: bool = yield Apply(
-        [
-            Change(
-                _REPLACE,
-                {
-                    "at_id": before.id,
-                    "at_root_key_id": before.root_key_id,
-                    "at_wrapped": before.wrapped,
-                    "root_key_id": after.root_key_id,
-                    "wrapped": after.wrapped,
-                },
-            )
-            for before, after in zip(old, new, strict=True)
-        ]
-    )
-    return replaced
-
-
-_REPLACE = (
-    sa.update(keyring)
-    .where(
-        keyring.c.id == sa.bindparam("at_id"),
-        keyring.c.root_key_id == sa.bindparam("at_root_key_id"),
-        keyring.c.wrapped == sa.bindparam("at_wrapped", type_=keyring.c.wrapped.type),
-    )
-    .values(root_key_id=sa.bindparam("root_key_id"), wrapped=sa.bindparam("wrapped"))
-)
+def replace_master_keys(
+    old: list[MasterKeyRow], new: list[MasterKeyRow], connection: sa.Connection
+) -> bool:
+    """Replace all keyring rows *old* by *new*, or none; return False if one has changed."""
+    stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
+    if not stored.issuperset(old):
+        # An earlier attempt may have been committed although its connection was lost.
+        return stored.issuperset(new)
+    for row in new:
+        connection.execute(sa.update(keyring).where(keyring.c.id == row.id).values(row._asdict()))
+    return True

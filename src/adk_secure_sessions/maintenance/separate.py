@@ -30,6 +30,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
+from adk_secure_sessions.maintenance.rotate_root import replace_master_keys
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
 from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import meta
@@ -250,17 +251,12 @@ def _store(
     # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
     # while it holds this lock.
     current = [meta.read(connection, name, lock=True) for name in (meta.DATABASE_ID, meta.FEATURES)]
-    query = sa.select(*(keyring.c[name] for name in MasterKeyRow._fields)).with_for_update()
-    stored = {MasterKeyRow(*row) for row in connection.execute(query)}
     # An earlier attempt may have been committed, although its connection was lost.
     if current[0] == marks[meta.DATABASE_ID]:
         return True
-    if stored != set(old) or tuple(current) != expected:
+    is_same = connection.scalar(number_of(keyring)) == len(old) and tuple(current) == expected
+    if not (is_same and replace_master_keys(old, new, connection)):
         return False
-    for row in new:
-        connection.execute(
-            sa.update(keyring).where(keyring.c.id == row.id).values(wrapped=row.wrapped)
-        )
     for name, value in marks.items():
         meta.put(connection, name, value)
     meta.remove_checkpoints(connection)
