@@ -4,7 +4,7 @@ import base64
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,10 @@ def test_key_in_a_uri_is_rejected_and_not_repeated(query: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_engine_options_are_rejected() -> None:
+@pytest.mark.parametrize("create", [adk.session_service, adk.artifact_service, adk.memory_service])
+def test_options_outside_of_the_uri_are_rejected(create: Callable[..., object]) -> None:
     with pytest.raises(ConfigurationError, match="pool_size: options of an encrypted service"):
-        adk.session_service(f"{SQLITE}?{ENVIRONMENT_KEY}", pool_size=5)
+        create(f"{SQLITE}?{ENVIRONMENT_KEY}&blobs=x", agents_dir=".", pool_size=5)
 
 
 def test_artifacts_need_a_place_for_their_contents() -> None:

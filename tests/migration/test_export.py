@@ -81,6 +81,7 @@ async def lines(source: str, **options: Any) -> list[dict[str, Any]]:
     async with Database(source, BACKEND) as db:
         done = await export_lines(db, written.append, **options)
     assert (done.bad, done.sessions + done.states) == (0, len(written))
+    assert (done.verified, done.extra) == (None, None)
     assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in written)
     return [json.loads(line) for line in written]
 

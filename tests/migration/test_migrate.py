@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.maintenance import verify
 from adk_secure_sessions.migration import Migration, Scope, compare, migrate
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
+from adk_secure_sessions.migration.target import Target
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.dying import Statements, dying
 from tests.migration.memory_source import APP, START, MemorySource, event
@@ -217,6 +219,23 @@ async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str
     assert await stored(url, "ada", "s0") is not None
     assert await stored(url, "ada", "s1") is None
     assert numbers(await copy(source, url)) == {"unchanged": 3}
+
+
+async def test_gone_session_that_a_service_continues_meanwhile_is_neither_deleted_nor_counted(
+    file_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = filled()
+    await copy(source, file_url)
+    source.remove("ada", "s0")
+    delete = Target.delete
+
+    async def continued_before(target: Target, found: Any) -> bool:
+        await append(file_url, "ada", "s0")
+        return await delete(target, found)
+
+    monkeypatch.setattr(Target, "delete", continued_before)
+    assert (await copy(source, file_url, delete_gone=True)).gone == 0
+    assert await stored(file_url, "ada", "s0") is not None
 
 
 async def test_empty_source_deletes_nothing(file_url: str) -> None:

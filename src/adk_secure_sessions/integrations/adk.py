@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -200,9 +200,7 @@ def describing() -> AbstractContextManager[object]:
 
 
 @hides_locals
-def session_service(
-    uri: str, agents_dir: str | None = None, **options: object
-) -> EncryptedSessionService:
+def session_service(uri: str, **options: object) -> EncryptedSessionService:
     """Return the session service for *uri*.
 
     Calls with the same databases, keys and backends return the same service.  When the process
@@ -210,30 +208,26 @@ def session_service(
 
     Args:
         uri: The URI; the module describes its form.
-        agents_dir: Not used.  A relative path in *uri* is relative to the current directory.
-        options: Rejected, because all options are part of the URI.
+        options: Rejected, because all options are part of the URI.  Exception: `agents_dir` and
+            `per_agent`, which google-adk passes to every service, have no effect.  A relative path
+            in *uri* is relative to the current directory.
 
     Raises:
-        ConfigurationError: The URI, or a key or a database that it names, cannot be used.
+        ConfigurationError: The URI, or a key or a database that it names, cannot be used; or there
+            are other options.
     """
-    if options:
-        raise ConfigurationError(
-            f"{', '.join(sorted(options))}: options of an encrypted service are part of its URI"
-        )
-    parsed = parse(uri)
+    parsed = _parsed(uri, options)
     return cast(EncryptedSessionService, parsed) if _describes.get() else _shared(parsed)
 
 
 @hides_locals
-def artifact_service(
-    uri: str, agents_dir: str | None = None, **_options: object
-) -> "BaseArtifactService":
+def artifact_service(uri: str, **options: object) -> "BaseArtifactService":
     """Return the artifact service for *uri*, whose option `blobs` says where contents are stored.
 
     The database of the sessions stores the names, versions and encryption keys of artifacts.  See
     `session_service` for the arguments and errors.
     """
-    parsed = parse(uri)
+    parsed = _parsed(uri, options)
     if parsed.blobs is None:
         raise ConfigurationError(
             "artifacts need a place for their contents: add blobs= to the URI, with a directory or "
@@ -249,19 +243,26 @@ def artifact_service(
 
 
 @hides_locals
-def memory_service(
-    uri: str, agents_dir: str | None = None, **_options: object
-) -> "BaseMemoryService":
+def memory_service(uri: str, **options: object) -> "BaseMemoryService":
     """Return the memory service for *uri*, which stores memories in the database of the sessions.
 
     See `session_service` for the arguments and errors.
     """
-    parsed = parse(uri)
+    parsed = _parsed(uri, options)
     if _describes.get():
         return cast("BaseMemoryService", parsed)
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 
     return EncryptedMemoryService(_shared(parsed))
+
+
+@hides_locals
+def _parsed(uri: str, options: Mapping[str, object]) -> ServiceUri:
+    if unknown := options.keys() - {"agents_dir", "per_agent"}:
+        raise ConfigurationError(
+            f"{', '.join(sorted(unknown))}: options of an encrypted service are part of its URI"
+        )
+    return parse(uri)
 
 
 @hides_locals

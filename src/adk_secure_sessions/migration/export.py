@@ -59,9 +59,9 @@ class Export(Result):
     states: int = 0
     bad: int = count("item", "not exported", wrong=True)
     stopped: bool = False
-    verified: int | None = count("session", "compared")
+    verified: int | None = count("session", "compared", none=True)
     differences: int = count("item", "different in the target", wrong=True)
-    extra: int | None = count("session", "only in the target", wrong=True)
+    extra: int | None = count("session", "only in the target", wrong=True, none=True)
     findings: tuple[Finding, ...] = listing("bad", "differences")
     seconds: float = 0.0
 
@@ -146,7 +146,7 @@ class _Exporting:
     def __init__(
         self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
     ) -> None:
-        self.done: Export = Export(verified=None, extra=None)
+        self.done: Export = Export()
         self.db, self.app_name, self.user_id = db, app_name, user_id
         self._skip_bad = skip_bad
         self._findings = Findings(with_ids=False)

@@ -341,7 +341,8 @@ class _Run:
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"
                 )
-            if delete and self.writes and self.target is not None:
-                await self.target.delete(found)
+            deletes = self.target if delete and self.writes else None
+            if deletes and not await deletes.delete(found):
+                continue  # a service has continued or deleted it meanwhile
             self.done.gone += 1
             self.findings.add(found.tag, GONE, *found.ids)

@@ -155,11 +155,11 @@ class Target:
         app = await self.db.unit.run(reads.CheckOwner(await self.db.unit.identify(app_name)))
         return b"{}" if app is None else app.state
 
-    async def delete(self, found: Located) -> None:
-        """Delete a copied session, unless a service has written to it."""
+    async def delete(self, found: Located) -> bool:
+        """Delete a copied session; return False if a service has written to it or deleted it."""
         who = await self.db.unit.identify(*found.ids)
         untouched = (found.row, found.number)
-        await self.db.unit.run(
+        return await self.db.unit.run(
             writes.DeleteSession(who, lambda now: (now.id, now.revision) == untouched)
         )
 
