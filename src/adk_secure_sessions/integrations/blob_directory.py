@@ -16,7 +16,6 @@ import asyncio
 import errno
 import logging
 import os
-import re
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,14 +23,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
-from adk_secure_sessions.integrations.blob_store import BLOB_ID, DELETED, BlobStore, StoredBlob
+from adk_secure_sessions.integrations.blob_store import (
+    BLOB_ID,
+    DELETED,
+    NUMBER,
+    BlobStore,
+    StoredObject,
+    check_size,
+    missing_blob,
+)
 from adk_secure_sessions.loops import await_to_end
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NUMBER = re.compile(r"[0-9]{1,9}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -62,8 +68,8 @@ class BlobDirectory(BlobStore):
         if create:
             _translating(lambda: _make_prefix(self._directory))
 
-    async def _put(self, name: str, number: int, data: bytes) -> None:
-        await _in_thread(lambda: _write(self._directory, name, str(number), data))
+    async def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
+        await _in_thread(lambda: _write(self._directory, folder, name, data, replace=replace))
 
     async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         return await _in_thread(lambda: _read(self._directory, name, number, size, start, stop))
@@ -71,19 +77,12 @@ class BlobDirectory(BlobStore):
     async def _delete(self, name: str) -> None:
         await _in_thread(lambda: _delete(self._directory, name))
 
-    async def _list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
-        for blob in await _in_thread(lambda: _blobs(self._directory, name)):
-            yield blob
-
-    async def _mark(self, name: str) -> None:
-        await _in_thread(lambda: _write(self._directory, DELETED, name, b"", replace=True))
-
     async def _unmark(self, name: str) -> None:
         await _in_thread(lambda: _unmark(self._directory, name))
 
-    async def _marks(self) -> AsyncIterator[StoredBlob]:
-        for mark in await _in_thread(lambda: _marks(self._directory)):
-            yield mark
+    async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
+        for found in await _in_thread(lambda: _objects(self._directory, folder)):
+            yield found
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
@@ -265,9 +264,8 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
             descriptor = os.open(blob.at(str(number)), flags, dir_fd=blob.descriptor)
             try:
                 status = os.fstat(descriptor)
-                if stat.S_ISREG(status.st_mode) and status.st_size != size:
-                    data = b""
-                elif stat.S_ISREG(status.st_mode):
+                if stat.S_ISREG(status.st_mode):
+                    check_size(status.st_size, size)
                     with open(descriptor, "rb", closefd=False) as file:
                         file.seek(start)
                         data = file.read(stop - start)
@@ -275,11 +273,7 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
                 os.close(descriptor)
     except OSError as error:
         if error.errno == errno.ENOENT:
-            raise TamperedError(
-                "a blob is missing: it was deleted outside the service, or this is not the "
-                "directory that it was written to",
-                reason=Reason.MISSING,
-            ) from None
+            raise missing_blob("directory") from None
         if error.errno not in _REPLACED:
             raise
     if data is None:
@@ -288,10 +282,7 @@ def _read(directory: Path, name: str, number: int, size: int, start: int, stop: 
             "can write to the directory of artifacts",
             reason=Reason.MISMATCH,
         )
-    if len(data) != stop - start or not data:
-        raise TamperedError(
-            "a blob does not have the length that it was written with", reason=Reason.MISMATCH
-        )
+    check_size(len(data), stop - start)
     return data
 
 
@@ -329,11 +320,11 @@ def _deletable(blob: _Folder) -> list[str]:
     return [
         entry.name
         for entry in blob.entries()
-        if _NUMBER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+        if NUMBER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
     ]
 
 
-# In the next three functions, a missing directory means that nothing was stored or marked.
+# In the next two functions, a missing directory means that nothing was stored or marked.
 
 
 def _unmark(directory: Path, name: str) -> None:
@@ -342,53 +333,40 @@ def _unmark(directory: Path, name: str) -> None:
         marks.sync()
 
 
-def _marks(directory: Path) -> list[StoredBlob]:
-    """Return the marks in *directory*.  Omit links, and other entries that are not files."""
-    found = []
-    with suppress(FileNotFoundError), _prefix(directory) as prefix, prefix.child(DELETED) as marks:
-        for entry in marks.entries():
-            with suppress(FileNotFoundError):  # another process has withdrawn the mark
-                status = entry.stat(follow_symlinks=False)
-                if BLOB_ID.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
-                    found.append(StoredBlob(entry.name, 0, status.st_mtime))
-    return found
-
-
-def _blobs(directory: Path, name: str | None) -> list[StoredBlob]:
-    """Return the blob *name* or, if *name* is None, all blobs, in the order of their names."""
+def _objects(directory: Path, folder: str | None) -> list[StoredObject]:
+    """Return the objects in *folder* or, if it is None, in the folders of all blobs, by name."""
     with suppress(FileNotFoundError), _prefix(directory) as prefix:
-        names = (
-            [name]
-            if name is not None
-            else sorted(
-                entry.name
-                for entry in prefix.entries()
-                if BLOB_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            )
+        if folder is not None:
+            return _objects_in(prefix, folder)
+        folders = sorted(
+            entry.name
+            for entry in prefix.entries()
+            if BLOB_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         )
-        return [blob for one in names if (blob := _blob(prefix, one)) is not None]
+        return [found for one in folders for found in _objects_in(prefix, one)]
     return []
 
 
-def _blob(prefix: _Folder, name: str) -> StoredBlob | None:
-    """Return the blob *name*; None if it does not exist, or if a link or a file is in its place.
+def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
+    """Return the objects in the folder *name*; an empty folder counts as an object of no size.
 
-    An empty directory counts as a blob of 0 bytes.  A link or a pipe in the place of an object
-    counts as 0 bytes.  Entries that `_delete` does not delete do not count.
+    If a link or a file is in the place of the folder of a blob, there are no objects; in the place
+    of the folder of marks, it is an error.
     """
+    found = []
     try:
-        with prefix.child(name) as blob:
-            entries = blob.entries()
-            found = [] if entries else [blob.status()]
+        with prefix.child(name) as folder:
+            entries = folder.entries()
+            if not entries:
+                found.append(StoredObject(name, "0", None, folder.status().st_mtime))
             for entry in entries:
-                status = entry.stat(follow_symlinks=False)
-                if _NUMBER.fullmatch(entry.name) and not stat.S_ISDIR(status.st_mode):
-                    found.append(status)
+                with suppress(FileNotFoundError):  # another process has deleted it
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(status.st_mode):
+                        size = status.st_size if stat.S_ISREG(status.st_mode) else None
+                        found.append(StoredObject(name, entry.name, size, status.st_mtime))
     except OSError as error:
-        if error.errno != errno.ENOENT and error.errno not in _REPLACED:
+        is_replaced = error.errno in _REPLACED and name != DELETED
+        if error.errno != errno.ENOENT and not is_replaced:
             raise
-        return None
-    if not found:
-        return None
-    size = sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
-    return StoredBlob(name, size, max(status.st_mtime for status in found))
+    return found

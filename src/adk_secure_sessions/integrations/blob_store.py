@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.errors import ArtifactStoreError
+from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import (
     BlobDecryptor,
     BlobEncryptor,
@@ -28,7 +28,8 @@ from adk_secure_sessions.loops import wait_ignoring_cancel
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
 # The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.
 BLOB_ID = re.compile(r"[0-9a-f]{32}")
-DELETED = "deleted"  # the directory with the marks of deleted blobs
+NUMBER = re.compile(r"[0-9]{1,9}")  # of an object of a blob: its name
+DELETED = "deleted"  # the folder with the marks of deleted blobs
 _PARALLEL = 3  # objects that are uploaded at the same time
 _CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
 
@@ -44,11 +45,20 @@ class Blob(KeyMaterial):
 
 
 class StoredBlob(NamedTuple):
-    """A blob in the store, which may be incomplete, or one of its objects, or a mark of a blob."""
+    """A blob in the store, which may be incomplete."""
 
-    name: str  # of the blob
+    name: str
     size: int  # bytes
     modified: float  # of its last object: seconds since 1970, by the store's clock
+
+
+class StoredObject(NamedTuple):
+    """An object `PREFIX/FOLDER/NAME` of the store: a part of a blob, a mark, or a foreign one."""
+
+    folder: str
+    name: str
+    size: int | None  # bytes; None if a link or another thing that is not a file is in its place
+    modified: float  # seconds since 1970, by the store's clock
 
 
 class BlobStore(ABC):
@@ -92,7 +102,7 @@ class BlobStore(ABC):
             async for data in _objects_of(pieces):
                 if len(uploads) >= _PARALLEL:
                     await _first_upload(uploads)
-                uploads.add(asyncio.create_task(self._put(name, number, data)))
+                uploads.add(asyncio.create_task(self._put(name, str(number), data)))
                 size += len(data)
                 number += 1
             while uploads:
@@ -156,7 +166,7 @@ class BlobStore(ABC):
     async def size(self, name: str) -> int | None:
         """Return the total size of the objects of the blob *name*; None if there is no object."""
         _check_name(name)
-        async for blob in self._list(name):
+        async for blob in self.list(name):
             return blob.size
         return None
 
@@ -170,9 +180,9 @@ class BlobStore(ABC):
         await self._delete(name)
 
     async def mark(self, name: str) -> None:
-        """Mark the blob *name* as deleted, now."""
+        """Mark the blob *name* as deleted, now; a mark that it has is replaced by a new one."""
         _check_name(name)
-        await self._mark(name)
+        await self._put(DELETED, name, b"", replace=True)
 
     async def unmark(self, name: str) -> None:
         """Withdraw the mark of the blob *name*; if there is none, do nothing."""
@@ -181,7 +191,11 @@ class BlobStore(ABC):
 
     async def marks(self) -> dict[str, float]:
         """Return when each marked blob was marked, in seconds since 1970, by the store's clock."""
-        return {mark.name: mark.modified async for mark in self._marks()}
+        return {
+            mark.name: mark.modified
+            async for mark in self._objects(DELETED)
+            if BLOB_ID.fullmatch(mark.name) and mark.size is not None
+        }
 
     async def marks_and_time(self) -> tuple[dict[str, float], float]:
         """Return `marks`, and what the store's clock shows now.
@@ -189,7 +203,7 @@ class BlobStore(ABC):
         To read the clock, this method stores and deletes a mark of a blob that does not exist.
         """
         probe = secrets.token_hex(16)
-        await self._mark(probe)
+        await self.mark(probe)
         marks = await self.marks()
         await self._unmark(probe)
         if probe not in marks:
@@ -199,19 +213,33 @@ class BlobStore(ABC):
             )
         return marks, marks.pop(probe)
 
-    def list(self) -> AsyncIterator[StoredBlob]:
-        """Yield all blobs, including incomplete blobs of interrupted uploads."""
-        return self._list()
+    async def list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
+        """Yield the blob *name*, by default all, including those of interrupted uploads."""
+        blob: StoredBlob | None = None
+        async for one in self._objects(name):  # the objects of one blob are adjacent
+            if not (BLOB_ID.fullmatch(one.folder) and NUMBER.fullmatch(one.name)):
+                continue
+            size, modified = one.size or 0, one.modified
+            if blob is not None and blob.name == one.folder:
+                size, modified = blob.size + size, max(blob.modified, modified)
+            elif blob is not None:
+                yield blob
+            blob = StoredBlob(one.folder, size, modified)
+        if blob is not None:
+            yield blob
 
     # --- what a kind of store implements ---------------------------------------------------------
 
     @abstractmethod
-    async def _put(self, name: str, number: int, data: bytes) -> None:
-        """Store *data* as a new object."""
+    async def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
+        """Store *data* as an object, durably.
+
+        Only with *replace*, the object may exist; it then gets a new time.
+        """
 
     @abstractmethod
     async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
-        """Return the bytes *start* to *stop* - 1 of an object.
+        """Return the bytes *start* to *stop* - 1 of an object of a blob.
 
         Raises TamperedError if the object is missing, or does not have *size* bytes.
         """
@@ -220,18 +248,26 @@ class BlobStore(ABC):
     async def _delete(self, name: str) -> None: ...
 
     @abstractmethod
-    def _list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
-        """Yield the blob *name*, if it exists; by default all blobs."""
-
-    @abstractmethod
-    async def _mark(self, name: str) -> None:
-        """Store the mark of a blob; if there is one, replace it, so that it gets a new time."""
-
-    @abstractmethod
     async def _unmark(self, name: str) -> None: ...
 
     @abstractmethod
-    def _marks(self) -> AsyncIterator[StoredBlob]: ...
+    def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
+        """Yield the objects in *folder*, or in all folders of blobs, folder by folder."""
+
+
+def missing_blob(place: str) -> TamperedError:
+    return TamperedError(
+        f"a blob is missing: it was deleted outside the service, or this is not the {place} that "
+        "it was written to",
+        reason=Reason.MISSING,
+    )
+
+
+def check_size(found: int, expected: int) -> None:
+    if found != expected:
+        raise TamperedError(
+            "a blob does not have the length that it was written with", reason=Reason.MISMATCH
+        )
 
 
 async def _objects_of(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

@@ -15,14 +15,16 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.errors import (
-    ArtifactStoreError,
-    ConfigurationError,
-    Reason,
-    TamperedError,
-)
+from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, TamperedError
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory
-from adk_secure_sessions.integrations.blob_store import BLOB_ID, DELETED, BlobStore, StoredBlob
+from adk_secure_sessions.integrations.blob_store import (
+    DELETED,
+    NUMBER,
+    BlobStore,
+    StoredObject,
+    check_size,
+    missing_blob,
+)
 from adk_secure_sessions.keys.remote import check_transport, require
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -246,22 +248,14 @@ class _Bucket(BlobStore):
     def __repr__(self) -> str:  # the store's configuration contains credentials
         return f"<{type(self).__name__}>"
 
-    def _path(self, name: str, number: int) -> str:
-        return f"{self.prefix}/{name}/{number}"
+    def _path(self, folder: str, name: str | int) -> str:
+        return f"{self.prefix}/{folder}/{name}"
 
-    def _path_of_mark(self, name: str) -> str:
-        return f"{self.prefix}/{DELETED}/{name}"
-
-    async def _put(self, name: str, number: int, data: bytes) -> None:
-        await self._store_object(self._path(name, number), data)
-
-    async def _mark(self, name: str) -> None:
-        await self._store_object(self._path_of_mark(name), b"")
-
-    async def _store_object(self, path: str, data: bytes) -> None:
+    async def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
         import obstore
 
         try:
+            path = self._path(folder, name)
             await self._call(
                 lambda: obstore.put_async(self._store, path, data, use_multipart=False)
             )
@@ -279,7 +273,7 @@ class _Bucket(BlobStore):
             answer = await obstore.get_async(self._store, path, options=options)
             # Check the size before reading the content: an attacker may have replaced the object by
             # a very large one.
-            _check_size(answer.meta["size"], size)
+            check_size(answer.meta["size"], size)
             return bytes(await answer.bytes_async())
 
         try:
@@ -291,12 +285,8 @@ class _Bucket(BlobStore):
                 raise
             data = None
         if data is None:
-            raise TamperedError(
-                "a blob is missing: it was deleted outside the service, or this is not the store "
-                "that it was written to",
-                reason=Reason.MISSING,
-            )
-        _check_size(len(data), stop - start)
+            raise missing_blob("store")
+        check_size(len(data), stop - start)
         return data
 
     async def _is_missing(self, path: str, size: int) -> bool:
@@ -311,16 +301,16 @@ class _Bucket(BlobStore):
             answer = await self._call(lambda: obstore.head_async(self._store, path))
         except _Missing:
             return True
-        _check_size(answer["size"], size)
+        check_size(answer["size"], size)
         return False
 
     async def _delete(self, name: str) -> None:
-        paths = [self._path(name, number) async for _, number, _ in self._objects(name)]
-        if paths:
-            await self._delete_objects(paths)
+        names = [one.name async for one in self._objects(name) if NUMBER.fullmatch(one.name)]
+        if names:
+            await self._delete_objects([self._path(name, one) for one in names])
 
     async def _unmark(self, name: str) -> None:
-        await self._delete_objects([self._path_of_mark(name)])
+        await self._delete_objects([self._path(DELETED, name)])
 
     async def _delete_objects(self, paths: Sequence[str]) -> None:
         import obstore
@@ -330,37 +320,10 @@ class _Bucket(BlobStore):
         except _Missing:
             pass
 
-    async def _list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
-        blob: StoredBlob | None = None
-        async for found, _, meta in self._objects(name):  # the objects of one blob are adjacent
-            size, modified = int(meta["size"]), meta["last_modified"].timestamp()
-            if blob is not None and blob.name == found:
-                blob = StoredBlob(found, blob.size + size, max(blob.modified, modified))
-                continue
-            if blob is not None:
-                yield blob
-            blob = StoredBlob(found, size, modified)
-        if blob is not None:
-            yield blob
-
-    async def _objects(self, name: str | None) -> AsyncIterator[tuple[str, int, Any]]:
-        """Yield the blob's name, the number and the facts of each object, by default of all."""
-        below = self.prefix if name is None else f"{self.prefix}/{name}"
-        async for path, meta in self._below(below):
-            blob, _, number = path.partition("/")
-            if BLOB_ID.fullmatch(blob) and re.fullmatch(r"[0-9]{1,9}", number):
-                yield blob, int(number), meta
-
-    async def _marks(self) -> AsyncIterator[StoredBlob]:
-        async for path, meta in self._below(f"{self.prefix}/{DELETED}"):
-            _, _, name = path.partition("/")
-            if BLOB_ID.fullmatch(name):
-                yield StoredBlob(name, 0, meta["last_modified"].timestamp())
-
-    async def _below(self, below: str) -> AsyncIterator[tuple[str, Any]]:
-        """Yield the objects below the path *below*: the path after the prefix, and its facts."""
+    async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
         import obstore
 
+        below = self.prefix if folder is None else f"{self.prefix}/{folder}"
         stream: Any = obstore.list(self._store, below, chunk_size=1000)
 
         async def next_batch() -> Any:
@@ -376,7 +339,10 @@ class _Bucket(BlobStore):
             if batch is None:
                 return
             for meta in batch:
-                yield str(meta["path"]).removeprefix(f"{self.prefix}/"), meta
+                path = str(meta["path"]).removeprefix(f"{self.prefix}/")
+                found, _, name = path.partition("/")
+                modified = meta["last_modified"].timestamp()
+                yield StoredObject(found, name, int(meta["size"]), modified)
 
     @hides_locals
     async def _call(self, call: Any) -> Any:
@@ -400,13 +366,6 @@ class _Bucket(BlobStore):
 
 class _Missing(Exception):
     """The object, or its bucket, does not exist."""
-
-
-def _check_size(found: int, expected: int) -> None:
-    if found != expected:
-        raise TamperedError(
-            "a blob does not have the length that it was written with", reason=Reason.MISMATCH
-        )
 
 
 def _translated(error: Exception) -> Exception:
