@@ -137,8 +137,7 @@ async def verify_audit(
     trail = await _opened(db, progress, rows_per_second)
     logged = _Heads(heads or {}, trail)
     chains = 0
-    await trail.check_feature()
-    await trail.check_types()
+    await trail.check_table()
     async for chain, _ in trail.chains():
         bad = trail.problems.count
         end = await trail.check(chain, heads=logged.of(chain))
@@ -191,8 +190,7 @@ async def export_audit(
             write(json.dumps(fields).encode("ascii") + b"\n")
             exported += 1
 
-    await trail.check_feature()
-    await trail.check_types()
+    await trail.check_table()
     async for chain, _ in trail.chains():
         await trail.check(chain, export)
     trail.meter.finish()
@@ -286,13 +284,10 @@ class _Trail:
     def add_bad(self, row: str, reason: Reason, detail: str) -> None:
         self.problems.add(audit_records.name, row, reason, detail)
 
-    async def check_feature(self) -> None:
-        """Report rows in the table of a database whose features do not list the trail."""
+    async def check_table(self) -> None:
+        """Report a table that no feature names, and rows that no query for a chain finds."""
         if await is_unlisted(self._db):
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED)
-
-    async def check_types(self) -> None:
-        """Report rows that no query for a chain finds, because their key has another type."""
         ((number,),) = await self._db.unit.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"

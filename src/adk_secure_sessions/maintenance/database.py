@@ -23,6 +23,7 @@ from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_existing, survey_existing
+from adk_secure_sessions.storage.pages import first_rows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     audit_records,
@@ -239,11 +240,7 @@ class Database(KeyMaterial, ClosedByWith):
         return await open_existing(self.unit.executors, self.unit.backends, known)
 
 
-_ANY_RECORD = (
-    sa.select(audit_records.c.number)
-    .limit(sa.literal_column("1", sa.Integer))
-    .offset(sa.literal_column("0", sa.Integer))
-)
+_ANY_RECORD = first_rows(sa.select(audit_records.c.number), 1)
 
 
 def _sqlite_file(db_url: str | sa.URL) -> Path | None:

@@ -36,26 +36,23 @@ async def init(db: Database) -> Initialisation:
     """
     backends = db.unit.backends
     opening = partial(open_database, db.unit.executors, backends, True)
-    data_before, keys_before = await _survey_both(db)
+    before = await _surveys(db)
     await repeated(opening)
-    data, keys = await _survey_both(db)
-    made = [data_before.missing_tables - data.missing_tables]
-    if db.unit.executors.has_key_database:
-        made.insert(0, keys_before.missing_tables - keys.missing_tables)
-    known = {row.id for row in keys_before.keyring}
-    return Initialisation(
-        tuple(
-            table.name for names in made for table in metadata.sorted_tables if table.name in names
-        ),
-        tuple(row.id for row in keys.keyring if row.id not in known),
-    )
+    after = await _surveys(db)
+    made = [old.missing_tables - new.missing_tables for old, new in zip(before, after, strict=True)]
+    names = [one.name for tables in made for one in metadata.sorted_tables if one.name in tables]
+    known = {row.id for row in before[0].keyring}
+    masters = [row.id for row in after[0].keyring if row.id not in known]
+    return Initialisation(tuple(names), tuple(masters))
 
 
-async def _survey_both(db: Database) -> tuple[Survey, Survey]:
-    """Return the survey of the database with the data, and of the database with the key tables."""
-
+async def _surveys(db: Database) -> list[Survey]:
+    """Return the surveys of the key database, if there is one, and of the database of the data."""
     data, keys = db.unit.executors
-    return await repeated(lambda: look_at(data)), await repeated(lambda: look_at(keys, KEY_FILE))
+    surveys = [await repeated(lambda: look_at(data))]
+    if db.unit.executors.has_key_database:
+        surveys.insert(0, await repeated(lambda: look_at(keys, KEY_FILE)))
+    return surveys
 
 
 class Check(NamedTuple):

@@ -143,12 +143,13 @@ async def record_headers(
     source, column = _RECORDS[table]
     rows = await db.reader_of(source)(_headers(table, row is not None), parameters)
     made = []
-    for length, start, root_key_id, base_revision, *key in rows:
-        backend_id, key_id = (None, None) if source is keyring else header(start) or (None, None)
+    for length, start, more, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
+        backend_id, key_id = (None, None) if source is keyring else header(start) or (None, None)
+        root_key_id = more if source is keyring else None
         kind = None
         if source is sessions:
-            kind = "collection" if base_revision == COLLECTION else "session"
+            kind = "collection" if more == COLLECTION else "session"
         made.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))
     return tuple(made)
 
@@ -174,14 +175,8 @@ def _by_tag(table: sa.Table) -> sa.Select[Any]:
 def _headers(name: str, one: bool) -> sa.Select[Any]:
     table, column = _RECORDS[name]
     key = list(table.primary_key.columns)
-    root: sa.ColumnElement[Any] = sa.cast(sa.null(), sa.String(255))
-    if table is keyring:
-        root = keyring.c.root_key_id
-    length = sa.func.length(column)
-    base_revision: sa.ColumnElement[Any] = sa.cast(sa.null(), sa.BigInteger)
-    if table is sessions:
-        base_revision = sessions.c.base_revision
-    query = sa.select(length, header_of(column), root, base_revision, *key).order_by(*key)
+    more = {keyring: keyring.c.root_key_id, sessions: sessions.c.base_revision}.get(table, key[0])
+    query = sa.select(sa.func.length(column), header_of(column), more, *key).order_by(*key)
     if one:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))
     return first_rows(query, sa.bindparam("limit", type_=sa.BigInteger))

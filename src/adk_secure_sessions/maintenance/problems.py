@@ -19,10 +19,13 @@ from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    INDEX_MARK,
     apps,
     bases,
     data_keys,
     events,
+    indexed,
     sessions,
     users,
     witnesses,
@@ -182,6 +185,32 @@ def _orphans(
     return sa.select(key, sa.func.count()).where(*missing).group_by(key).order_by(key)
 
 
+def orphaned_in_index(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
+    """Return the SQL conditions for rows of the index whose session or user does not exist.
+
+    If *app_tag* is given, only sessions and users of this app count.  A collection never counts.
+    """
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
+    zero: sa.ColumnElement[int] = sa.literal_column("0")
+    row = indexed.c.row_id
+    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
+    of_session = sa.select(one).where(sessions.c.id == row, is_session)
+    of_user = sa.select(one).where(users.c.id == minus_one - row)
+    if app_tag is not None:
+        app = sa.select(apps.c.id).where(apps.c.tag == app_tag)
+        of_user = of_user.where(users.c.app_row.in_(app))
+        of_session = of_session.where(users.c.id == sessions.c.user_row, users.c.app_row.in_(app))
+    session, user = (query.correlate(indexed).exists() for query in (of_session, of_user))
+    is_mark = row == sa.literal_column(str(INDEX_MARK))
+    return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
+
+
+_ORPHANS_OF_INDEX = (
+    sa.select(indexed.c.row_id, sa.func.count())
+    .where(*orphaned_in_index())
+    .group_by(indexed.c.row_id)
+)
 # For each column that refers to another row, the primary key of its table, and the query for the
 # rows that refer to none.
 _ORPHANS = (
@@ -193,4 +222,5 @@ _ORPHANS = (
         witnesses.c.tag,
         _orphans(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
     ),
+    (indexed.c.row_id, _ORPHANS_OF_INDEX),
 )

@@ -14,7 +14,12 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.problems import (
+    UNREADABLE,
+    Problem,
+    Problems,
+    orphaned_in_index,
+)
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
@@ -31,11 +36,9 @@ from adk_secure_sessions.storage.features.index_rows import (
     withdraw,
 )
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
-from adk_secure_sessions.storage.pages import spans
+from adk_secure_sessions.storage.pages import first_rows, spans
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
     INDEX_MARK,
-    apps,
     indexed,
     sessions,
     users,
@@ -117,7 +120,7 @@ async def fill_index(
     await run.fill_sessions()
     done = run.done
     app_tag = (await db.unit.identify(app_name)).app_tag
-    done.removed = await _delete(db, tags, *orphaned(app_tag))
+    done.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
     done.problems = tuple(run.problems.kept)
     done.complete = skip_unreadable or not run.problems.count
     if done.complete:
@@ -233,43 +236,12 @@ def _rows_changed(query: sa.Delete, parameters: Parameters, connection: sa.Conne
     return connection.execute(query, parameters).rowcount
 
 
-# --- rows without a session or user ---------------------------------------------------------------
-
-
-def orphaned(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
-    """Return the SQL conditions for rows of the index whose session or user does not exist.
-
-    If *app_tag* is given, only sessions and users of this app count.  A collection never counts.
-    """
-    one: sa.ColumnElement[int] = sa.literal_column("1")
-    minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
-    zero: sa.ColumnElement[int] = sa.literal_column("0")
-    row = indexed.c.row_id
-    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
-    of_session = sa.select(one).where(sessions.c.id == row, is_session)
-    of_user = sa.select(one).where(users.c.id == minus_one - row)
-    if app_tag is not None:
-        app = sa.select(apps.c.id).where(apps.c.tag == app_tag)
-        of_user = of_user.where(users.c.app_row.in_(app))
-        of_session = of_session.where(users.c.id == sessions.c.user_row, users.c.app_row.in_(app))
-    session, user = (query.correlate(indexed).exists() for query in (of_session, of_user))
-    is_mark = row == sa.literal_column(str(INDEX_MARK))
-    return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
-
-
-# The rows, with their numbers, whose session or user does not exist.
-ORPHANS_OF_INDEX = (
-    sa.select(indexed.c.row_id, sa.func.count()).where(*orphaned()).group_by(indexed.c.row_id)
-)
-
-
 _MOST_MARKS = 1000
-_MARKS = (
+_MARKS = first_rows(
     sa.select(indexed.c.key_tag, indexed.c.value_tag)
     .where(indexed.c.row_id == sa.literal_column(str(INDEX_MARK)))
-    .order_by(indexed.c.key_tag)
-    .limit(sa.literal_column(str(_MOST_MARKS)))
-    .offset(sa.literal_column("0"))
+    .order_by(indexed.c.key_tag),
+    _MOST_MARKS,
 )
 
 

@@ -9,6 +9,7 @@ database decrypts a record of the other.
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -117,40 +118,42 @@ async def _separate(
     )
     if not resumed:
         await _begin(db)
-    options = {"progress": progress, "rows_per_second": rows_per_second}
+    options: dict[str, Any] = {"progress": progress, "rows_per_second": rows_per_second}
     await _drop_rows_of_original(db)
     opened = (await db.keys()).keyring
     separation = opened.separation
     if separation is None:
         raise _overtaken()  # this run has begun the separation, and another one has ended it
+    done = Separated(opened.database_id.hex(), resumed)
     stored = (await db.survey()).meta
     if f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.masters:
-        master = await rotate_master(db, **options)  # type: ignore[arg-type]
-        if master.left or master.bad:
-            return Separated(opened.database_id.hex(), resumed, False, 0, (), master.left)
-    if f"{meta.ROTATION}data" in stored or await _records_left(db, separation.since):
-        data = await rotate_data(db, **options)  # type: ignore[arg-type]
-        if data.left or data.bad:
-            kept = len(separation.masters)
-            return Separated(opened.database_id.hex(), resumed, False, 0, (), kept)
-    retirement = await retire(db, **options)  # type: ignore[arg-type]
+        master = await rotate_master(db, **options)
+        if not master.succeeded:
+            done.kept = master.left
+            return done
+    is_left = f"{meta.ROTATION}data" in stored or await _records_left(db, separation.since)
+    if is_left and not (await rotate_data(db, **options)).succeeded:
+        done.kept = len(separation.masters)
+        return done
+    retirement = await retire(db, **options)
     remaining = (await db.renew_keyring()).masters.keys() & separation.masters
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
     ((old,),) = await db.unit.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
-    complete = not remaining and not old
-    if complete:
+    done.complete = not remaining and not old
+    if done.complete:
         await _end(db, opened)
         if opened.has_audit_table:
             await db.renew_keyring()
             await db.keys()  # store in the audit trail of the copy that this command has run
-    deleted, masters = retirement.data_keys, retirement.masters
-    kept = max(retirement.kept, old)
-    return Separated(opened.database_id.hex(), resumed, complete, deleted, masters, kept)
+    done.data_keys, done.masters = retirement.data_keys, retirement.masters
+    done.kept = max(retirement.kept, old)
+    return done
 
 
-_SINCE = sa.bindparam("since", type_=sa.BigInteger)
-_OLD_DATA_KEYS = number_of(data_keys, data_keys.c.created_at < _SINCE)
+_OLD_DATA_KEYS = number_of(
+    data_keys, data_keys.c.created_at < sa.bindparam("since", type_=sa.BigInteger)
+)
 
 
 async def _was_overtaken(db: Database) -> bool:

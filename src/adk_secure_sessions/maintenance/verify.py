@@ -1,6 +1,7 @@
 """Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from adk_secure_sessions.maintenance.problems import (
     unlisted,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.search_index import ORPHANS_OF_INDEX, read_marks
+from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
     OwnerTag,
@@ -40,7 +41,7 @@ from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.index_rows import IndexState
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
-from adk_secure_sessions.storage.pages import pages, rows_where, spans
+from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.reads import CheckLocatedSession, CheckOwner
 from adk_secure_sessions.storage.rows import Identity, MigratedRow, StoredSession, naming
 from adk_secure_sessions.storage.schema import (
@@ -121,15 +122,13 @@ async def verify(
     run = _Verifier(db, index, meter)
     if indexed.name in of_features:
         await run.check_marks()
-    await run.check_apps()
-    await run.check_users()
+    await run.check_owners(apps, run.check_app)
+    await run.check_owners(users, run.check_user)
     await run.check_sessions()
     if migrated.name in of_features:
         await run.check_imports()
     await run.check_features()
-    if indexed.name in of_features:
-        await _find_orphans_of_index(db, run.problems)
-    await _find_orphans(db, run.problems)
+    await _find_orphans(db, run.problems, *([indexed] if indexed.name in of_features else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
     return run.problems.stored_in(run.done)
@@ -184,29 +183,28 @@ class _Verifier:
         for _ in range(differences.total):
             self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
 
-    async def check_apps(self) -> None:
-        async for rows in owner_tags(self._db, apps):
+    async def check_owners(
+        self, table: sa.Table, check: Callable[[OwnerTag], Awaitable[None]]
+    ) -> None:
+        async for rows in owner_tags(self._db, table):
             for row in rows:
-                try:
-                    await self._check_app(row)
-                except UNREADABLE as error:
-                    if not self._has_own_name(row):
-                        self._misnamed_apps.add(row.id)
-                    self.problems.add_error(error, apps.name, row.id)
-                else:
-                    self.done.apps += 1
-                await self._meter.advance()
-
-    async def check_users(self) -> None:
-        async for rows in owner_tags(self._db, users):
-            for row in rows:
-                await self._count_user(row)
+                await check(row)
                 await self._meter.advance()
 
     async def check_sessions(self) -> None:
         async for page in located_sessions(self._db):
             for located in page:
                 await self._check_session(located)
+
+    async def check_app(self, row: OwnerTag) -> None:
+        try:
+            await self._check_app(row)
+        except UNREADABLE as error:
+            if not self._has_own_name(row):
+                self._misnamed_apps.add(row.id)
+            self.problems.add_error(error, apps.name, row.id)
+        else:
+            self.done.apps += 1
 
     async def _check_app(self, row: OwnerTag) -> None:
         with naming(apps.name, row.id):
@@ -278,18 +276,16 @@ class _Verifier:
         except UNREADABLE:
             return False
 
-    async def _count_user(self, row: OwnerTag) -> None:
+    async def check_user(self, row: OwnerTag) -> None:
         try:
-            is_there = await self._check_user(row)
+            self.done.users += await self._check_user(row)
         except UNREADABLE as error:
-            # If the app's name was modified, that is the cause, and `check_apps` has reported it.
+            # If the app's name was modified, that is the cause, and `check_app` has reported it.
             if row.app_row in self._misnamed_apps:
                 self.done.unchecked += 1
             else:
                 self.problems.add_error(error, users.name, row.id)
             self.problems.suppress(users.name, row.id)
-        else:
-            self.done.users += is_there
 
     async def _check_user(self, row: OwnerTag) -> bool:
         """Check a user; return False if the user was deleted after *row* was read."""
@@ -374,27 +370,17 @@ def _reject_rollback(row: MigratedRow, version: int | None) -> None:
 # --- orphaned rows -------------------------------------------------------------------------------
 
 
-async def _find_orphans(db: Database, problems: Problems) -> None:
-    """Report events, snapshots and version witnesses whose session, user or app does not exist."""
-    async for table, row, number in orphans(db, bases, events, witnesses):
+async def _find_orphans(db: Database, problems: Problems, *of_features: sa.Table) -> None:
+    """Report rows whose session, user or app does not exist."""
+    async for table, row, number in orphans(db, bases, events, witnesses, *of_features):
         details = {
             bases.name: "it belongs to no session",
             events.name: f"{number} events belong to no session, or items to no collection",
             witnesses.name: "the app, user or session row that it confirms was removed",
+            indexed.name: f"{number} rows of the search index belong to no session and no user: "
+            "run `index fill`, or delete rows that it leaves",
         }
         problems.add(table, row, Reason.MISSING, details[table])
-
-
-async def _find_orphans_of_index(db: Database, problems: Problems) -> None:
-    """Report rows of the search index whose session or user does not exist."""
-    row_id = indexed.c.row_id
-    async for span in spans(db.unit.read, row_id, db.limits.headers):
-        for row, number in await span.read(db.unit.read, ORPHANS_OF_INDEX, row_id):
-            detail = (
-                f"{number} rows of the search index belong to no session and no user: run `index "
-                "fill`, or delete rows that it leaves"
-            )
-            problems.add(indexed.name, row, Reason.MISSING, detail)
 
 
 async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
