@@ -23,7 +23,6 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     SourceSession,
-    SourceSize,
     States,
     Unreadable,
 )
@@ -89,9 +88,8 @@ class MemoryLookup(LookupSource):
     def description(self) -> str:
         return "a source in memory"
 
-    async def size(self, scope: Scope) -> SourceSize:
-        histories = [content.events for _, content in self.sessions_by_ids.values()]
-        return SourceSize(len(histories), sum(map(len, histories)))
+    async def count(self, scope: Scope) -> int:
+        return len(self.sessions_by_ids)
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         await self._query("sessions")

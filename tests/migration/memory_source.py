@@ -20,7 +20,6 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Source,
     SourceSession,
-    SourceSize,
     States,
     Unreadable,
 )
@@ -93,10 +92,8 @@ class MemorySource(Source):
             )
         ]
 
-    async def size(self, scope: Scope) -> SourceSize:
-        found = [self.contents[ids] for ids in self._in(scope)]
-        events = sum(len(one.events) for one in found if isinstance(one, SessionContent))
-        return SourceSize(len(found), events)
+    async def count(self, scope: Scope) -> int:
+        return len(self._in(scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         last: Ids | None = None

@@ -26,7 +26,6 @@ from adk_secure_sessions.migration.adk_tables import AdkTables, inspect
 from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
-    SourceSize,
     Unreadable,
 )
 from tests.conformance import samples, values
@@ -165,12 +164,12 @@ async def test_scope_selects_sessions_by_last_update(adk: Adk) -> None:
     async with adk.source() as source:
         scope = Scope(since=round((START + 2) * 1e6))
         assert [one.session_id for one in await listed(source, scope)] == ["s2", "s3", "o"]
-        assert await source.size(scope) == SourceSize(3, 3)
+        assert await source.count(scope) == 3
         scope = Scope("app", round((START + 1) * 1e6))
         assert [one.session_id for one in await listed(source, scope)] == ["s1", "s2", "s3"]
-        assert await source.size(scope) == SourceSize(3, 3)
-        assert await source.size(Scope("app")) == SourceSize(4, 4)
-        assert await source.size(Scope()) == SourceSize(5, 5)
+        assert await source.count(scope) == 3
+        assert await source.count(Scope("app")) == 4
+        assert await source.count(Scope()) == 5
 
 
 async def test_version_changes_with_every_change(adk: Adk) -> None:
@@ -685,7 +684,7 @@ async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:
     assert await detect(url) == frozenset()
     async with AdkTables(url) as source:
         with pytest.raises(ConfigurationError, match="check the URL"):
-            await source.size(Scope())
+            await source.count(Scope())
     with pytest.raises(ConfigurationError, match="does not exist"):
         AdkTables(f"sqlite:///{tmp_path}/missing.db")
     with pytest.raises(ConfigurationError, match="exactly one"):

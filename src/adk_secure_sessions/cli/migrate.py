@@ -223,7 +223,7 @@ def _run(
             if asked is not None and isinstance(source, migration.AdkTables):
                 found = call(source.describe())
                 require_confirmation(found, asked[0], "delete the sessions of the source")
-            with progress(label) as report:
+            with progress(label, "sessions") as report:
                 return call(work(source, db, progress=report))
         finally:
             call(source.close())

@@ -32,7 +32,6 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     SourceSession,
-    SourceSize,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -208,14 +207,9 @@ class Tables:
         since = [] if scope.since is None else [self._since(scope.since)]
         return self._of_app(scope) + since
 
-    def size(self, connection: sa.Connection, scope: Scope) -> SourceSize:
+    def count(self, connection: sa.Connection, scope: Scope) -> int:
         sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(scope))
-        events = sa.select(sa.func.count()).select_from(_e)
-        if scope.since is not None:
-            events = events.join(_s, _of_session()).where(*self._within(scope))
-        elif scope.app_name is not None:
-            events = events.where(_e.c.app_name == scope.app_name)
-        return SourceSize(*(connection.scalar(query) or 0 for query in (sessions, events)))
+        return connection.scalar(sessions) or 0
 
     def page(
         self, connection: sa.Connection, scope: Scope, after: After | None
@@ -252,7 +246,8 @@ class Tables:
         keys = [self._key(row[:3]) for row in rows]
         counting = sa.select(*_SESSION_KEY, sa.func.count(), size)
         counting = counting.join_from(_s, _e, _of_session()).group_by(*_SESSION_KEY)
-        counting = counting.where(*conditions, *self._between(keys[0], keys[-1]))
+        counting = counting.where(*conditions, *self._after(_SESSION_KEY, after))
+        counting = counting.where(sa.not_(self._is_after(_SESSION_KEY, keys[-1])))
         counts = {tuple(row[:3]): row[3:] for row in connection.execute(counting)}
         found = []
         for key, row in zip(keys, rows, strict=True):
@@ -446,31 +441,19 @@ class Tables:
         are_text = [
             sa.func.typeof(column) == "text" for column in columns if self.dialect == "sqlite"
         ]
-        return (
-            are_text if key is None else [*are_text, self._beyond(columns, key, allow_equal=False)]
-        )
+        return are_text if key is None else [*are_text, self._is_after(columns, key)]
 
-    def _between(self, first: After, last: After) -> Any:
-        if not self._is_mysql:
-            key = sa.tuple_(*_SESSION_KEY)
-            return [key >= sa.tuple_(*first), key <= sa.tuple_(*last)]
-        return [
-            self._beyond(_SESSION_KEY, first, allow_equal=True),
-            sa.not_(self._beyond(_SESSION_KEY, last, allow_equal=False)),
-        ]
-
-    def _beyond(
-        self, columns: Sequence[sa.ColumnElement[Any]], key: After, *, allow_equal: bool
+    def _is_after(
+        self, columns: Sequence[sa.ColumnElement[Any]], key: After
     ) -> sa.ColumnElement[bool]:
         """Return the condition that the tuple *columns* is greater than *key*.
 
         For MySQL, which uses no index to compare tuples, the condition compares single columns.
-        Only for MySQL, the condition also accepts an equal tuple if *allow_equal* is True.
         """
         if not self._is_mysql:
             condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > sa.tuple_(*key)
             return condition
-        found = columns[-1] >= key[-1] if allow_equal else columns[-1] > key[-1]
+        found = columns[-1] > key[-1]
         for column, value in zip(columns[-2::-1], key[-2::-1], strict=True):
             found = sa.or_(column > value, sa.and_(column == value, found))
         return found

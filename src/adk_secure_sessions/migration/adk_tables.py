@@ -46,7 +46,6 @@ from adk_secure_sessions.migration.sources import (
     Scope,
     SessionContent,
     SourceSession,
-    SourceSize,
     States,
     Unreadable,
 )
@@ -134,9 +133,9 @@ class AdkTables(LookupSource):
             updated_at = None
         return found._replace(updated_at=updated_at)
 
-    async def size(self, scope: Scope) -> SourceSize:
+    async def count(self, scope: Scope) -> int:
         tables = await self.tables()
-        return await self.run(partial(tables.size, scope=scope))
+        return await self.run(partial(tables.count, scope=scope))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         tables = await self.tables()

@@ -110,7 +110,7 @@ async def compare(
         db: The target, with every backend whose records it may contain.
         scope: Which sessions to compare.
         show_ids: Put readable ids into the findings, not only blind indexes.
-        progress: Called with the number of sessions and events done, and the number of all.
+        progress: Called with the number of sessions done, and the number of all.
 
     Raises:
         ConfigurationError: The source or the target cannot be used.
@@ -142,8 +142,7 @@ class Comparing:
         began = time.monotonic()
         self._target = await Target.of(db)
         self.walk = Walk(self._source, self._target, self._scope)
-        size = await self._source.size(self._scope)
-        self._meter = Meter(progress, size.sessions + size.events, None)
+        self._meter = Meter(progress, await self._source.count(self._scope), None)
         async with Workers(_READS, _READ_BYTES) as workers:
             async for sessions in self.walk.sessions():
                 for one in sessions:
@@ -192,7 +191,7 @@ class Comparing:
                 self._findings.add(pair.tag, reason, *pair.ids)
         events = pair.content.events if isinstance(pair.content, SessionContent) else ()
         self._done.events += len(events)
-        await self._meter.advance(1 + len(events))
+        await self._meter.advance()
 
     async def _reason(self, pair: SessionPair) -> str:
         """Return why the session is not equal; empty if it is, or was continued or deleted."""

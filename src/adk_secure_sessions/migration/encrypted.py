@@ -1,6 +1,5 @@
 """Read sessions from a database of this package, which may have other keys."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -11,7 +10,8 @@ from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.maintenance.counts import SUM_OF_REVISIONS, bounded
+from adk_secure_sessions.loops import at_once
+from adk_secure_sessions.maintenance.counts import bounded
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import (
@@ -28,7 +28,6 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Source,
     SourceSession,
-    SourceSize,
     States,
     Unreadable,
 )
@@ -84,15 +83,15 @@ class EncryptedSource(Source):
     def description(self) -> str:
         return "a database of adk-secure-sessions 2"
 
-    async def size(self, scope: Scope) -> SourceSize:
+    async def count(self, scope: Scope) -> int:
         await self._db.keys()
         since = -(2**63) if scope.since is None else scope.since
         parameters: dict[str, object] = {"now": _now(), "since": since}
         if scope.app_name is not None:
             parameters["app_tag"] = (await self._db.unit.identify(scope.app_name)).app_tag
-        query = _SIZE if scope.app_name is None else _SIZE_OF_APP
-        ((number, revisions),) = await self._db.unit.read(query, parameters)
-        return SourceSize(number, bounded(revisions))
+        query = _COUNT if scope.app_name is None else _COUNT_OF_APP
+        ((number,),) = await self._db.unit.read(query, parameters)
+        return int(number)
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
         async for located in located_sessions(self._db):
@@ -113,16 +112,9 @@ class EncryptedSource(Source):
         contents: dict[SourceSession, SessionContent | Unreadable] = {}
         for start in range(0, len(sessions), _AT_ONCE):
             part = sessions[start : start + _AT_ONCE]
-            contents_of = (_content(self._db, one) for one in part)
-            # With `return_exceptions`, no read is running any more when an error is raised.
-            found = await asyncio.gather(*contents_of, return_exceptions=True)
-            for one, content in zip(part, found, strict=True):
-                if isinstance(content, UNREADABLE):
-                    contents[one] = Unreadable(reason_of(content))
-                elif isinstance(content, BaseException):
-                    raise content
-                elif content is not None:
-                    contents[one] = content
+            found = await at_once(*(_content(self._db, one) for one in part))
+            pairs = zip(part, found, strict=True)
+            contents |= {one: content for one, content in pairs if content is not None}
         return contents
 
     async def states(self, scope: Scope) -> AsyncIterator[States]:
@@ -205,11 +197,12 @@ def _source_session(one: LocatedSession) -> SourceSession:
 async def _content(db: Database, one: SourceSession) -> SessionContent | Unreadable | None:
     if not one.has_ids:
         return Unreadable(one.version.removeprefix(NO_IDS))
-    who = await db.unit.identify(one.app_name, one.user_id, one.session_id)
-    found = await db.unit.run(reads.GetSession(who, _event))
-    if found is None:
-        return None
-    return content_of(found[0].session, found[1])
+    try:
+        who = await db.unit.identify(*one.ids)
+        found = await db.unit.run(reads.GetSession(who, _event))
+        return None if found is None else content_of(found[0].session, found[1])
+    except UNREADABLE as error:
+        return Unreadable(reason_of(error))
 
 
 def content_of(stored: StoredSession, history: Sequence[SourceEvent]) -> SessionContent:
@@ -249,13 +242,17 @@ _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
 ).group_by(events.c.session_row)
 _SIZES_OF_SNAPSHOTS = sa.select(bases.c.session_row, sa.func.length(bases.c.state))
-_SIZE = sa.select(sa.func.count(), SUM_OF_REVISIONS).where(
-    ~_IS_COLLECTION,
-    sessions.c.expires_at > sa.bindparam("now"),
-    sessions.c.updated_at >= sa.bindparam("since"),
+_COUNT = (
+    sa.select(sa.func.count())
+    .select_from(sessions)
+    .where(
+        ~_IS_COLLECTION,
+        sessions.c.expires_at > sa.bindparam("now"),
+        sessions.c.updated_at >= sa.bindparam("since"),
+    )
 )
 _USERS_OF_APP = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row)
-_SIZE_OF_APP = _SIZE.where(
+_COUNT_OF_APP = _COUNT.where(
     sessions.c.user_row.in_(
         _USERS_OF_APP.where(apps.c.tag == sa.bindparam("app_tag", type_=sa.LargeBinary))
     )

@@ -78,7 +78,7 @@ async def erase_source(
         db: The target, with every backend whose records it may contain.
         dry_run: Compare, but delete nothing.
         show_ids: Put readable ids into the findings, not only blind indexes.
-        progress: Called with the number of sessions and events compared, and the number of all.
+        progress: Called with the number of sessions compared, and the number of all.
 
     Raises:
         ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`; or the source or

@@ -159,10 +159,10 @@ class _Exporting:
         """Call *write*, which reads all sessions *passes* times."""
         began = time.monotonic()
         self.target = await Target.of(self.db)  # notice a wrong key before anything is written
-        size = await EncryptedSource(self.db).size(Scope(self.app_name))
+        number = await EncryptedSource(self.db).count(Scope(self.app_name))
         if self.app_name is not None:
             add_facts(app=self.app_name)
-        self._meter = Meter(progress, passes * size.sessions, None)
+        self._meter = Meter(progress, passes * number, None)
         try:
             await write()
         except Stop:

@@ -130,7 +130,7 @@ async def migrate(
         delete_gone: Delete copied sessions that the source no longer has, unless services have
             written to them.
         show_ids: Put readable ids into the findings, not only blind indexes.
-        progress: Called with the number of sessions and events done, and the number of all.
+        progress: Called with the number of sessions done, and the number of all.
         events_per_second: The maximum number of events to copy per second.
 
     Raises:
@@ -147,7 +147,7 @@ async def migrate(
             "delete_gone cannot be combined with since: sessions that were not read are not gone"
         )
     began = time.monotonic()
-    size = await source.size(scope)
+    number = await source.count(scope)
     if not dry_run:
         await init(db)
     target = None if dry_run and await db.is_new() else await Target.of(db)
@@ -162,7 +162,7 @@ async def migrate(
         Walk(source, target, scope, _DUE),
         target,
         Findings(with_ids=show_ids),
-        Meter(progress, size.sessions + size.events, None),
+        Meter(progress, number, None),
         Meter(None, 0, events_per_second),
         writes=not dry_run,
         skip_bad=skip_bad or dry_run,
@@ -221,7 +221,7 @@ class _Run:
         if pair.content is None:
             if not self._is_conflict(pair, pair.status):
                 self.done.unchanged += 1
-            await self.meter.advance(1 + pair.copied_events)
+            await self.meter.advance()
         elif isinstance(pair.content, Unreadable):
             await self._report_bad(pair, pair.content.reason)
         else:
@@ -262,7 +262,7 @@ class _Run:
             self.done.events += len(content.events)
         elif not self._is_conflict(pair, status):
             self.done.unchanged += 1
-        await self.meter.advance(1 + len(content.events))
+        await self.meter.advance()
 
     def _is_conflict(self, pair: Pair[Any], status: ImportStatus) -> bool:
         """Return whether *status* is a conflict; if it is, count and list *pair*."""

@@ -17,7 +17,6 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Source,
     SourceSession,
-    SourceSize,
     States,
     Unreadable,
 )
@@ -26,12 +25,7 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
-# The limits of one batch: the number of sessions, and the bytes of their events.  Up to `_AT_ONCE`
-# sessions are added before the limits are checked.
-_BATCH_SESSIONS = 32
-_BATCH_BYTES = 4 * 2**20
-# `size` reads at least this many sessions to estimate the number of events, if there are so many.
-_SAMPLE = 16
+_BATCH = 32  # the number of sessions, or of users, in one batch; their contents are not read
 _LIMITS = "see docs/limits.md, Sizes"
 
 _Content = SessionContent | Unreadable
@@ -90,50 +84,36 @@ class ServiceSource(Source):
     def description(self) -> str:
         return f"a {type(self._service).__name__}"
 
-    async def size(self, scope: Scope) -> SourceSize:
-        number, in_all = 0, 0
-        for app_name in self._apps(scope):
-            listed = await self._listed(app_name, scope.since)
-            sample = listed[:: max(1, len(listed) // _SAMPLE)]
-            found = await asyncio.gather(*map(self._get, sample))
-            counted = sum(len(session.events) for session in found if session)
-            number += len(listed)
-            in_all += round(counted * len(listed) / max(1, len(sample)))
-        return SourceSize(number, in_all)
+    async def count(self, scope: Scope) -> int:
+        listed = [await self._listed(name, scope.since) for name in self._apps(scope)]
+        return sum(map(len, listed))
 
     async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+        size = _AT_ONCE if self._compares_events else _BATCH
         for app_name in self._apps(scope):
             listed = await self._listed(app_name, scope.since)
-            if not self._compares_events:
-                for start in range(0, len(listed), _BATCH_SESSIONS):
-                    yield listed[start : start + _BATCH_SESSIONS]
-                continue
-            self._contents, total = {}, 0
-            for start in range(0, len(listed), _AT_ONCE):
-                some = listed[start : start + _AT_ONCE]
-                found = await asyncio.gather(*map(self._get, some))
-                for one, session in zip(some, found, strict=True):
-                    if session is None:
-                        continue
-                    version = f"{session.last_update_time!r} {len(session.events)}"
-                    key = one._replace(version=version)
-                    content = _content(key, session)
-                    self._contents[key] = content
-                    if isinstance(content, SessionContent):
-                        total += sum(len(event.plaintext) for event in content.events)
-                if total > _BATCH_BYTES or len(self._contents) >= _BATCH_SESSIONS:
-                    yield list(self._contents)
-                    self._contents, total = {}, 0
-            if self._contents:
-                yield list(self._contents)
+            for start in range(0, len(listed), size):
+                batch = listed[start : start + size]
+                if self._compares_events:
+                    batch = await self._with_numbers_of_events(batch)
+                if batch:
+                    yield batch
                 self._contents = {}
+
+    async def _with_numbers_of_events(self, listed: Sequence[SourceSession]) -> list[SourceSession]:
+        """Read the sessions *listed*, and return them with versions for `compares_events`."""
+        for one, session in zip(listed, await self._get_all(listed), strict=True):
+            if session is not None:
+                version = f"{session.last_update_time!r} {len(session.events)}"
+                key = one._replace(version=version)
+                self._contents[key] = _content(key, session)
+        return list(self._contents)
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
         known = self._contents
         found = {session: known[session] for session in sessions if session in known}
         missing = [session for session in sessions if session not in found]
-        read = await asyncio.gather(*map(self._get, missing))
-        for key, session in zip(missing, read, strict=True):
+        for key, session in zip(missing, await self._get_all(missing), strict=True):
             if session is not None:
                 found[key] = _content(key, session)
         return found
@@ -146,8 +126,8 @@ class ServiceSource(Source):
             for one in listed:
                 by_user.setdefault(one.user_id, []).append(one)
             users = sorted(by_user)
-            for start in range(0, len(users), _BATCH_SESSIONS):
-                some = users[start : start + _BATCH_SESSIONS]
+            for start in range(0, len(users), _BATCH):
+                some = users[start : start + _BATCH]
                 found = await asyncio.gather(
                     *(self._user_state(app_name, user_id, by_user[user_id]) for user_id in some)
                 )
@@ -184,6 +164,9 @@ class ServiceSource(Source):
             return await self._service.get_session(
                 app_name=one.app_name, user_id=one.user_id, session_id=one.session_id, **options
             )
+
+    async def _get_all(self, listed: Sequence[SourceSession]) -> list[Session | None]:
+        return await asyncio.gather(*map(self._get, listed))
 
     async def _newest(self, listed: Sequence[SourceSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""

@@ -81,13 +81,6 @@ Found = tuple[SourceSession, SessionContent | Unreadable]
 States = Mapping[Ids, JsonObject | Unreadable]
 
 
-class SourceSize(NamedTuple):
-    """The number of sessions and events of a source, which may be an estimate."""
-
-    sessions: int
-    events: int
-
-
 @hides_locals
 class Source(ClosedByWith):
     """Reads sessions and states, and changes nothing.  Use it with `async with`.
@@ -101,8 +94,8 @@ class Source(ClosedByWith):
         """The kind of the source, for messages: for example `google-adk's tables, schema v1`."""
 
     @abstractmethod
-    async def size(self, scope: Scope) -> SourceSize:
-        """Return how many sessions and events *scope* contains."""
+    async def count(self, scope: Scope) -> int:
+        """Return how many sessions *scope* contains."""
 
     @abstractmethod
     def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
