@@ -112,7 +112,7 @@ class _BlobRotationRun(DataRotationRun):
         problems = Problems()
         async for ids, found in artifacts_of(self._db, problems):
             await self._rotate_artifact(ids, found)
-            await self._checkpoints.check(self.done.since)
+            await self._require_checkpoint()
         self._problems.add_all(problems)
 
     async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:

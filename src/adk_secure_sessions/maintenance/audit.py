@@ -229,17 +229,11 @@ async def purge_audit(
     async for chain, last in trail.chains():
         if not isinstance(last, int) or last >= before:
             continue
-        purges: list[_Record] = []
-
-        def visit(one: _Record, purges: list[_Record] = purges) -> None:
-            if one.fields.get("event") == _PURGED:
-                purges.append(one)
-
-        bad = trail.problems.count
-        end = await trail.check(chain, visit)
+        bad, purges = trail.problems.count, trail.purges
+        end = await trail.check(chain)
         if trail.problems.count != bad:
             continue
-        if purges:
+        if trail.purges != purges:
             done.kept += 1
         elif end is not None:
             due.append((chain, end))
@@ -271,12 +265,16 @@ class _End(NamedTuple):
 
 
 class _Trail:
-    """Reads and checks the chains; *purged* are the last records of purged chains, by their ids."""
+    """Reads and checks the chains.
+
+    *purged* are the last records of purged chains, by their ids; *purges* records name them.
+    """
 
     def __init__(self, db: Database, keyring: Keyring, meter: Meter) -> None:
         self.keyring = keyring
         self.problems = Problems()
         self.purged: dict[bytes, _End] = {}
+        self.purges = 0
         self.records = 0
         self.meter = meter
         self._db = db
@@ -355,7 +353,6 @@ class _Trail:
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
-        """Yield the number, the time and the record of each row of *chain*."""
         size, key = self._db.limits.rows, _columns.number
         async for rows in pages(
             self._db.unit.read, _RECORDS, key, size, lambda *row: row, chain=chain
@@ -370,6 +367,7 @@ class _Trail:
 
     def _note_purged(self, fields: dict[str, Any]) -> None:
         if fields.get("event") == _PURGED:
+            self.purges += 1
             for one in fields["chains"]:
                 end = _End(one["number"], bytes.fromhex(one["head"]))
                 self.purged[bytes.fromhex(one["chain"])] = end
@@ -417,7 +415,6 @@ class _Heads:
             self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
     def of(self, chain: object) -> dict[int, bytes]:
-        """Return the links of the logged records of *chain*, by number."""
         return self._links.get(chain, {}) if isinstance(chain, bytes) else {}
 
     def compare(self, chain: bytes, end: _End) -> None:

@@ -155,7 +155,7 @@ class DataRotationRun(Rotation):
             async for page in owner_tags(self._db, table):
                 for row in page:
                     await self._rotate_row(table, row)
-                await self._checkpoints.check(self.done.since)
+                await self._require_checkpoint()
 
     async def _rotate_row(self, table: sa.Table, row: OwnerTag) -> None:
         """Re-encrypt the records of an app or user, and report bad rows.

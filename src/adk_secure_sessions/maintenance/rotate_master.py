@@ -146,7 +146,7 @@ class _MasterRotationRun(Rotation):
         async for rows in all_data_keys(self._db):
             await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
-            await self._checkpoints.check(self.done.since)
+            await self._require_checkpoint()
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
         """Wrap the data keys with the new data master; read each back before counting it."""

@@ -11,6 +11,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -60,18 +61,21 @@ class UnfinishedRotation(NamedTuple):
 
 
 class Rotation(ABC):
-    """One run of a rotation.
+    """One run of a rotation, which replaces all keys that were created before `done.since`.
 
     A pass processes all rows, and then counts the rows that still use older keys.  A service that
     has not read a new key yet may write rows with an old key after the pass has processed them.
     Therefore a run has up to 3 passes.
+
+    A rotation that has not ended has a checkpoint: the stored time *since*.  A dry run stores none.
     """
 
     def __init__(self, db: Database, name: str, done: Any, *, dry_run: bool) -> None:
         self.done: Any = done  # a result with `since`, `resumed`, `left`, `bad` and `problems`
         self._db = db
+        self._name = name
+        self._checkpoint = f"{meta.ROTATION}{name}"
         self._dry_run = dry_run
-        self._checkpoints = Checkpoints(db, name, dry_run=dry_run)
         self._meter = Meter(None, 0, None)
         self._problems = Problems()  # problems of the latest pass
 
@@ -80,8 +84,7 @@ class Rotation(ABC):
     ) -> None:
         """Continue the unfinished rotation; begin a new one if there is none, or with *restart*."""
         self._meter = Meter(progress, await self._count_rows(), rows_per_second)
-        self.done.since = await self._checkpoints.begin(restart=restart)
-        self.done.resumed = self._checkpoints.resumed
+        await self._read_or_store_checkpoint(restart=restart)
         await self._begin()
         for _ in range(_PASSES):
             self._problems = Problems()
@@ -91,8 +94,10 @@ class Rotation(ABC):
                 break
         await self._after_passes()
         self._problems.stored_in(self.done)
-        complete = not (self.done.left or self.done.bad)
-        await self._checkpoints.end(self.done.since, complete=complete)
+        if self._dry_run or self.done.left or self.done.bad:
+            await self._require_checkpoint()
+        elif not await self._db.unit.change(self._remove_checkpoint):
+            raise self._overlapped()
         self._meter.finish()
 
     @abstractmethod
@@ -109,9 +114,8 @@ class Rotation(ABC):
     async def _walk(self) -> None:
         """Process all rows and replace their keys; a dry run replaces no keys.
 
-        An implementation calls `Checkpoints.check` after each batch, and skips rows whose
-        key is already new.  A run that continues another one starts at the first row:
-        skipping is fast.
+        An implementation calls `_require_checkpoint` after each batch, and skips rows whose key is
+        already new.  A run that continues another one starts at the first row: skipping is fast.
         """
 
     @abstractmethod
@@ -122,86 +126,54 @@ class Rotation(ABC):
     def _may_walk_again(self) -> bool:
         """Return whether another pass may replace the keys of rows that `_count_left` counted."""
 
-
-class Checkpoints:
-    """The stored time *since* at which an unfinished rotation began; a dry run stores none.
-
-    The rotation replaces all keys that were created before *since*.  `resumed` is True if
-    `begin` found the checkpoint of an unfinished rotation.
-    """
-
-    def __init__(self, db: Database, name: str, *, dry_run: bool) -> None:
-        self._db = db
-        self._name = f"{meta.ROTATION}{name}"
-        self._dry_run = dry_run
-        self.resumed: bool = False
-
-    async def begin(self, *, restart: bool) -> int:
-        """Return the stored *since*; if there is none, or if *restart* is True, store a new one."""
-        while True:
-            stored = None if restart else await self._stored()
-            self.resumed = stored is not None
-            if stored is not None:
-                return stored
-            since = await later_than_all_keys(self._db)
-            # If another run has just begun the rotation, continue the rotation of that run.
-            if await self._write(since, replaces=restart):
-                return since
-
-    async def check(self, since: int) -> None:
-        """Raise SecureSessionError if another rotation was started after this one, at *since*."""
+    async def _require_checkpoint(self) -> None:
+        """Raise SecureSessionError if another rotation was started after this one."""
         if self._dry_run:
             return
-        rows = await self._db.unit.read(meta.VALUE, {"name": self._name})
+        rows = await self._db.unit.read(meta.VALUE, {"name": self._checkpoint})
+        if not all(self._is_own(value) for (value,) in rows):
+            raise self._overlapped()
+
+    async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
+        while True:
+            stored = None if restart else (await self._db.survey()).meta.get(self._checkpoint)
+            index = (await self._db.keys()).keyring.index
+            if stored is not None:
+                since = _since(stored)
+                if since is None or not _is_genuine(index, self._checkpoint, stored):
+                    raise TamperedError(
+                        "the checkpoint was modified; begin a new rotation, with --restart or "
+                        "restart=True",
+                        table=meta.TABLE,
+                        row=self._checkpoint,
+                    )
+                self.done.since, self.done.resumed = since, True
+                return
+            self.done.since = await later_than_all_keys(self._db)
+            mac = index.checkpoint(self._checkpoint, str(self.done.since))
+            write = partial(self._store_checkpoint, f"{self.done.since} {mac.hex()}", restart)
+            # If another run has just begun the rotation, continue the rotation of that run.
+            if self._dry_run or await self._db.unit.change(write):
+                return
+
+    def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:
+        if not replaces:
+            return meta.swap(connection, self._checkpoint, None, value)
+        meta.put(connection, self._checkpoint, value)
+        return True
+
+    def _remove_checkpoint(self, connection: sa.Connection) -> bool:
+        if not self._is_own(meta.read(connection, self._checkpoint, lock=True)):
+            return False
+        meta.put(connection, self._checkpoint, None)
+        return True
+
+    def _is_own(self, stored: object) -> bool:
         # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
-        if any(not _is_of(since, value) for (value,) in rows):
-            raise self._overlapped()
-
-    async def end(self, since: int, *, complete: bool) -> None:
-        """If *complete* is True, delete the checkpoint; otherwise, leave it for the next run."""
-
-        def remove(connection: sa.Connection) -> bool:
-            stored = meta.read(connection, self._name, lock=True)
-            # If no checkpoint is stored, another run has completed this rotation: no conflict.
-            if stored is not None and not _is_of(since, stored):
-                return False
-            meta.put(connection, self._name, None)
-            return True
-
-        if not complete or self._dry_run:
-            await self.check(since)
-        elif not await self._db.unit.change(remove):
-            raise self._overlapped()
-
-    async def _write(self, since: int, *, replaces: bool) -> bool:
-        """Store a checkpoint, and return True; without *replaces*, not over another one."""
-        mac = (await self._db.keys()).keyring.index.checkpoint(self._name, str(since))
-        value = f"{since} {mac.hex()}"
-
-        def store(connection: sa.Connection) -> bool:
-            if not replaces:
-                return meta.swap(connection, self._name, None, value)
-            meta.put(connection, self._name, value)
-            return True
-
-        return self._dry_run or await self._db.unit.change(store)
-
-    async def _stored(self) -> int | None:
-        value = (await self._db.survey()).meta.get(self._name)
-        if value is None:
-            return None
-        index, since = (await self._db.keys()).keyring.index, _since(value)
-        if since is None or not _is_genuine(index, self._name, value):
-            raise TamperedError(
-                "the checkpoint was modified; begin a new rotation, with --restart or restart=True",
-                table=meta.TABLE,
-                row=self._name,
-            )
-        return since
+        return stored is None or str(stored).startswith(f"{self.done.since} ")
 
     def _overlapped(self) -> SecureSessionError:
-        name = self._name.removeprefix(meta.ROTATION)
-        return SecureSessionError(f"rotation {name}: {OVERLAPPED}")
+        return SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")
 
 
 # --- times ---------------------------------------------------------------------------------------
@@ -270,11 +242,6 @@ def _since(value: object) -> int | None:
     written = _FORM.fullmatch(str(value))
     since = int(written["since"]) if written else _END
     return since if since < _END else None
-
-
-def _is_of(since: int, value: object) -> bool:
-    """Return whether *value* is a checkpoint of the rotation that began at *since*."""
-    return str(value).startswith(f"{since} ")
 
 
 # The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.

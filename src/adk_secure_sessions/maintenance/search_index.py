@@ -1,7 +1,7 @@
 """Fill the search index of state keys for sessions that are stored already, or delete it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,8 +116,8 @@ async def fill_index(
     total = await count_rows(db, sessions, *([users] if of_users else []))
     run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
     if of_users:
-        await run.fill_users()
-    await run.fill_sessions()
+        await run.fill(users, owner_tags(db, users), run.fill_user)
+    await run.fill(sessions, located_sessions(db), run.fill_session)
     done = run.done
     app_tag = (await db.unit.identify(app_name)).app_tag
     done.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
@@ -174,27 +174,36 @@ class _Filler:
         self._app_name = app_name
         self._tags = tags
 
-    async def fill_users(self) -> None:
-        async for rows in owner_tags(self._db, users):
-            await self._each(users, self._fill_user, rows)
+    async def fill(
+        self,
+        table: sa.Table,
+        pages: AsyncIterator[list[Any]],
+        fill_row: Callable[[Any], Awaitable[None]],
+    ) -> None:
+        """Call *fill_row* with each row of *pages*; the rows of *table* begin with the row id."""
+        async for rows in pages:
+            for start in range(0, len(rows), _AT_ONCE):
+                some = rows[start : start + _AT_ONCE]
+                results = await asyncio.gather(*map(fill_row, some), return_exceptions=True)
+                for (row_id, *_), error in zip(some, results, strict=True):
+                    if isinstance(error, UNREADABLE):
+                        self.problems.add_error(error, table.name, row_id)
+                        self.done.bad += 1
+                    elif error is not None:
+                        raise error
+                await self.meter.advance(len(some))
 
-    async def fill_sessions(self) -> None:
-        async for rows in located_sessions(self._db):
-            await self._each(sessions, self._fill_session, rows)
-
-    async def _fill_user(self, row: OwnerTag) -> None:
+    async def fill_user(self, row: OwnerTag) -> None:
         found = await read_tagged_user(self._db, row)
-        if found is None or found[0] != self._app_name:
-            return
-        await self._correct(found[1].user_id, of_user=True)
-        self.done.users += 1
+        if found is not None and found[0] == self._app_name:
+            await self._correct(found[1].user_id, of_user=True)
+            self.done.users += 1
 
-    async def _fill_session(self, located: LocatedSession) -> None:
+    async def fill_session(self, located: LocatedSession) -> None:
         ids = located.known_ids()
-        if ids.is_collection or ids.app_name != self._app_name:
-            return
-        await self._correct(ids.user_id, ids.session_id, of_user=False)
-        self.done.sessions += 1
+        if not ids.is_collection and ids.app_name == self._app_name:
+            await self._correct(ids.user_id, ids.session_id, of_user=False)
+            self.done.sessions += 1
 
     async def _correct(self, user_id: str, session_id: str = "", *, of_user: bool) -> None:
         who = await self._db.unit.identify(self._app_name, user_id, session_id)
@@ -202,24 +211,6 @@ class _Filler:
         # Other tasks add to the counter meanwhile, so read it after the await.
         written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
         self.done.written += written
-
-    async def _each(
-        self,
-        table: sa.Table,
-        fill: Callable[[Any], Awaitable[None]],
-        rows: Sequence[tuple[Any, ...]],
-    ) -> None:
-        """Call *fill* with each of *rows*, which begin with the row id."""
-        for start in range(0, len(rows), _AT_ONCE):
-            some = rows[start : start + _AT_ONCE]
-            results = await asyncio.gather(*map(fill, some), return_exceptions=True)
-            for (row_id, *_), error in zip(some, results, strict=True):
-                if isinstance(error, UNREADABLE):
-                    self.problems.add_error(error, table.name, row_id)
-                    self.done.bad += 1
-                elif error is not None:
-                    raise error
-            await self.meter.advance(len(some))
 
 
 async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
