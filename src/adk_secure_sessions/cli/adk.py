@@ -62,7 +62,6 @@ class AdkGroup(click.Group):
         return _without_plaintext(found)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands without importing google-adk."""
         rows = [
             ("api_server", "Serve agents over HTTP (google-adk's command)."),
             ("run", "Run an agent in the terminal (google-adk's command)."),

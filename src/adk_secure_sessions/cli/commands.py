@@ -1,9 +1,9 @@
 """The commands that create and check a database, and those that show its rows."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, TextIO
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -161,7 +161,12 @@ def verify(
     place = open_store(store, allow_http)
     found: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
     notes = []
-    with one_line_errors(), _opened_logs(heads) as logs, opened(db, again=None) as call:
+    with ExitStack() as files, opened(db, again=None) as call:
+        # Only a line feed ends a line: other text of a line may contain a carriage return.
+        logs = {
+            name: files.enter_context(open(name, encoding="utf-8", errors="replace", newline="\n"))
+            for name in heads
+        }
         if only in (None, "rows"):
             with progress("verify") as report:
                 work = maintenance.verify(db, progress=report, rows_per_second=rows_per_second)
@@ -180,17 +185,6 @@ def verify(
 
             found["blobs"] = call(check_blobs(db, place))
     finish(found, as_json, notes)
-
-
-@contextmanager
-def _opened_logs(names: Sequence[str]) -> Iterator[Mapping[str, TextIO]]:
-    """Yield the opened files with these *names*, by name."""
-    with ExitStack() as files:
-        # Only a line feed ends a line: other text of a line may contain a carriage return.
-        yield {
-            name: files.enter_context(open(name, encoding="utf-8", errors="replace", newline="\n"))
-            for name in names
-        }
 
 
 @main.group()

@@ -103,7 +103,6 @@ def to_file(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def keep(result: object) -> None:
-    """Keep what the running command shows for the metrics."""
     context = click.get_current_context(silent=True)
     if context is not None and (run := context.find_object(Run)) is not None:
         run.result = result

@@ -31,7 +31,6 @@ _UNREACHABLE = (
 
 
 def _parse_zone(value: str) -> ZoneInfo:
-    """Convert the value of --from-time-zone."""
     try:
         return ZoneInfo(value)
     except (ValueError, OSError, KeyError):

@@ -36,7 +36,6 @@ with_dry_run: Decorator = click.option(
 
 
 def parse_age(value: str) -> timedelta:
-    """Convert the value of an option such as --older-than."""
     match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
     if match is None:
         raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
@@ -57,7 +56,6 @@ def parse_time(value: str) -> datetime:
 
 
 def _common(*names: str, **settings: Any) -> Decorator:
-    """Return a decorator that adds an option which only --help-all describes."""
     return click.option(*names, cls=Common, **settings)
 
 

@@ -85,7 +85,6 @@ def finish(
 
 
 def _results_in(result: object) -> list[Result]:
-    """Return *result* itself, or those of the values of a dict, that are results."""
     found = result.values() if isinstance(result, dict) else [result]
     return [one for one in found if isinstance(one, Result)]
 

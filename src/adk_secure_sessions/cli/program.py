@@ -28,15 +28,15 @@ class Failure(click.ClickException):
 
     Args:
         message: What is wrong, and what to do.
-        error: The name of the error, for scripts.
+        error: The name of the error, for scripts; by default, that of the class.
         retryable: Whether the same command may succeed later.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, error: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, error: str = "", *, retryable: bool = False) -> None:
         super().__init__(without_controls(" ".join(message.split())))
-        self.error: str = error
+        self.error: str = error or type(self).__name__
         self.retryable: bool = retryable
 
 
@@ -44,9 +44,6 @@ class Declined(Failure):
     """The user answered no when the command asked whether to begin."""
 
     exit_code = 1
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "Declined")
 
 
 class Interrupted(Failure):
@@ -62,7 +59,7 @@ class Interrupted(Failure):
         if again is not None:
             said = "interrupted, which is safe: each change is complete or undone"
             said += f"; to continue, {again}"
-        super().__init__(said, "Interrupted", retryable=True)
+        super().__init__(said, retryable=True)
 
 
 class Common(click.Option):
@@ -160,7 +157,12 @@ class Program(click.Group):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 failure = _of_system(error)
             if "--json" in arguments:
-                click.echo(json.dumps(_as_json(failure), indent=2))
+                facts = {
+                    "error": getattr(failure, "error", "UsageError"),
+                    "message": failure.format_message(),
+                    "retryable": getattr(failure, "retryable", False),
+                }
+                click.echo(json.dumps(facts, indent=2))
             failure.show()
             sys.exit(failure.exit_code)
 
@@ -256,13 +258,3 @@ def _of_system(error: OSError) -> Failure:
         return Failure(f"the output, or a file, cannot be written: {reason}", "OSError")
     name = str(error.filename)
     return Failure(f"{name!r} cannot be used: {reason}: check the path and permissions", "OSError")
-
-
-def _as_json(failure: click.ClickException) -> dict[str, object]:
-    if isinstance(failure, Failure):
-        return {
-            "error": failure.error,
-            "message": failure.message,
-            "retryable": failure.retryable,
-        }
-    return {"error": "UsageError", "message": failure.format_message(), "retryable": False}

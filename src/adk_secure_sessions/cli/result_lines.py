@@ -52,7 +52,8 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
         _INDENT,
     )
     if found.spare_keys:
-        yield f"{_INDENT}{_spare(found.spare_keys)}"
+        spare = counted(found.spare_keys, "data key")
+        yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
     yield "rows"
     rotated = any(one.rotation == "data" and one.done is not None for one in found.unfinished)
     under = "under keys of the rotation" if rotated else "under newest key"
@@ -63,7 +64,7 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
                 backend_name(one.backend_id),
                 one.rows,
                 f"{one.newest} {under}",
-                _percent(one),
+                f"{100 * one.newest // max(one.rows, 1)}%",  # rounded down: 100% means all rows
             )
             for one in found.records
         ],
@@ -87,7 +88,6 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
 def rotation_notes(
     done: maintenance.MasterRotation | maintenance.DataRotation, dry_run: bool
 ) -> Iterator[str]:
-    """Yield what is left in which table, and what to do next."""
     if dry_run:
         return
     if left_in := getattr(done, "left_in", ()):
@@ -161,14 +161,6 @@ def resumed_line(unfinished: maintenance.UnfinishedRotation, dry_run: bool) -> s
     verb = "would continue" if dry_run else "continues"
     assert unfinished.since is not None, "an authentic checkpoint has a time"
     return f"{verb} the rotation begun {utc_text(unfinished.since)}; --restart begins a new one"
-
-
-def _spare(number: int) -> str:
-    return f"spare: {counted(number, 'data key')}; no row names them, and they encrypt nothing"
-
-
-def _percent(count: maintenance.RecordCount) -> str:
-    return f"{100 * count.newest // max(count.rows, 1)}%"  # rounded down: 100% means all rows
 
 
 def _unfinished(rotation: maintenance.UnfinishedRotation, again: str) -> str:

@@ -75,7 +75,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
         await db.keys()  # stores the record of this command in the audit trail
         if not await db.unit.change_keys(partial(replace_master_keys, old, new)):
             raise SecureSessionError(
-                "secure_keyring was changed meanwhile, perhaps by another rotation: see `status`"
+                "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )
     ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
     return RootRotation(root.key_id, *ids)
