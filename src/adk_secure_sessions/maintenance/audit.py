@@ -249,8 +249,6 @@ async def purge_audit(
 
 
 class _Record(NamedTuple):
-    """An authentic record."""
-
     chain: bytes
     number: int
     time: int
@@ -346,7 +344,6 @@ class _Trail:
         return end
 
     async def check_purged(self) -> None:
-        """Report chains that are stored although they were purged."""
         query = _STORED_CHAINS, _columns.chain
         for (chain,) in await rows_where(self._db.unit.read, *query, self.purged):
             detail = "the chain was purged, and is stored again: it was replayed"
@@ -448,14 +445,13 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
         return None
     if not isinstance(fields, dict) or fields.get("event") != _HEAD:
         return None
-    chain, number, link = (fields.get(name) for name in ("chain", "number", "head"))
+    chain, number, link = str(fields.get("chain")), fields.get("number"), str(fields.get("head"))
     if fields.get("database") != database_id or type(number) is not int:
         return None
-    if not 0 <= number <= _LARGEST:  # text of a longer number cannot be made
+    # The text of a longer number cannot be made.
+    if not (0 <= number <= _LARGEST and _HEX_CHAIN.fullmatch(chain) and _HEX_LINK.fullmatch(link)):
         return None
-    if not _HEX_CHAIN.fullmatch(str(chain)) or not _HEX_LINK.fullmatch(str(link)):
-        return None
-    return bytes.fromhex(str(chain)), number, bytes.fromhex(str(link))
+    return bytes.fromhex(chain), number, bytes.fromhex(link)
 
 
 async def _delete(db: Database, due: list[tuple[bytes, _End]]) -> bool:

@@ -56,7 +56,6 @@ class DataKeyCount(NamedTuple):
 
 
 async def count_rows(db: Database, *tables: sa.Table) -> int:
-    """Return the number of rows in all of *tables*."""
     total = 0
     for table in tables:
         ((count,),) = await db.reader_of(table)(number_of(table), {})
@@ -112,10 +111,7 @@ async def count_records(
                 elif key_id in current.newer:
                     named.add(key_id)
             await meter.advance(sum(rows for *_, rows in groups))
-    records = (
-        RecordCount(table, backend_id, number, newest[table, backend_id])
-        for (table, backend_id), number in counts.items()
-    )
+    records = (RecordCount(*kind, number, newest[kind]) for kind, number in counts.items())
     return tuple(records), len(current.newer - named)
 
 
@@ -150,7 +146,6 @@ _CLAIMED_EVENTS = sa.select(SUM_OF_REVISIONS)
 
 
 def number_of(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
-    """Return the query for the number of rows of *source*."""
     return sa.select(sa.func.count()).select_from(source).where(*where)
 
 

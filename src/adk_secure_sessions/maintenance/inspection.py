@@ -67,17 +67,13 @@ class RecordHeader(NamedTuple):
     kind: str | None
 
 
-_RECORDS = {
-    table.name: (table, column)
-    for table, column in (
-        (keyring, keyring.c.wrapped),
-        (data_keys, data_keys.c.wrapped),
-        (apps, apps.c.state),
-        (users, users.c.state),
-        (sessions, sessions.c.state),
-        (bases, bases.c.state),
-        (events, events.c.event),
-        (witnesses, witnesses.c.seal),
+_RECORDS: dict[str, sa.Column[Any]] = {
+    column.table.name: column
+    for column in (
+        *(table.c.wrapped for table in (keyring, data_keys)),
+        *(table.c.state for table in (apps, users, sessions, bases)),
+        events.c.event,
+        witnesses.c.seal,
     )
 }
 TABLES = tuple(_RECORDS)
@@ -140,7 +136,8 @@ async def record_headers(
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:
         parameters["row"] = _key(table, row)
-    source, column = _RECORDS[table]
+    column = _RECORDS[table]
+    source = column.table
     rows = await db.reader_of(source)(_headers(table, row is not None), parameters)
     made = []
     for length, start, more, *key in rows:
@@ -173,7 +170,8 @@ def _by_tag(table: sa.Table) -> sa.Select[Any]:
 
 @functools.cache
 def _headers(name: str, one: bool) -> sa.Select[Any]:
-    table, column = _RECORDS[name]
+    column = _RECORDS[name]
+    table = column.table
     key = list(table.primary_key.columns)
     more = {keyring: keyring.c.root_key_id, sessions: sessions.c.base_revision}.get(table, key[0])
     query = sa.select(sa.func.length(column), header_of(column), more, *key).order_by(*key)

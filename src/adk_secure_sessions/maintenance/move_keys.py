@@ -146,8 +146,6 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
 
 
 class _Place(NamedTuple):
-    """One of the two databases, and how to read and change it."""
-
     name: KeyPlace
     executor: Executor
     read: Reader
@@ -180,7 +178,6 @@ class _Move:
         return (await repeated(lambda: look_at(self._data.executor))).part not in self._parts
 
     async def transfer(self) -> KeyMove:
-        """Move the keys from the source to the target, or continue an interrupted move."""
         await self._look()
         has_begun = self._has_arrived or MOVING in self._found[0].features
         for place, survey in zip((self._source, self._target), self._found, strict=True):
@@ -289,7 +286,6 @@ class _Move:
             )
 
     async def _copy(self, source: Survey, target: Survey) -> None:
-        """Close the source, copy its keys into the target, and compare them."""
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source.read)
         moving = self._mark(source.features | {MOVING})
@@ -322,7 +318,6 @@ class _Move:
         meta.put(connection, meta.MOVE, self._run)
 
     def _require_run(self, connection: sa.Connection) -> None:
-        """Raise an error if another run has begun since this run began."""
         clusters.claim(connection, _CLAIM)
         if meta.read(connection, meta.MOVE, lock=True) != self._run:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
@@ -448,7 +443,6 @@ async def _fingerprint(read: Reader) -> tuple[int, int, str]:
 
 
 def _reject_memory(connection: sa.Connection) -> None:
-    """Raise ConfigurationError if the key database is a SQLite database in memory."""
     if dialect_of(connection).has_one_file:
         for _, name, file in connection.exec_driver_sql("PRAGMA database_list"):
             if name == "main" and not file:

@@ -178,11 +178,16 @@ async def reject_orphans(db: Database) -> None:
 
 def _orphans(
     key: sa.Column[Any], column: sa.Column[Any], *owners: sa.Column[Any]
-) -> sa.Select[Any]:
-    """Return the query for the rows for which none of *owners* has the value of *column*."""
+) -> tuple[sa.Column[Any], sa.Select[Any]]:
+    """Return *key*, and the query for the rows whose *column* has the value of none of *owners*."""
     one: sa.ColumnElement[int] = sa.literal_column("1")
-    missing = [~sa.select(one).where(column == owner).exists() for owner in owners]
-    return sa.select(key, sa.func.count()).where(*missing).group_by(key).order_by(key)
+    return _counted(key, *(~sa.select(one).where(column == owner).exists() for owner in owners))
+
+
+def _counted(
+    key: sa.Column[Any], *where: sa.ColumnElement[bool]
+) -> tuple[sa.Column[Any], sa.Select[Any]]:
+    return key, sa.select(key, sa.func.count()).where(*where).group_by(key)
 
 
 def orphaned_in_index(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
@@ -206,21 +211,13 @@ def orphaned_in_index(app_tag: bytes | None = None) -> list[sa.ColumnElement[boo
     return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
 
 
-_ORPHANS_OF_INDEX = (
-    sa.select(indexed.c.row_id, sa.func.count())
-    .where(*orphaned_in_index())
-    .group_by(indexed.c.row_id)
-)
 # For each column that refers to another row, the primary key of its table, and the query for the
 # rows that refer to none.
 _ORPHANS = (
-    (users.c.id, _orphans(users.c.id, users.c.app_row, apps.c.id)),
-    (sessions.c.id, _orphans(sessions.c.id, sessions.c.user_row, users.c.id)),
-    (bases.c.session_row, _orphans(bases.c.session_row, bases.c.session_row, sessions.c.id)),
-    (events.c.session_row, _orphans(events.c.session_row, events.c.session_row, sessions.c.id)),
-    (
-        witnesses.c.tag,
-        _orphans(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
-    ),
-    (indexed.c.row_id, _ORPHANS_OF_INDEX),
+    _orphans(users.c.id, users.c.app_row, apps.c.id),
+    _orphans(sessions.c.id, sessions.c.user_row, users.c.id),
+    _orphans(bases.c.session_row, bases.c.session_row, sessions.c.id),
+    _orphans(events.c.session_row, events.c.session_row, sessions.c.id),
+    _orphans(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
+    _counted(indexed.c.row_id, *orphaned_in_index()),
 )

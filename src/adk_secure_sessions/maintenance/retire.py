@@ -209,7 +209,6 @@ class _Audited(NamedTuple):
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Replaced[DataKeyRow]:
-    """Delete the unused data keys of *owner*, unless *dry_run* is True."""
     keys: _Replaced[DataKeyRow] = _Replaced([], [])
     for _ in range(_ATTEMPTS):
         rows = (await read_data_keys(db.unit.read_keys, [owner])).data_keys
@@ -359,7 +358,6 @@ def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) ->
 
 
 async def _retire_unused_masters(db: Database, dry_run: bool) -> _Replaced[MasterKeyRow]:
-    """Delete the replaced data masters that wrap no data key, unless *dry_run* is True."""
     masters: _Replaced[MasterKeyRow] = _Replaced([], [])
     for _ in range(_ATTEMPTS):
         wrapped = await _count_wrapped(db)

@@ -150,28 +150,25 @@ class _MasterRotationRun(Rotation):
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
         """Wrap the data keys with the new data master; read each back before counting it."""
-        old: dict[int, DataKeyRow] = {}
-        keys: dict[int, bytes] = {}
+        keys: dict[DataKeyRow, bytes] = {}
         for row in rows:
             try:
-                keys[row.id] = unwrap_data_key(row, masters)
+                keys[row] = unwrap_data_key(row, masters)
             except UNREADABLE as error:
                 self._problems.add_error(error, data_keys.name, row.id)
-            else:
-                old[row.id] = row
-        if self._dry_run or not old:
-            self.done.rotated += len(old)
+        if self._dry_run or not keys:
+            self.done.rotated += len(keys)
             return
         master_id = self.done.master_id
         assert master_id is not None, "only a dry run creates no data master"
-        new = {row.id: wrap_data_key(row, masters, master_id, keys[row.id]) for row in old.values()}
-        pairs = [(row, new[row.id]) for row in old.values()]
+        pairs = [(row, wrap_data_key(row, masters, master_id, key)) for row, key in keys.items()]
         await self._db.unit.change_keys(partial(_rewrap, pairs, master_id))
-        span = Span(min(old) - 1, max(old))
+        new = {after: keys[before] for before, after in pairs}
+        span = Span(rows[0].id - 1, rows[-1].id)
         stored = await span.read(self._db.unit.read_keys, DATA_KEYS, data_keys.c.id)
         for row in (DataKeyRow(*values) for values in stored):
-            if row == new.get(row.id):
-                if unwrap_data_key(row, masters) != keys[row.id]:
+            if row in new:
+                if unwrap_data_key(row, masters) != new[row]:
                     raise SecureSessionError(
                         f"data key {row.id} does not read back as it was written"
                     )

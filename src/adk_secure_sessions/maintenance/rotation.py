@@ -136,18 +136,18 @@ class Rotation(ABC):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            stored = None if restart else (await self._db.survey()).meta.get(self._checkpoint)
+            stored = {} if restart else (await self._db.survey()).meta
             index = (await self._db.keys()).keyring.index
-            if stored is not None:
-                since = _since(stored)
-                if since is None or not _is_genuine(index, self._checkpoint, stored):
+            own = [one for one in unfinished(stored, index) if one.rotation == self._name]
+            if own:
+                self.done.since, self.done.resumed = own[0].since, True
+                if self.done.since is None or not own[0].genuine:
                     raise TamperedError(
                         "the checkpoint was modified; begin a new rotation, with --restart or "
                         "restart=True",
                         table=meta.TABLE,
                         row=self._checkpoint,
                     )
-                self.done.since, self.done.resumed = since, True
                 return
             self.done.since = await later_than_all_keys(self._db)
             mac = index.checkpoint(self._checkpoint, str(self.done.since))
@@ -233,23 +233,15 @@ def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[
     """Yield the rotations with a checkpoint in *stored*; *index* authenticates them, or is None."""
     for name, value in sorted(stored.items()):
         if str(name).startswith(meta.ROTATION):
-            genuine = None if index is None else _is_genuine(index, name, value)
-            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), _since(value), genuine)
-
-
-def _since(value: object) -> int | None:
-    """Return the time in the stored checkpoint *value*, in microseconds; None if malformed."""
-    written = _FORM.fullmatch(str(value))
-    since = int(written["since"]) if written else _END
-    return since if since < _END else None
+            written = _FORM.fullmatch(str(value))
+            since = int(written["since"]) if written else _END
+            genuine = None
+            if index is not None:
+                mac = index.checkpoint(name, str(since)).hex()
+                genuine = written is not None and hmac.compare_digest(written["mac"], mac)
+            known = since if since < _END else None
+            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, genuine)
 
 
 # The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.
 _FORM = re.compile(r"(?P<since>0|[1-9][0-9]{0,17}) (?P<mac>[0-9a-f]{32})")
-
-
-def _is_genuine(index: BlindIndex, name: str, value: object) -> bool:
-    written = _FORM.fullmatch(str(value))
-    if written is None:
-        return False
-    return hmac.compare_digest(written["mac"], index.checkpoint(name, written["since"]).hex())

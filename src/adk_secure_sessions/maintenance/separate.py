@@ -275,7 +275,6 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
 
 
 async def _end(db: Database, opened: Keyring) -> None:
-    """Remove the feature `separating`, so that services can start."""
     survey = await db.survey()
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
     if SEPARATING not in survey.features:

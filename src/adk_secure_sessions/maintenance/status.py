@@ -283,7 +283,6 @@ def _progress(
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
-    """Describe a row of the keyring; if root keys were given, try to unwrap the master key."""
     unwraps = None
     if db.has_keys:
         try:

@@ -155,7 +155,6 @@ class _Verifier:
         self._has_marks = False
 
     async def check_marks(self) -> None:
-        """Report marks of the search index that are not authentic."""
         for tag, state in await read_marks(self._db, self._index):
             self._has_marks = True
             if state is None:
@@ -371,7 +370,6 @@ def _reject_rollback(row: MigratedRow, version: int | None) -> None:
 
 
 async def _find_orphans(db: Database, problems: Problems, *of_features: sa.Table) -> None:
-    """Report rows whose session, user or app does not exist."""
     async for table, row, number in orphans(db, bases, events, witnesses, *of_features):
         details = {
             bases.name: "it belongs to no session",

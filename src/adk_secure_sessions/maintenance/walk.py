@@ -86,7 +86,6 @@ async def located_sessions(
 
 
 def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[LocatedSession]]:
-    """Yield the sessions and collections of one user; see `located_sessions`."""
     return located_sessions(db, _OF_USER, user_row=user_row)
 
 
@@ -103,7 +102,6 @@ def app_name_of(stored: object) -> str:
 
 
 def all_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
-    """Yield all rows of `secure_data_keys` in pages."""
     return pages(db.unit.read_keys, DATA_KEYS, data_keys.c.id, db.limits.headers, DataKeyRow)
 
 
@@ -212,12 +210,10 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The primary key of the row."""
         return self.column.key_of(self.row)
 
     @property
     def stored(self) -> bytes:
-        """The encrypted bytes."""
         stored: bytes = self.row[-1]
         return stored
 
@@ -301,7 +297,6 @@ async def _witnesses(db: Database, ids: Sequence[str], tags: Iterable[bytes]) ->
 async def rows_with_keys(
     db: Database, column: SealedColumn[R], keys: Sequence[tuple[Any, ...]]
 ) -> list[R]:
-    """Return the rows with these primary keys."""
     rows: list[R] = []
     for start in range(0, len(keys), _RECORDS):
         part = list(keys[start : start + _RECORDS])
