@@ -6,8 +6,9 @@
 import asyncio
 import logging
 import random
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -504,6 +505,17 @@ async def test_session_that_is_deleted_during_its_copy_is_not_found(
     with pytest.raises(SessionNotFoundError):
         await service.append_event(session, said("four", 4))
     assert await service.get_session(**VISIT) is None
+
+
+async def test_append_to_a_session_that_does_not_exist_stores_nothing(
+    service: PlaintextFallbackService, tmp_path: Path
+) -> None:
+    session = Session(id="none", app_name=APP, user_id="nobody")
+    with pytest.raises(SessionNotFoundError):
+        await service.append_event(session, said("one", 1))
+    with closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+        for table in ("secure_users", "secure_data_keys", "secure_migrated"):
+            assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
 
 
 @pytest.mark.parametrize("query", ["app_state", "user_state"])

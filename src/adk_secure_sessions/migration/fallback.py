@@ -381,6 +381,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def _is_superseded(self, ids: SessionIds) -> bool:
         return bool(await self._imports.imported([ids]))
 
+    async def _is_stored(self, ids: SessionIds) -> bool:
+        """Return whether the session is in the database, even if it has expired."""
+        who = await self._unit.identify(*ids)
+        get = reads.GetSession(who, lambda *_: None, 0, finds_expired=True)
+        return await self._unit.run(get) is not None
+
     async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
         """Return the elements of *owners* whose state was copied or erased."""
         wanted, cache = set(owners), await self._moved()
@@ -611,9 +617,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         marker = session._storage_update_marker or ""
         result = None
         if await self._falls_back():
-            if not _OF_DATABASE.fullmatch(marker) and not await self._is_superseded(ids):
+            is_known = _OF_DATABASE.fullmatch(marker) or await self._is_superseded(ids)
+            if not is_known:
                 result = await self._copy(ids)
-            await self._copy_states(*ids[:2])
+            # For a session that is neither in the source nor in the database, store nothing.
+            if is_known or (result is None and await self._is_stored(ids)):
+                await self._copy_states(*ids[:2])
         if not marker.startswith(_OF_SOURCE):
             return
         if result is ImportStatus.SAME_ID:
