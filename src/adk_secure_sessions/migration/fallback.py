@@ -18,7 +18,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -224,7 +224,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             moved = await self._among_moved(owners)
             session = await get()
             if session is not None:
-                await self._fill_states(app_name, [session], moved)
+                await self._states(app_name, [], moved, [session])
             elif is_superseded:
                 return None
             else:
@@ -274,10 +274,11 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 break
             moved = now_moved
         listed = response.sessions
-        await self._fill_states(app_name, listed, moved)
         known = {(one.app_name, one.user_id, one.id) for one in listed}
         of_source = {one: header for one, header in headers.items() if one.ids not in known}
-        listed += await self._listed_of_source(app_name, of_source, listed, moved)
+        users = {one.user_id for one in of_source}
+        found = await self._states(app_name, users, moved, listed)
+        listed += [_session(one, header, found, []) for one, header in of_source.items()]
         listed.sort(key=lambda one: (one.last_update_time, one.user_id, one.id))
         return response
 
@@ -502,42 +503,40 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # the source is neither used nor copied.
 
     async def _states(
-        self, app_name: str, user_ids: Iterable[str], moved: set[Owner]
+        self,
+        app_name: str,
+        user_ids: Iterable[str],
+        moved: set[Owner],
+        listed: Sequence[Session] = (),
     ) -> dict[Owner, JsonObject]:
-        """Return the states of an app and of its users.
+        """Return the states of an app and of its users, and complete those of *listed*.
 
         If the encrypted state is empty, and its owner is not in *moved* (those whose state was
-        copied or erased), return the state in the source.
+        copied or erased), the state is that in the source.  The sessions *listed* of the database
+        contain the encrypted states, which are not read again.
         """
         found: dict[Owner, JsonObject] = {}
-        for user_id in user_ids:
-            who = await self._unit.identify(app_name, user_id)
-            app, user = await self._unit.run(reads.GetStates(who))
-            found[app_name, None] = states.loads(app, "the app's state")
-            found[app_name, user_id] = states.loads(user, "the user's state")
-        missing = {owner for owner, state in found.items() if not state} - moved
-        return found | await self._states_of(app_name, missing)
-
-    async def _fill_states(
-        self, app_name: str, listed: Iterable[Session], moved: set[Owner]
-    ) -> None:
-        """Add states in the source to the sessions in *listed*, which are those of the database.
-
-        Leave out the states of the owners in *moved*, and those of which a session already has keys
-        of the encrypted state.
-        """
-        missing: dict[Owner, list[tuple[str, Session]]] = {}
         for session in listed:
-            owners = {APP_PREFIX: None, USER_PREFIX: session.user_id}
-            for prefix, user_id in owners.items():
-                has_keys = any(key.startswith(prefix) for key in session.state)
-                if (app_name, user_id) not in moved and not has_keys:
-                    missing.setdefault((app_name, user_id), []).append((prefix, session))
-        found = await self._states_of(app_name, missing)
-        for owner, lacking in missing.items():
-            for prefix, session in lacking:
-                state = deepcopy(found.get(owner, {}))
+            scopes, user = states.split(session.state), (app_name, session.user_id)
+            found[app_name, None] = found.get((app_name, None)) or scopes.app
+            found[user] = found.get(user) or scopes.user
+        for user_id in user_ids:
+            if (app_name, user_id) not in found:
+                who = await self._unit.identify(app_name, user_id)
+                of_app, of_user = await self._unit.run(reads.GetStates(who))
+                found[app_name, None] = states.loads(of_app, "the app's state")
+                found[app_name, user_id] = states.loads(of_user, "the user's state")
+        missing = {owner for owner, state in found.items() if not state} - moved
+        of_source = await self._states_of(app_name, missing)
+        for session in listed:
+            owners: dict[str, Owner] = {
+                APP_PREFIX: (app_name, None),
+                USER_PREFIX: (app_name, session.user_id),
+            }
+            for prefix, owner in owners.items():
+                state = deepcopy(of_source.get(owner, {}))
                 session.state.update({prefix + key: value for key, value in state.items()})
+        return found | of_source
 
     async def _states_of(self, app_name: str, owners: Iterable[Owner]) -> dict[Owner, JsonObject]:
         """Return the states in the source: of several users, with few queries for the whole app."""
@@ -553,28 +552,6 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         for one in wanted:
             found[one] = await self._state(one)
         return found
-
-    async def _listed_of_source(
-        self,
-        app_name: str,
-        headers: Mapping[SourceSession, SessionContent],
-        listed: list[Session],
-        moved: set[Owner],
-    ) -> list[Session]:
-        """Return the sessions *headers* of the source, with all states and without events.
-
-        The sessions *listed* of the database already contain states, which are not read
-        again.
-        """
-        found: dict[Owner, JsonObject] = {}
-        for session in listed:
-            scopes = states.split(session.state)
-            found[app_name, None] = scopes.app
-            found[app_name, session.user_id] = scopes.user
-        users = {session.user_id for session in headers}
-        users -= {session.user_id for session in listed}
-        found |= await self._states(app_name, users, moved)
-        return [_session(one, header, found, []) for one, header in headers.items()]
 
     # --- Copying ----------------------------------------------------------------------------------
 
