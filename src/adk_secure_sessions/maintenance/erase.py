@@ -1,8 +1,8 @@
 """Erase a user: delete the data keys and all rows, and remove the deleted keys from the file."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -127,7 +127,9 @@ async def erase_user(
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
     has_app = bool(await db.unit.read(_APP, {"tag": ids.app_tag}))
-    was_migrated = await _may_have_imports(db)
+    # A list of features without `migration` does not prove that nothing was imported: an attacker
+    # may have replayed an older list for the time of the erasure.
+    was_migrated = await db.unit.change(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
     find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
@@ -163,15 +165,6 @@ async def erase_user(
 _APP = sa.select(apps.c.id).where(apps.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 
-async def _may_have_imports(db: Database) -> bool:
-    """Return whether `secure_migrated` exists.
-
-    A list of features without the feature `migration` does not prove that nothing was imported: an
-    attacker may have replayed an older list for the time of the erasure.
-    """
-    return await db.unit.change(lambda connection: has_table(connection, migrated), commit=False)
-
-
 # --- deleting ------------------------------------------------------------------------------------
 
 
@@ -194,6 +187,7 @@ async def _commit(
     return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
 
 
+@dataclass
 class _Deletion:
     """One attempt to delete the rows of the user with the tag *tag*, in one transaction.
 
@@ -202,26 +196,19 @@ class _Deletion:
     *names* is the maximum number of row ids in one statement.
     """
 
-    def __init__(
-        self,
-        connection: sa.Connection,
-        *,
-        tag: bytes,
-        dry_run: bool,
-        names: int,
-        headers: Collection[bytes] = (),
-    ) -> None:
-        self.counts: Counter[str] = Counter()  # number of rows by table
-        self.headers = set(headers)
-        self.collections: set[int] = set()  # those of `_sessions` that are collections
-        self._users: set[int] = set()  # row ids
-        self._sessions: set[tuple[int, bytes]] = set()  # row ids and tags
-        self._connection = connection
-        self._dialect = dialect_of(connection)
-        self._tag = tag
-        self._dry_run = dry_run
-        self._has_index = has_table(connection, indexed)
-        self._names = names
+    connection: sa.Connection
+    tag: bytes
+    dry_run: bool
+    names: int
+    headers: set[bytes] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)  # number of rows by table
+    collections: set[int] = field(default_factory=set)  # those of `_sessions` that are collections
+    _users: set[int] = field(default_factory=set)  # row ids
+    _sessions: set[tuple[int, bytes]] = field(default_factory=set)  # row ids and tags
+
+    def __post_init__(self) -> None:
+        self._dialect = dialect_of(self.connection)
+        self._has_index = has_table(self.connection, indexed)
 
     def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
         """Run all *steps* in passes until a pass finds no more rows; a dry run has one pass.
@@ -231,12 +218,12 @@ class _Deletion:
         the statement began.  Raise DatabaseError if rows are still there after `_MOST_PASSES`
         passes: a trigger or a rule can undo a deletion without an error.
         """
-        self._dialect.see_what_is_committed(self._connection)
-        if self._dry_run:
+        self._dialect.see_what_is_committed(self.connection)
+        if self.dry_run:
             self._pass(steps)
             return
-        self._dialect.run_triggers_at_once(self._connection)
-        self._dialect.overwrite_deleted(self._connection)
+        self._dialect.run_triggers_at_once(self.connection)
+        self._dialect.overwrite_deleted(self.connection)
         for _ in range(_MOST_PASSES):
             before = self.counts.total()
             self._pass(steps)
@@ -254,24 +241,24 @@ class _Deletion:
     def _count(self, steps: Sequence[Callable[["_Deletion"], None]]) -> int:
         """Return the number of rows that *steps* would delete now."""
         counts, self.counts = self.counts, Counter()
-        self._dry_run = True
+        self.dry_run = True
         self._pass(steps)
         found = self.counts.total()
-        self.counts, self._dry_run = counts, False
+        self.counts, self.dry_run = counts, False
         return found
 
     def find_keys(self) -> None:
         """Read the user's data keys, and add the record headers that name them to `headers`."""
         self._require_keyring()
         c = data_keys.c
-        query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
-        for backend_id, key_id in self._connection.execute(query):
+        query = sa.select(c.backend_id, c.id).where(c.owner == self.tag)
+        for backend_id, key_id in self.connection.execute(query):
             if backend_id in range(256):  # a header has one byte for the backend id
                 self.headers.add(pack(backend_id, key_id))
 
     def delete_keys(self) -> None:
         """Delete all data keys of the user.  This method uses only the table of data keys."""
-        self._delete(data_keys, data_keys.c.owner == self._tag)
+        self._delete(data_keys, data_keys.c.owner == self.tag)
         self._require_keyring()  # the deletion may have waited for `move_keys`
 
     def _require_keyring(self) -> None:
@@ -280,7 +267,7 @@ class _Deletion:
         Otherwise, the transaction would find no data key, although the keys exist in the
         other database.
         """
-        if self._connection.scalar(number_of(keyring, keyring.c.id >= 0)) == 0:
+        if self.connection.scalar(number_of(keyring, keyring.c.id >= 0)) == 0:
             raise ConfigurationError(
                 "the keys of this database were moved: open the database with its present key "
                 "database, or without one; nothing was deleted"
@@ -297,16 +284,16 @@ class _Deletion:
         self._users |= self._user_rows()
         found = self._locked_sessions()
         self._sessions.update(found)
-        if self._dry_run:
+        if self.dry_run:
             found = list(self._sessions)  # `_count` also counts what was left of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
-        self._delete(witnesses, witnesses.c.tag == self._tag)
-        if not self._dry_run:  # another node may just import the user
-            clusters.claim_missing_user(self._connection, self._tag)
+        self._delete(witnesses, witnesses.c.tag == self.tag)
+        if not self.dry_run:  # another node may just import the user
+            clusters.claim_missing_user(self.connection, self.tag)
         if self._has_index and self._users:
             self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
-        for start in range(0, len(found), self._names):
-            ids, tags = zip(*found[start : start + self._names], strict=True)
+        for start in range(0, len(found), self.names):
+            ids, tags = zip(*found[start : start + self.names], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(bases, bases.c.session_row.in_(ids))
             if self._has_index:
@@ -322,7 +309,7 @@ class _Deletion:
         `headers`.
         """
         query = sa.select(users.c.id)
-        found = self._ids(query.where(users.c.tag == self._tag)) or self._users
+        found = self._ids(query.where(users.c.tag == self.tag)) or self._users
         if not found and self.headers:
             found = self._ids(query.where(header_of(users.c.state).in_(self.headers)))
         return found
@@ -343,7 +330,7 @@ class _Deletion:
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), c.base_revision).where(of_user)
-        if not self._dry_run:
+        if not self.dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.
             # A service may have locked a session, and now wait for the user's row.  To wait for
             # this session would be a deadlock.  NOWAIT fails at once, while PostgreSQL takes a
@@ -352,20 +339,20 @@ class _Deletion:
             nowait = again and not self._dialect.detects_deadlocks_at_once
             query = query.with_for_update(nowait=nowait)
         found = []
-        for row_id, tag, base_revision in self._connection.execute(query):
+        for row_id, tag, base_revision in self.connection.execute(query):
             found.append((row_id, tag))
             if base_revision == COLLECTION:
                 self.collections.add(row_id)
         return found
 
     def _ids(self, query: sa.Select[Any]) -> set[int]:
-        return set(self._connection.scalars(query))
+        return set(self.connection.scalars(query))
 
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""
-        if self._dry_run:
+        if self.dry_run:
             query = number_of(table, which)
-            self.counts[table.name] += self._connection.scalar(query) or 0
+            self.counts[table.name] += self.connection.scalar(query) or 0
         else:
-            deleted = self._connection.execute(sa.delete(table).where(which))
+            deleted = self.connection.execute(sa.delete(table).where(which))
             self.counts[table.name] += deleted.rowcount

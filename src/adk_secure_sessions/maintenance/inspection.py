@@ -92,17 +92,16 @@ async def lookup(
     Raises:
         ConfigurationError: *session_id* or *collection* was given without *user_id*.
     """
-    if session_id is not None and user_id is None:
-        raise ConfigurationError("a session id is unique only for one user: give the user id, too")
-    if collection is not None and user_id is None:
-        raise ConfigurationError("a collection belongs to a user: give the user id, too")
+    if user_id is None and (session_id, collection) != (None, None):
+        raise ConfigurationError(
+            "a session id or a collection is unique only for one user: give the user id, too"
+        )
     index = (await db.keys()).keyring.index
     wanted = [("app", apps, index.app(app_name))]
     if user_id is not None:
         wanted.append(("user", users, index.user(app_name, user_id)))
         if session_id is not None:
-            tag = index.session(app_name, user_id, session_id)
-            wanted.append(("session", sessions, tag))
+            wanted.append(("session", sessions, index.session(app_name, user_id, session_id)))
         if collection is not None:
             tag = index.collection(app_name, user_id, collection)
             wanted.append(("collection", sessions, tag))

@@ -43,7 +43,7 @@ from adk_secure_sessions.storage.features.index_rows import IndexState
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
 from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.reads import CheckLocatedSession, CheckOwner
-from adk_secure_sessions.storage.rows import Identity, MigratedRow, StoredSession, naming
+from adk_secure_sessions.storage.rows import Identity, MigratedRow, naming
 from adk_secure_sessions.storage.schema import (
     apps,
     bases,
@@ -317,7 +317,10 @@ class _Verifier:
             found = await self._db.unit.run(CheckLocatedSession(who, check))
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
-                _check_states(session)
+                with naming(bases.name, session.id):
+                    loads(session.snapshot or b"{}")
+                with naming(sessions.name, session.id):
+                    loads(session.overlay)
                 items = [item for item in history if item is not None]
                 memory_items.check_replaced(items, 0, events.name, session.id)
                 rows += len(history)
@@ -344,14 +347,6 @@ def _check_memory_item(plaintext: bytes, session_row: int, seq: int) -> MemoryIt
     """Parse an item of a memory, and return it for the check whether it was replaced."""
     with naming(events.name, f"{session_row}, {seq}"):
         return memory_items.parse_item(read_event(plaintext)[1], seq)
-
-
-def _check_states(session: StoredSession) -> None:
-    if session.snapshot is not None:
-        with naming(bases.name, session.id):
-            loads(session.snapshot)
-    with naming(sessions.name, session.id):
-        loads(session.overlay)
 
 
 def _reject_rollback(row: MigratedRow, version: int | None) -> None:
