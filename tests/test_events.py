@@ -239,7 +239,7 @@ def test_event_is_stored_as_well_without_the_serializer_of_events(
 ) -> None:
     """As with a later google-adk or pydantic, for which the serializer does not work."""
     expected = parsed(events.encode(event))[1]
-    monkeypatch.setattr(events, "_serializer", None)
+    monkeypatch.setattr(events, "_serializer", lambda: None)
     found = parsed(events.encode(event))[1]
     for fields in (expected, found):
         fields.get("long_running_tool_ids", []).sort()  # a set

@@ -1,13 +1,14 @@
 """Encode and decode stored events: `length of the version ‖ google-adk version ‖ JSON`."""
 
 import logging
+from functools import cache
 from typing import Any
 
 from google.adk.events import Event, EventActions
 from google.adk.sessions import State
 from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json, to_jsonable_python
+from pydantic_core import SchemaSerializer, to_json, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
@@ -16,11 +17,18 @@ from adk_secure_sessions.formats.json_text import JsonObject
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_parse = EventParser()
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
-# It is also used for subclasses of `Event`, and omits the fields that a subclass adds: `decode`
-# returns an `Event`, which has no such fields.
-_serializer = event_serializer(_parse)
+# Created at the first event: comparing both with google-adk's own takes 35 ms, which would delay
+# the import and every command.
+_parser = cache(EventParser)
+
+
+@cache
+def _serializer() -> SchemaSerializer | None:
+    """Return the serializer, which is also used for subclasses of `Event`, and omits the fields
+    that a subclass adds: `decode` returns an `Event`, which has no such fields.
+    """
+    return event_serializer(_parser())
 
 
 def prepare(event: Event, state: JsonObject) -> None:
@@ -47,15 +55,16 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
     read back also raises ValueError.
     """
     try:
-        if _serializer is None:
+        serializer = _serializer()
+        if serializer is None:
             return _encode_slowly(event, replaces)
-        data: bytes = _serializer.to_json(event, exclude_none=True, warnings="error")
+        data = serializer.to_json(event, exclude_none=True, warnings="error")
         if json_text.fits(data):
             # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
             # surrogate in a key.  With plain values, `to_json` keeps infinity and NaN, and raises
             # for a lone surrogate.
             if b"null" in data or (b"\xef" in data and b"\xef\xbf\xbd" in data):
-                fields = _serializer.to_python(event, exclude_none=True, warnings="error")
+                fields = serializer.to_python(event, exclude_none=True, warnings="error")
                 data = to_json(fields, inf_nan_mode="constants", bytes_mode="base64")
             return _PREFIX + data
     except Exception:
@@ -75,7 +84,7 @@ def accept(data: bytes) -> tuple[bytes, Event] | None:
     """
     if json_text.fits(data):
         try:
-            return _PREFIX + data, _parse(data)
+            return _PREFIX + data, _parser()(data)
         except ValueError:
             pass
     return None
@@ -149,7 +158,7 @@ def dumped(model: BaseModel) -> JsonObject:
     serializer: Any = type(model).__pydantic_serializer__
     kind = type(model)
     if isinstance(model, Event):
-        serializer, kind = _serializer, Event
+        serializer, kind = _serializer(), Event
     elif isinstance(model, EventActions):  # its serializer logs errors: see `event_serializer`
         serializer = None
     try:
@@ -200,7 +209,7 @@ def _parsed(plaintext: bytes) -> Event | None:
     is_ours = plaintext.startswith(_PREFIX)
     if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
         try:
-            return _parse(plaintext[start:])
+            return _parser()(plaintext[start:])
         except ValueError:
             pass
     return None
@@ -212,7 +221,7 @@ def _decode_slowly(plaintext: bytes, table: str, row: str) -> Event:
     except DecryptionError as error:
         raise error.located(table, row) from None
     try:
-        return validated(Event, fields)  # accepts lone surrogates, which `_parse` rejects
+        return validated(Event, fields)  # accepts lone surrogates, which the parser rejects
     except ValueError:
         raise ConfigurationError(
             f"{table} row {row} was written by google-adk {writer}, and the installed google-adk "
