@@ -136,8 +136,7 @@ async def check_blobs(
                 detail = "its blob is marked as deleted, by another copy of this database"
                 problems.add(events.name, row, Reason.MISMATCH, detail)
     done.blobs, done.unused = len(named), len(stored.keys() - named)
-    done.bad, done.problems = problems.count, tuple(problems.kept)
-    return done
+    return problems.stored_in(done)
 
 
 async def stored_wrongly(
@@ -222,8 +221,7 @@ async def purge_blobs(
     if not dry_run:
         for name in withdrawn:
             await blobs.unmark(name)
-    done = BlobPurge(withdrawn=len(withdrawn), kept=len(named))
-    done.bad, done.problems = problems.count, tuple(problems.kept)
+    done = problems.stored_in(BlobPurge(withdrawn=len(withdrawn), kept=len(named)))
     if withdrawn or problems.count:
         return done
     await reject_orphans(db)

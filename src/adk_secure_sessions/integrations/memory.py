@@ -375,7 +375,15 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     rewritten = memory.rewritten(item) if rewrites else []
                 try:
                     if rewrites:
-                        await self._rewrite(app_name, user_id, rewritten, item, at)
+                        # Otherwise a memory whose entries are often replaced or deleted would grow
+                        # for ever: each change adds an item, and the first search reads all items.
+                        plaintexts = await _encoded(rewritten)
+                        if item.scope is not None:
+                            only_added = item._replace(drop={}, deleted=())
+                            plaintexts.append(encode_item(only_added.values()))
+                        await self._collections.rewrite(
+                            app_name, user_id, COLLECTION_NAME, plaintexts, at
+                        )
                     else:
                         plaintexts = await _encoded(replaced.values())
                         new = await self._collections.append(
@@ -396,24 +404,6 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 if len(item.add) == len(planned.add):
                     return
                 retries = Retries(writes=True)
-
-    async def _rewrite(
-        self,
-        app_name: str,
-        user_id: str,
-        items: Iterable[tuple[MemoryItem, list[Entry | None]]],
-        last: MemoryItem,
-        at: Expected,
-    ) -> None:
-        """Replace all items of the collection by *items* and the additions of *last*.
-
-        Otherwise a memory whose entries are often replaced or deleted would grow for ever: each
-        change adds an item, and the first search reads all items.
-        """
-        plaintexts = await _encoded(items)
-        if last.scope is not None:
-            plaintexts.append(encode_item(last._replace(drop={}, deleted=()).values()))
-        await self._collections.rewrite(app_name, user_id, COLLECTION_NAME, plaintexts, at)
 
     # --- read ------------------------------------------------------------------------------------
 

@@ -279,7 +279,9 @@ class UserMemory:
                 counts.update({*found, *inside} if inside else found)
             await turns.end()
         with self.lock:
-            return [self.entries[key] for key in _best(counts, self.entries)]
+            # An entry may have been dropped during the search.
+            ranked = [(-count, key) for key, count in counts.items() if key in self.entries]
+            return [self.entries[key] for _, key in heapq.nsmallest(_MOST_RESULTS, ranked)]
 
     def _index(self, key: int, text: str) -> None:
         words, lower = searchable(text)
@@ -306,22 +308,6 @@ class UserMemory:
                 self._words[word].discard(key)
                 if not self._words[word]:
                     del self._words[word]
-
-
-def _best(counts: Counter[int], entries: dict[int, Entry]) -> list[int]:
-    """Return the best keys of *entries*, up to ten: highest count first, then lowest key."""
-    if not counts.keys() <= entries.keys():  # entries were dropped during the search
-        counts = Counter({key: count for key, count in counts.items() if key in entries})
-    by_count = Counter(counts.values())
-    least, missing = 0, _MOST_RESULTS
-    for count in sorted(by_count, reverse=True):
-        if missing <= by_count[count]:
-            least = count
-            break
-        missing -= by_count[count]
-    best = sorted((-count, key) for key, count in counts.items() if count > least)
-    last = heapq.nsmallest(missing, [key for key, count in counts.items() if count == least])
-    return [key for _, key in best] + last
 
 
 # --- words, as google-adk splits them ------------------------------------------------------------

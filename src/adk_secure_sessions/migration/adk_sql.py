@@ -254,7 +254,7 @@ class Tables:
             header = Header(*row[3:])
             number, total = counts.get(tuple(row[:3]), (0, 0))
             version = f"{_shown(header.created_at)} {_shown(header.updated_at)} {number}"
-            found.append((SourceSession(*three_of(key), version), header, total))
+            found.append((SourceSession(key[0], key[1], key[2], version), header, total))
         return found, keys[-1] if len(rows) == limit else None
 
     def versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
@@ -410,18 +410,16 @@ class Tables:
         except (TypeError, ValueError):
             raise ConfigurationError(f"the source has {_NOT_TEXT}") from None
 
-    def _since(self, since: int) -> sa.ColumnElement[bool]:
+    def _since(self, since: int) -> Any:
+        updated_at = _s.c.update_time
         naive = datetime_of(since).astimezone(self.sessions_zone).replace(tzinfo=None)
         if self.dialect != "sqlite":
-            return _is_at_least(_s.c.update_time, sa.literal(naive, sa.DateTime()))
+            return updated_at >= sa.literal(naive, sa.DateTime())
         # A row may hold text or seconds.  In SQLite, any text is greater than any number.  So
         # without the condition on the type, the second comparison would accept every text.
         return sa.or_(
-            _is_at_least(_s.c.update_time, naive.isoformat(" ")),
-            sa.and_(
-                sa.func.typeof(_s.c.update_time) != "text",
-                _is_at_least(_s.c.update_time, since / 1_000_000),
-            ),
+            updated_at >= naive.isoformat(" "),
+            sa.and_(sa.func.typeof(updated_at) != "text", updated_at >= since / 1_000_000),
         )
 
     def _json(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
@@ -482,11 +480,6 @@ class Tables:
         return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
 
 
-def _is_at_least(column: sa.ColumnElement[Any], value: object) -> sa.ColumnElement[bool]:
-    condition: sa.ColumnElement[bool] = column >= value
-    return condition
-
-
 def _shown(time: Any) -> str:
     # Raise no error for bytes that are not UTF-8: `adk_rows.time_of` rejects them later, and then
     # only this session is unreadable.
@@ -501,11 +494,6 @@ def can_store(dialect: str, *texts: str) -> bool:
     except UnicodeEncodeError:  # a lone surrogate
         return False
     return dialect != "postgresql" or "\0" not in text
-
-
-def three_of(key: After) -> tuple[str, str, str]:
-    app_name, user_id, session_id = key
-    return app_name, user_id, session_id
 
 
 # --- Recognition ---------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError, Decryp
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.times import datetime_of, microseconds
 from adk_secure_sessions.loops import ClosedByWith
-from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in, three_of
+from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession, Unreadable
@@ -168,9 +168,10 @@ class AdkTarget(ClosedByWith):
 
     async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str | None]:
         """Return how sessions of the target differ from *contents*; None for one that does not."""
-        listed = [SourceSession(*three_of(ids), "") for ids in contents]
-        stored = {one.ids: found for one, found in (await self._stored.read(listed)).items()}
-        return {ids: _difference(one, stored.get(three_of(ids))) for ids, one in contents.items()}
+        listed = [SourceSession(ids[0], ids[1], ids[2], "") for ids in contents]
+        found = await self._stored.read(listed)
+        pairs = zip(listed, contents.items(), strict=True)
+        return {ids: _difference(content, found.get(one)) for one, (ids, content) in pairs}
 
     async def state_difference(self, owner: Ids, state: bytes) -> str | None:
         """Return how a state of the target differs from *state*; None if both are equal."""
