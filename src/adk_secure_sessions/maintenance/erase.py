@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -309,9 +308,10 @@ class _Deletion:
         `headers`.
         """
         query = sa.select(users.c.id)
-        found = self._ids(query.where(users.c.tag == self.tag)) or self._users
+        scalars = self.connection.scalars
+        found = set(scalars(query.where(users.c.tag == self.tag))) or self._users
         if not found and self.headers:
-            found = self._ids(query.where(header_of(users.c.state).in_(self.headers)))
+            found = set(scalars(query.where(header_of(users.c.state).in_(self.headers))))
         return found
 
     def _locked_sessions(self) -> list[tuple[int, bytes]]:
@@ -344,9 +344,6 @@ class _Deletion:
             if base_revision == COLLECTION:
                 self.collections.add(row_id)
         return found
-
-    def _ids(self, query: sa.Select[Any]) -> set[int]:
-        return set(self.connection.scalars(query))
 
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""

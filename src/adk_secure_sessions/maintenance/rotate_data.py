@@ -240,7 +240,7 @@ class DataRotationRun(Rotation):
             table = record.column.table.name
             try:
                 with naming(table, record.name):
-                    if target is None or _key_id(record.stored) != target.id:
+                    if target is None or header(record.stored) != (target.backend_id, target.id):
                         context = record.column.context(record.ids, record.row)
                         old.append((record, context, _plaintext(keys, owner.tag, record, context)))
             except UNREADABLE as error:
@@ -299,12 +299,6 @@ def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -
     if record.column is WITNESSES:
         return FLAGS + keys.open(owner, context, record.stored, open_without_flags)
     return keys.open(owner, context, record.stored, open_whole)
-
-
-def _key_id(stored: object) -> int | None:
-    """Return the data key id in the header of *stored*; None for a value in an unknown format."""
-    found = header(stored)
-    return found[1] if found else None
 
 
 def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> None:

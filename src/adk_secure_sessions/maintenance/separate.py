@@ -131,7 +131,9 @@ async def _separate(
         if not master.succeeded:
             done.kept = master.left
             return done
-    is_left = f"{meta.ROTATION}data" in stored or await _records_left(db, separation.since)
+    # Records that are not encrypted with the current data key, or with one that is too old.
+    counts, _ = await count_records(db, Meter(None, 0, None), separation.since)
+    is_left = any(one.rows > one.newest for one in counts) or f"{meta.ROTATION}data" in stored
     if is_left and not (await rotate_data(db, **options)).succeeded:
         done.kept = len(separation.masters)
         return done
@@ -221,22 +223,16 @@ async def _drop_rows_of_original(db: Database) -> None:
     the trail of what happened before.  `_end` removes the feature `migration`.
     """
     present = (await db.survey()).feature_tables
-    for table in (migrated, audit_records):
-        if table.name in present:
-            await db.unit.change(partial(_empty, table))
+
+    def empty(connection: sa.Connection) -> None:
+        for table in (migrated, audit_records):
+            if table.name in present:
+                connection.execute(sa.delete(table)).close()
+
+    await db.unit.change(empty)
     # A killed or incomplete run leaves no record, and a complete one stores both of its records.
     if command := running_command():
         command.forget_trails()
-
-
-def _empty(table: sa.Table, connection: sa.Connection) -> None:
-    connection.execute(sa.delete(table)).close()
-
-
-async def _records_left(db: Database, since: int) -> int:
-    """Count the records that are not encrypted with the current data key, if it is new enough."""
-    counts, _ = await count_records(db, Meter(None, 0, None), since)
-    return sum(one.rows - one.newest for one in counts)
 
 
 def _store(

@@ -87,11 +87,8 @@ async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int
         dialect = await executor.run(dialect_of, commit=False)
     except Disconnected as lost:
         return [str(lost.error)]
-    if dialect.has_one_file:
-        obstacle = await clear(executor, tables[0], lock_wait, rewrite=True)
-        return [obstacle] if obstacle else []
     obstacles = []
-    for table in tables:
+    for table in tables[:1] if dialect.has_one_file else tables:
         if obstacle := await clear(executor, table, lock_wait, rewrite=True):
-            obstacles.append(f"{table.name}: {obstacle}")
+            obstacles.append(obstacle if dialect.has_one_file else f"{table.name}: {obstacle}")
     return obstacles

@@ -313,7 +313,13 @@ class _Verifier:
                     row=located.row,
                 )
             is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
-            check = _check_memory_item if is_memory else _check_event
+
+            def check(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
+                """Parse an event or an item; return the item of a memory."""
+                with naming(events.name, f"{session_row}, {seq}"):
+                    content = read_event(plaintext)[1]
+                    return memory_items.parse_item(content, seq) if is_memory else None
+
             found = await self._db.unit.run(CheckLocatedSession(who, check))
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
@@ -334,19 +340,6 @@ class _Verifier:
         except UNREADABLE as error:
             self.done.unchecked += self.problems.add_error(error, sessions.name, located.row)
         await self._meter.advance(rows)
-
-
-def _check_event(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
-    """Parse an event, or an item that is no memory."""
-    with naming(events.name, f"{session_row}, {seq}"):
-        read_event(plaintext)
-    return None
-
-
-def _check_memory_item(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
-    """Parse an item of a memory, and return it for the check whether it was replaced."""
-    with naming(events.name, f"{session_row}, {seq}"):
-        return memory_items.parse_item(read_event(plaintext)[1], seq)
 
 
 def _reject_rollback(row: MigratedRow, version: int | None) -> None:
