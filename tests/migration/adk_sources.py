@@ -24,7 +24,7 @@ from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.migration.adk_sql import Kind
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     Source,
     SourceSession,
@@ -33,7 +33,7 @@ from adk_secure_sessions.migration.sources import (
 from tests.conformance.support import ADK
 from tests.servers import Server
 
-ALL = Scope()
+ALL = Selection()
 START = 1_700_000_000.0
 V0 = Path(__file__).parent.parent / "vectors" / "adk_v0.sql"
 # The first release that reads schema v0 without loading any pickle.
@@ -176,26 +176,26 @@ async def append(service: BaseSessionService, session: Session, event: Event) ->
     return found
 
 
-async def listed(source: Source, scope: Scope = ALL) -> list[SourceSession]:
-    return [session async for batch in source.sessions(scope) for session in batch]
+async def listed(source: Source, selection: Selection = ALL) -> list[SourceSession]:
+    return [session async for batch in source.sessions(selection) for session in batch]
 
 
 async def contents(
-    source: Source, scope: Scope = ALL
+    source: Source, selection: Selection = ALL
 ) -> dict[SourceSession, SessionContent | Unreadable]:
     found: dict[SourceSession, SessionContent | Unreadable] = {}
-    async for batch in source.sessions(scope):
+    async for batch in source.sessions(selection):
         found.update(await source.read(batch))
     return found
 
 
 async def states_of(
-    source: Source, scope: Scope = ALL
+    source: Source, selection: Selection = ALL
 ) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
     """The states of all apps and of all users."""
     apps: dict[str, Any] = {}
     users: dict[tuple[str, str], Any] = {}
-    async for batch in source.states(scope):
+    async for batch in source.states(selection):
         for ids, state in batch.items():
             if len(ids) == 1:
                 assert ids[0] not in apps

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.sources import (
     Found,
     LookupSource,
-    Scope,
+    Selection,
     SessionContent,
     SourceSession,
     States,
@@ -88,10 +88,10 @@ class MemoryLookup(LookupSource):
     def description(self) -> str:
         return "a source in memory"
 
-    async def count(self, scope: Scope) -> int:
+    async def count(self, selection: Selection) -> int:
         return len(self.sessions_by_ids)
 
-    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         await self._query("sessions")
         yield [session for session, _ in self.sessions_by_ids.values()]
 
@@ -105,7 +105,7 @@ class MemoryLookup(LookupSource):
             if session[1:3] in self.sessions_by_ids
         }
 
-    async def states(self, scope: Scope) -> AsyncIterator[States]:
+    async def states(self, selection: Selection) -> AsyncIterator[States]:
         await self._query("states")
         yield {(APP, user_id): deepcopy(state) for user_id, state in self.users.items()}
         yield {(APP,): deepcopy(self.app)}
@@ -117,7 +117,7 @@ class MemoryLookup(LookupSource):
             return None
         return self.sessions_by_ids[key][0], self._header(key)
 
-    async def headers(
+    async def sessions_of(
         self, app_name: str, user_id: str | None
     ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
         await self._query("headers")

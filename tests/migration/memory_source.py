@@ -16,7 +16,7 @@ from google.genai import types
 from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     Source,
     SourceSession,
@@ -80,25 +80,25 @@ class MemorySource(Source):
     def description(self) -> str:
         return "a source in memory"
 
-    def _in(self, scope: Scope) -> list[Ids]:
+    def _in(self, selection: Selection) -> list[Ids]:
         return [
             ids
             for ids, content in sorted(self.contents.items())
-            if scope.app_name in (None, ids[0])
+            if selection.app_name in (None, ids[0])
             and (
-                scope.since is None
+                selection.since is None
                 or isinstance(content, Unreadable)
-                or content.updated_at >= scope.since
+                or content.updated_at >= selection.since
             )
         ]
 
-    async def count(self, scope: Scope) -> int:
-        return len(self._in(scope))
+    async def count(self, selection: Selection) -> int:
+        return len(self._in(selection))
 
-    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         last: Ids | None = None
         while True:
-            page = [ids for ids in self._in(scope) if last is None or ids > last][: self._batch]
+            page = [ids for ids in self._in(selection) if last is None or ids > last][: self._batch]
             if not page:
                 return
             yield [SourceSession(*ids, str(self.versions[ids])) for ids in page]
@@ -111,6 +111,8 @@ class MemorySource(Source):
         self.reads += len(sessions)
         return {one: self.contents[one[:3]] for one in sessions if one[:3] in self.contents}
 
-    async def states(self, scope: Scope) -> AsyncIterator[States]:
+    async def states(self, selection: Selection) -> AsyncIterator[States]:
         for states in (self.users, {(app,): state for app, state in self.apps.items()}):
-            yield {ids: state for ids, state in states.items() if scope.app_name in (None, ids[0])}
+            yield {
+                ids: state for ids, state in states.items() if selection.app_name in (None, ids[0])
+            }

@@ -8,7 +8,7 @@ from google.adk.sessions import Session
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration import Migration, Scope, Source, migrate
+from adk_secure_sessions.migration import Migration, Selection, Source, migrate
 from tests.maintenance.support import event as adk_event
 from tests.migration.memory_source import APP
 
@@ -25,9 +25,11 @@ async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
         yield made
 
 
-async def copy(source: Source, url: str, scope: Scope | None = None, **options: Any) -> Migration:
+async def copy(
+    source: Source, url: str, selection: Selection | None = None, **options: Any
+) -> Migration:
     async with database(url) as db:
-        return await migrate(source, db, scope=scope or Scope(), **options)
+        return await migrate(source, db, selection=selection or Selection(), **options)
 
 
 async def stored(url: str, user: str, session: str) -> Session | None:

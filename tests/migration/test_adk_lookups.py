@@ -13,7 +13,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.migration import adk_sql
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     SourceSession,
     Unreadable,
@@ -58,7 +58,7 @@ async def add(adk: DatabaseSessionService, user: str, session_id: str, events: i
 async def listed(source: AdkTables, user: str | None) -> dict[SourceSession, Any]:
     return {
         session: header
-        async for batch in source.headers(APP, user)
+        async for batch in source.sessions_of(APP, user)
         for session, header in batch.items()
     }
 
@@ -71,7 +71,7 @@ async def test_found_sessions_are_those_of_a_copy(
     await add(adk, "bob", "visit", 1)
     for number, session_id in enumerate(ODD[1:]):
         await add(adk, "ada", session_id, number)
-    copied = [session async for batch in source.sessions(Scope()) for session in batch]
+    copied = [session async for batch in source.sessions(Selection()) for session in batch]
     contents = await source.read(copied)
     for session in copied:
         assert (await source.read([session]))[session] == contents[session]
@@ -116,7 +116,7 @@ async def test_sessions_are_listed_in_batches(
     adk: DatabaseSessionService, source: AdkTables, tmp_path: Path
 ) -> None:
     await add(adk, "ada", "visit", 2)
-    number = 2 * adk_sql.HEADERS + 1
+    number = 2 * adk_sql.LOOKUP_PAGE + 1
     async with adk.db_engine.begin() as connection:
         await connection.execute(
             sa.text(
@@ -126,8 +126,8 @@ async def test_sessions_are_listed_in_batches(
             ),
             {"number": number},
         )
-    batches = [batch async for batch in source.headers(APP, None)]
-    assert [len(batch) for batch in batches] == [adk_sql.HEADERS, adk_sql.HEADERS, 2]
+    batches = [batch async for batch in source.sessions_of(APP, None)]
+    assert [len(batch) for batch in batches] == [adk_sql.LOOKUP_PAGE, adk_sql.LOOKUP_PAGE, 2]
     found = [session for batch in batches for session in batch]
     assert len(set(found)) == number + 1
     of_user = await listed(source, "u3")

@@ -24,7 +24,7 @@ from adk_secure_sessions.migration import Package1x, adk_sql, open_source
 from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables, inspect
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     Unreadable,
 )
@@ -150,11 +150,11 @@ async def test_sessions_without_events_and_states_without_sessions_are_read(adk:
         assert await assert_same_as_adk(adk.service, source) == 0
         apps, users = await states_of(source)
         assert (apps["gone"], users["gone", "user"]) == ({"a": 1}, {"u": 2})
-        assert await states_of(source, Scope("gone")) == (
+        assert await states_of(source, Selection("gone")) == (
             {"gone": {"a": 1}},
             {("gone", "user"): {"u": 2}},
         )
-        assert [one.app_name for one in await listed(source, Scope("other"))] == ["other"]
+        assert [one.app_name for one in await listed(source, Selection("other"))] == ["other"]
 
 
 async def test_scope_selects_sessions_by_last_update(adk: Adk) -> None:
@@ -162,14 +162,14 @@ async def test_scope_selects_sessions_by_last_update(adk: Adk) -> None:
         await fill(adk.service, [said(at=START + number)], session_id=f"s{number}")
     await fill(adk.service, [said(at=START + 9)], app_name="other", session_id="o")
     async with adk.source() as source:
-        scope = Scope(since=round((START + 2) * 1e6))
-        assert [one.session_id for one in await listed(source, scope)] == ["s2", "s3", "o"]
-        assert await source.count(scope) == 3
-        scope = Scope("app", round((START + 1) * 1e6))
-        assert [one.session_id for one in await listed(source, scope)] == ["s1", "s2", "s3"]
-        assert await source.count(scope) == 3
-        assert await source.count(Scope("app")) == 4
-        assert await source.count(Scope()) == 5
+        selection = Selection(since=round((START + 2) * 1e6))
+        assert [one.session_id for one in await listed(source, selection)] == ["s2", "s3", "o"]
+        assert await source.count(selection) == 3
+        selection = Selection("app", round((START + 1) * 1e6))
+        assert [one.session_id for one in await listed(source, selection)] == ["s1", "s2", "s3"]
+        assert await source.count(selection) == 3
+        assert await source.count(Selection("app")) == 4
+        assert await source.count(Selection()) == 5
 
 
 async def test_version_changes_with_every_change(adk: Adk) -> None:
@@ -232,8 +232,8 @@ async def test_file_that_both_services_of_google_adk_wrote_is_read(adk: Adk) -> 
     async with adk.source() as source:
         assert await assert_same_as_adk(service, source) == 4
         assert source.description == Kind.ADK_V1
-        scope = Scope(since=round((START + 0.5) * 1e6))
-        assert [one.session_id for one in await listed(source, scope)] == ["a"]
+        selection = Selection(since=round((START + 0.5) * 1e6))
+        assert [one.session_id for one in await listed(source, selection)] == ["a"]
     await service.db_engine.dispose()
 
 
@@ -285,7 +285,7 @@ async def test_every_session_of_many_pages_is_read_once(adk: Adk) -> None:
     async with adk.source() as source:
         found = await listed(source)
         assert len(found) == len(set(found)) == number
-        sizes = [len(batch) async for batch in source.sessions(Scope())]
+        sizes = [len(batch) async for batch in source.sessions(Selection())]
         assert max(sizes) <= 500
         assert len(sizes) < number / 300
 
@@ -309,7 +309,9 @@ async def test_batch_of_large_sessions_is_small(adk: Adk) -> None:
     for name in ("s0", "s7"):
         insert_events(adk, name, 4, "x" * 900_000)
     async with adk.source() as source:
-        batches = [[one.session_id for one in batch] async for batch in source.sessions(Scope())]
+        batches = [
+            [one.session_id for one in batch] async for batch in source.sessions(Selection())
+        ]
     assert [len(batch) for batch in batches] == [1, 9]
 
 
@@ -403,7 +405,7 @@ async def test_times_without_fraction_and_in_seconds_are_read(adk: Adk) -> None:
     async with adk.source() as source:
         if ADK >= (2, 7):
             await assert_same_as_adk(adk.service, source)
-        found = await listed(source, Scope(since=1_700_000_001_000_000))
+        found = await listed(source, Selection(since=1_700_000_001_000_000))
         assert [one.session_id for one in found] == ["a", "c"]
 
 
@@ -511,11 +513,11 @@ async def test_rows_that_an_attacker_adds_while_the_source_is_open_do_not_make_i
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < :n) "
             "SELECT app_name, CAST(i AS BLOB), id, state, create_time, update_time "
             "FROM sessions, n",
-            {"n": max(adk_sql.HEADERS, adk_sql.PAGE)},
+            {"n": max(adk_sql.LOOKUP_PAGE, adk_sql.PAGE)},
         )
         async with asyncio.timeout(20):
             assert len(await listed(source)) == 1
-            assert [len(batch) async for batch in source.headers("app", None)] == [1]
+            assert [len(batch) async for batch in source.sessions_of("app", None)] == [1]
 
 
 # --- schema v0 -----------------------------------------------------------------------------------
@@ -684,7 +686,7 @@ async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:
     assert await detect(url) == frozenset()
     async with AdkTables(url) as source:
         with pytest.raises(ConfigurationError, match="check the URL"):
-            await source.count(Scope())
+            await source.count(Selection())
     with pytest.raises(ConfigurationError, match="does not exist"):
         AdkTables(f"sqlite:///{tmp_path}/missing.db")
     with pytest.raises(ConfigurationError, match="exactly one"):

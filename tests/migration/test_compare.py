@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import same_json
-from adk_secure_sessions.migration import Comparison, Scope, Source, compare
+from adk_secure_sessions.migration import Comparison, Selection, Source, compare
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from adk_secure_sessions.storage.features.imports import SourceEvent
@@ -62,8 +62,8 @@ async def test_equal_sides_end_the_migration(url: str) -> None:
 async def test_part_of_a_source_does_not_end_the_migration(file_url: str) -> None:
     source = filled()
     await copy(source, file_url)
-    for scope in (Scope(APP), Scope(since=0)):
-        done = await compared(source, file_url, scope=scope)
+    for selection in (Selection(APP), Selection(since=0)):
+        done = await compared(source, file_url, selection=selection)
         assert (done.clean, done.completed, done.sessions) == (True, False, 8)
     assert not await is_complete(file_url)
 
@@ -110,7 +110,7 @@ async def test_later_difference_withdraws_the_mark(url: str) -> None:
     done = await compared(source, url)
     assert (done.completed, done.withdrawn) == (True, False)
     source.put("ada", "s0", events=9)
-    assert (await compared(source, url, scope=Scope(APP))).withdrawn, "of a part, too"
+    assert (await compared(source, url, selection=Selection(APP))).withdrawn, "of a part, too"
 
 
 async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
@@ -149,7 +149,7 @@ async def test_every_difference_is_found(file_url: str) -> None:
     for number in range(4, 8):
         source.put("ada", f"s{number}", events=number)
     await copy(source, file_url)
-    assert (await compared(source, file_url, scope=Scope(APP))).clean
+    assert (await compared(source, file_url, selection=Selection(APP))).clean
     source.put("ada", "s0", events=0, state={"n": False})
     source.put("ada", "s1", events=[event(0, "other")], state={"n": 1})
     source.put("ada", "s2", events=[event(1), event(0)], state={"n": 2})

@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.events import decode, encode_item
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     SourceSession,
     Unreadable,
@@ -28,24 +28,24 @@ from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_back
 
 file_url, place, url = conftest.file_url, conftest.place, conftest.url  # fixtures
 
-ALL = Scope()
+ALL = Selection()
 BACKEND = AesGcmBackend(OLD)
 Contents = dict[tuple[str, str, str], SessionContent | Unreadable]
 
 
-async def contents(source: EncryptedSource, scope: Scope = ALL) -> Contents:
+async def contents(source: EncryptedSource, selection: Selection = ALL) -> Contents:
     found: Contents = {}
-    async for batch in source.sessions(scope):
+    async for batch in source.sessions(selection):
         read = await source.read(batch)
         assert set(read) <= set(batch)
         found |= {one[:3]: content for one, content in read.items()}
     return found
 
 
-async def states(source: EncryptedSource, scope: Scope = ALL) -> dict[object, Any]:
+async def states(source: EncryptedSource, selection: Selection = ALL) -> dict[object, Any]:
     """The states of apps by name, and of users by app name and user id."""
     found: dict[object, Any] = {}
-    async for batch in source.states(scope):
+    async for batch in source.states(selection):
         found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
     return found
 
@@ -149,14 +149,14 @@ async def test_scope_restricts_sessions_states_and_size(file_url: str) -> None:
         old = await of.get_session(app_name=APP, user_id="ada", session_id="s")
     assert old is not None
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
-        assert {key[0] for key in await contents(source, Scope("b"))} == {"b"}
-        assert set(await states(source, Scope("b"))) == {"b", ("b", "")}
-        assert await source.count(Scope("b")) == 1
-        assert await contents(source, Scope("unknown")) == {}
-        since = Scope(since=int(old.last_update_time * 1e6) + 1)
+        assert {key[0] for key in await contents(source, Selection("b"))} == {"b"}
+        assert set(await states(source, Selection("b"))) == {"b", ("b", "")}
+        assert await source.count(Selection("b")) == 1
+        assert await contents(source, Selection("unknown")) == {}
+        since = Selection(since=int(old.last_update_time * 1e6) + 1)
         assert {key[1] for key in await contents(source, since)} == {"no events"}
         assert await source.count(since) == 1
-        since = Scope(since=int(old.last_update_time * 1e6))
+        since = Selection(since=int(old.last_update_time * 1e6))
         assert {key[1:] for key in await contents(source, since)} == {
             ("no events", "s"),
             ("ada", "s"),
@@ -232,13 +232,13 @@ async def test_session_that_was_tampered_with_is_unreadable(file_url: str, state
     place = sa.make_url(file_url).set(drivername="sqlite")
     ((row,),) = query(place, "SELECT max(id) FROM secure_sessions")
     assert run_sql(place, statement.format(row=row)) == 1
-    # A session of unknown age is in every scope.
-    scope = Scope(APP, 2**60 if "secure_sessions SET" in statement else None)
+    # A session of unknown age is in every selection.
+    selection = Selection(APP, 2**60 if "secure_sessions SET" in statement else None)
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
-        found = await contents(source, scope)
+        found = await contents(source, selection)
     bad = [content for content in found.values() if isinstance(content, Unreadable)]
     assert len(bad) == 1
-    assert len(found) == (1 if scope.since else 2)
+    assert len(found) == (1 if selection.since else 2)
     assert bad[0].reason.startswith(f"{REASONS[statement]} row {row}")
     assert "ada" not in bad[0].reason
 
@@ -249,11 +249,11 @@ async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(fil
     ((row,),) = query(place, "SELECT min(id) FROM secure_users")
     run_sql(place, f"UPDATE secure_users SET version = 7 WHERE id = {row}")
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
-        found = await contents(source, Scope(APP))
+        found = await contents(source, Selection(APP))
         good = [key for key, one in found.items() if isinstance(one, SessionContent)]
         assert [key[1] for key in good] == ["bob", "bob"]
         assert len(found) == 4
-        owners = await states(source, Scope(APP))
+        owners = await states(source, Selection(APP))
         assert set(owners) == {APP, (APP, "bob"), ("", f"secure_users row {row}")}
         bad = owners["", f"secure_users row {row}"]
         assert isinstance(bad, Unreadable)

@@ -18,7 +18,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import verify
 from adk_secure_sessions.migration import (
     AdkTables,
-    Scope,
+    Selection,
     SourceErasure,
     compare,
     erase_source,
@@ -300,7 +300,7 @@ async def test_source_is_opened_by_what_the_database_contains(
     url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
     await fill(url, sessions=1)
     async with await open_source(url) as source:
-        assert await source.count(Scope()) == 2
+        assert await source.count(Selection()) == 2
     with pytest.raises(ConfigurationError, match="not encrypted"):
         await open_source(url, ["env:ANY"])
     await copied(url, target_url)

@@ -13,9 +13,9 @@ import pytest
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.maintenance import verify
-from adk_secure_sessions.migration import Migration, Scope, compare, migrate
+from adk_secure_sessions.migration import Migration, Selection, compare, migrate
+from adk_secure_sessions.migration.encrypted_sessions import EncryptedSessions
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
-from adk_secure_sessions.migration.target import Target
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.dying import Statements, dying
 from tests.migration.memory_source import APP, START, MemorySource, event
@@ -142,11 +142,11 @@ async def test_only_the_scope_is_copied(file_url: str) -> None:
     source.put("ada", "s0", app="other")
     source.put("ada", "new", updated_at=(START + 100) * 1_000_000)
     source.apps["other"] = {}
-    done = await copy(source, file_url, Scope(since=(START + 50) * 1_000_000))
+    done = await copy(source, file_url, Selection(since=(START + 50) * 1_000_000))
     assert (done.copied, done.gone) == (1, 0)
-    done = await copy(source, file_url, Scope("other"))
+    done = await copy(source, file_url, Selection("other"))
     assert (done.copied, done.unchanged, done.gone) == (1, 0, 0)
-    done = await copy(source, file_url, Scope(APP))
+    done = await copy(source, file_url, Selection(APP))
     assert (done.copied, done.unchanged, done.gone) == (6, 1, 0)
 
 
@@ -227,13 +227,13 @@ async def test_gone_session_that_a_service_continues_meanwhile_is_neither_delete
     source = filled()
     await copy(source, file_url)
     source.remove("ada", "s0")
-    delete = Target.delete
+    delete = EncryptedSessions.delete
 
-    async def continued_before(target: Target, found: Any) -> bool:
+    async def continued_before(target: EncryptedSessions, found: Any) -> bool:
         await append(file_url, "ada", "s0")
         return await delete(target, found)
 
-    monkeypatch.setattr(Target, "delete", continued_before)
+    monkeypatch.setattr(EncryptedSessions, "delete", continued_before)
     assert (await copy(source, file_url, delete_gone=True)).gone == 0
     assert await stored(file_url, "ada", "s0") is not None
 
@@ -244,7 +244,7 @@ async def test_empty_source_deletes_nothing(file_url: str) -> None:
     with pytest.raises(ConfigurationError, match="has no sessions"):
         await copy(MemorySource(), file_url, delete_gone=True)
     with pytest.raises(ConfigurationError, match="since"):
-        await copy(filled(), file_url, Scope(since=1), delete_gone=True)
+        await copy(filled(), file_url, Selection(since=1), delete_gone=True)
     assert (await copy(MemorySource(), file_url)).gone == 6
 
 

@@ -31,7 +31,7 @@ from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.migration import adk_sql, open_source
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     Unreadable,
 )
@@ -39,7 +39,7 @@ from tests.maintenance import conftest
 
 place, url = conftest.place, conftest.url  # fixtures
 
-ALL = Scope()
+ALL = Selection()
 ON_EACH = pytest.mark.parametrize(
     "place",
     ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)],
@@ -153,16 +153,16 @@ def source(file: Path, *keys: str | bytes) -> Package1x:
     return Package1x(f"sqlite+aiosqlite:///{file}", keys or [KEY])
 
 
-async def contents(source: Package1x, scope: Scope = ALL) -> Contents:
+async def contents(source: Package1x, selection: Selection = ALL) -> Contents:
     found: Contents = {}
-    async for batch in source.sessions(scope):
+    async for batch in source.sessions(selection):
         found |= {one[:3]: content for one, content in (await source.read(batch)).items()}
     return found
 
 
-async def states(source: Package1x, scope: Scope = ALL) -> dict[object, Any]:
+async def states(source: Package1x, selection: Selection = ALL) -> dict[object, Any]:
     found: dict[object, Any] = {}
-    async for batch in source.states(scope):
+    async for batch in source.states(selection):
         found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
     return found
 
@@ -268,12 +268,16 @@ async def test_sessions_states_and_sizes_are_read(
             assert event_ids(content) == ["e0", "e1"]
         assert len(await states(of)) == 6
         assert await of.count(ALL) == 5
-        assert set(await contents(of, Scope("mart"))) == {("mart", "ada", "s1")}
-        assert set(await states(of, Scope("mart"))) == {"mart", ("mart", "ada"), ("mart", "bob")}
-        assert await of.count(Scope("mart")) == 1
+        assert set(await contents(of, Selection("mart"))) == {("mart", "ada", "s1")}
+        assert set(await states(of, Selection("mart"))) == {
+            "mart",
+            ("mart", "ada"),
+            ("mart", "bob"),
+        }
+        assert await of.count(Selection("mart")) == 1
         later = START_US + 1_000_001
-        assert await contents(of, Scope(since=later)) == {}
-        assert await of.count(Scope(since=later - 1)) == 5
+        assert await contents(of, Selection(since=later)) == {}
+        assert await of.count(Selection(since=later - 1)) == 5
         assert await of.read([]) == {}
 
 

@@ -16,7 +16,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.migration.services import ServiceSource
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     Unreadable,
 )
@@ -92,10 +92,10 @@ async def test_every_field_of_an_event_is_read() -> None:
     await fill(service, app_name="not asked for")
     async with ServiceSource(service, ["app", "Grüße", "unknown"]) as source:
         assert await assert_same_as_adk(service, source) == len(given)
-        assert await source.count(Scope()) == len(given) + 1
-        assert await source.count(Scope("unknown")) == 0
-        assert len(await listed(source, Scope("Grüße"))) == 1
-        assert await states_of(source, Scope("Grüße")) == (
+        assert await source.count(Selection()) == len(given) + 1
+        assert await source.count(Selection("unknown")) == 0
+        assert len(await listed(source, Selection("Grüße"))) == 1
+        assert await states_of(source, Selection("Grüße")) == (
             {"Grüße": {"k": None}},
             {("Grüße", ""): {"k": [2]}},
         )
@@ -190,9 +190,9 @@ async def test_scope_selects_sessions_by_last_update() -> None:
     service = InMemorySessionService()
     for number in range(4):
         await fill(service, [said(at=START + number)], session_id=f"s{number}")
-    scope = Scope(since=round((START + 2) * 1e6))
+    selection = Selection(since=round((START + 2) * 1e6))
     source = ServiceSource(service, ["app"])
-    assert [one.session_id for one in await listed(source, scope)] == ["s2", "s3"]
+    assert [one.session_id for one in await listed(source, selection)] == ["s2", "s3"]
 
 
 async def test_values_beyond_the_limits_are_reported_without_content() -> None:

@@ -77,7 +77,7 @@ _OF_SOURCE = (
     click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."),
     on_database(url=TO),
 )
-_OF_SCOPE = (
+_OF_SELECTION = (
     click.option("--app", metavar="NAME", help="Only sessions of this app."),
     click.option(
         "--since",
@@ -108,7 +108,7 @@ def migrate() -> None:
 )
 @with_dry_run
 @with_packing
-@with_all(*_OF_SCOPE, *_OF_SOURCE)
+@with_all(*_OF_SELECTION, *_OF_SOURCE)
 def copy(
     db: Database,
     as_json: bool,
@@ -134,7 +134,7 @@ def copy(
     """
     work = partial(
         migration.migrate,
-        scope=_scope(app, since),
+        selection=_selection(app, since),
         dry_run=dry_run,
         skip_bad=skip_bad,
         delete_gone=delete_gone,
@@ -146,7 +146,7 @@ def copy(
 
 
 @migrate.command("compare")
-@with_all(*_OF_SCOPE, *_OF_SOURCE)
+@with_all(*_OF_SELECTION, *_OF_SOURCE)
 def compare(
     db: Database,
     as_json: bool,
@@ -165,7 +165,7 @@ def compare(
       adk-secure-sessions migrate compare --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    work = partial(migration.compare, scope=_scope(app, since), show_ids=show_ids)
+    work = partial(migration.compare, selection=_selection(app, since), show_ids=show_ids)
     done = _run(db, of_source, "compare", work, again=None)
     finish(done, as_json, comparison_notes(done))
 
@@ -199,8 +199,8 @@ def erase_source(
     finish(done, as_json, notes, dry_run=dry_run)
 
 
-def _scope(app: str | None, since: datetime | None) -> "migration.Scope":
-    return migration.Scope(app, None if since is None else of_datetime(since))
+def _selection(app: str | None, since: datetime | None) -> "migration.Selection":
+    return migration.Selection(app, None if since is None else of_datetime(since))
 
 
 def _run(

@@ -448,7 +448,7 @@ def _known_stored(session: Session) -> Session | None:
     return stored
 
 
-class _Scope(NamedTuple):
+class _StateScope(NamedTuple):
     """The app's, the user's or the session's state."""
 
     prefix: str  # of its keys
@@ -469,9 +469,9 @@ class _Records:
         self._index = index
         self._who = who
         user = (who.app_name, who.user_id)
-        self.app = _Scope(APP_PREFIX, who.app_tag, ("app", who.app_name))
-        self.user = _Scope(USER_PREFIX, who.user_tag, ("user", *user))
-        self.session = _Scope("", who.user_tag, ("session", *user, who.session_id))
+        self.app = _StateScope(APP_PREFIX, who.app_tag, ("app", who.app_name))
+        self.user = _StateScope(USER_PREFIX, who.user_tag, ("user", *user))
+        self.session = _StateScope("", who.user_tag, ("session", *user, who.session_id))
 
     def seal_states(self, values: Scopes) -> dict[str, str]:
         """Return the entries of all scopes in one dict."""
@@ -540,7 +540,7 @@ class _Records:
         session.events = history
         return session
 
-    def open_entries(self, scope: _Scope, stored: JsonObject) -> JsonObject:
+    def open_entries(self, scope: _StateScope, stored: JsonObject) -> JsonObject:
         """Decrypt the entries of one scope, whose names have no prefix."""
         opened: JsonObject = {}
         for name, value in stored.items():
@@ -563,7 +563,7 @@ class _Records:
                 raise error.located(STATES, scope.prefix + shown) from None
         return opened
 
-    def _open_entry(self, scope: _Scope, name: str, value: object) -> JsonObject:
+    def _open_entry(self, scope: _StateScope, name: str, value: object) -> JsonObject:
         if not _NAME.fullmatch(name):
             raise PlaintextRefusedError("a key of the state is not a blind index")
         context = _state_context(scope, name)
@@ -596,7 +596,7 @@ class _Records:
         )
 
 
-def _state_context(scope: _Scope, name: str) -> bytes:
+def _state_context(scope: _StateScope, name: str) -> bytes:
     return records.context(("wrapped state", *scope.parts, bytes.fromhex(name)))
 
 

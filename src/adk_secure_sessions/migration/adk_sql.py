@@ -29,15 +29,15 @@ from adk_secure_sessions.migration.pickled_actions import (
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
-    Scope,
+    Selection,
     SessionContent,
     SourceSession,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
-PAGE = 5000  # the maximum number of sessions that `Tables.page` returns at once
-HEADERS = 500  # the maximum number of sessions that `Tables.lookup` returns at once
-STATES = 500  # the maximum number of states that `Tables.states` returns at once
+PAGE = 5000  # the maximum number of sessions that `AdkQueries.page` returns at once
+LOOKUP_PAGE = 500  # the maximum number of sessions that `AdkQueries.lookup` returns at once
+STATES = 500  # the maximum number of states that `AdkQueries.states` returns at once
 # PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
 # multiple.
 _COMPRESSION = 3
@@ -140,7 +140,7 @@ def _pages(read: Callable[[After | None], Page[T]]) -> Iterator[list[T]]:
         yield page
 
 
-class Header(NamedTuple):
+class SessionColumns(NamedTuple):
     """The columns of a session's row, unconverted."""
 
     state: Any
@@ -148,7 +148,7 @@ class Header(NamedTuple):
     updated_at: Any
 
 
-class Tables:
+class AdkQueries:
     """The SQL for google-adk's tables in one database, and the conversion of their rows.
 
     *time_zone* is that of the writers; None for the zone that the installed google-adk assumes.
@@ -203,16 +203,16 @@ class Tables:
         ]
         self._size_columns = [_e.c[name] for name in present & {*adk_rows.JSON_VALUES, "actions"}]
 
-    def _within(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
-        since = [] if scope.since is None else [self._since(scope.since)]
-        return self._of_app(scope) + since
+    def _within(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
+        since = [] if selection.since is None else [self._since(selection.since)]
+        return self._of_app(selection) + since
 
-    def count(self, connection: sa.Connection, scope: Scope) -> int:
-        sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(scope))
+    def count(self, connection: sa.Connection, selection: Selection) -> int:
+        sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(selection))
         return connection.scalar(sessions) or 0
 
     def page(
-        self, connection: sa.Connection, scope: Scope, after: After | None
+        self, connection: sa.Connection, selection: Selection, after: After | None
     ) -> Page[tuple[SourceSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
@@ -224,7 +224,7 @@ class Tables:
         )
         size: Any = sum(sizes, start=sa.literal(0))
         found, position = self._sessions(
-            connection, self._within(scope), after, PAGE, self._size(_s.c.state), size
+            connection, self._within(selection), after, PAGE, self._size(_s.c.state), size
         )
         return [(one, int(size) + int(row.state or 0)) for one, row, size in found], position
 
@@ -236,7 +236,7 @@ class Tables:
         limit: int,
         state: sa.ColumnElement[Any],
         size: sa.ColumnElement[Any],
-    ) -> Page[tuple[SourceSession, Header, Any]]:
+    ) -> Page[tuple[SourceSession, SessionColumns, Any]]:
         """Return the next sessions, with *state* of their rows and *size* of their events."""
         chosen = sa.select(*_SESSION_KEY, state, _s.c.create_time, _s.c.update_time)
         chosen = chosen.where(*conditions, *self._after(_SESSION_KEY, after))
@@ -251,10 +251,10 @@ class Tables:
         counts = {tuple(row[:3]): row[3:] for row in connection.execute(counting)}
         found = []
         for key, row in zip(keys, rows, strict=True):
-            header = Header(*row[3:])
+            columns = SessionColumns(*row[3:])
             number, total = counts.get(tuple(row[:3]), (0, 0))
-            version = f"{_shown(header.created_at)} {_shown(header.updated_at)} {number}"
-            found.append((SourceSession(key[0], key[1], key[2], version), header, total))
+            version = f"{_shown(columns.created_at)} {_shown(columns.updated_at)} {number}"
+            found.append((SourceSession(key[0], key[1], key[2], version), columns, total))
         return found, keys[-1] if len(rows) == limit else None
 
     def versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
@@ -278,24 +278,24 @@ class Tables:
         )
         return sessions, events, sum(states)
 
-    def headers(
+    def session_columns(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
-    ) -> dict[tuple[Any, ...], Header]:
+    ) -> dict[tuple[Any, ...], SessionColumns]:
         """Return the rows of the sessions *keys*, by ids in the form that `key` returns."""
         query = sa.select(
             *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
         ).where(self._is_one_of(_SESSION_KEY, keys))
-        return {tuple(row[:3]): Header(*row[3:]) for row in connection.execute(query)}
+        return {tuple(row[:3]): SessionColumns(*row[3:]) for row in connection.execute(query)}
 
     def lookup(
         self, connection: sa.Connection, names: Sequence[str], after: After | None = None
-    ) -> Page[tuple[SourceSession, Header]]:
+    ) -> Page[tuple[SourceSession, SessionColumns]]:
         """Return the next sessions of an app, a user or, with three *names*, with these ids."""
         if not can_store(self.dialect, *names):
             return [], None
         named = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
         found, position = self._sessions(
-            connection, named, after, HEADERS, self._json(_s.c.state), sa.literal(0)
+            connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
         # MySQL may find rows whose names differ from *names*, for example in case.
         rows = [(one, row) for one, row, _ in found if one[: len(names)] == tuple(names)]
@@ -331,11 +331,13 @@ class Tables:
             return tuple(name.encode() for name in session[:3])
         return session[:3]
 
-    def content(self, session: SourceSession, header: Header, history: list[Row]) -> SessionContent:
+    def content(
+        self, session: SourceSession, columns: SessionColumns, history: list[Row]
+    ) -> SessionContent:
         adk_rows.check_names(*session[:3])
-        state = self.convert_state(header.state)
-        created_at = adk_rows.time_of(header.created_at, self.sessions_zone)
-        updated_at = adk_rows.time_of(header.updated_at, self.sessions_zone)
+        state = self.convert_state(columns.state)
+        created_at = adk_rows.time_of(columns.created_at, self.sessions_zone)
+        updated_at = adk_rows.time_of(columns.updated_at, self.sessions_zone)
         events: list[SourceEvent] = []
         for number, row in enumerate(history, 1):
             event = self.convert_event(row)
@@ -359,18 +361,24 @@ class Tables:
             return UNREADABLE_EVENT
 
     def states(
-        self, connection: sa.Connection, scope: Scope, table: StateTable, after: After | None
+        self,
+        connection: sa.Connection,
+        selection: Selection,
+        table: StateTable,
+        after: After | None,
     ) -> Page[tuple[After, Any]]:
         """Return the next rows of a table of states; *after* and the position are as for `page`."""
         stored, key, _ = table
-        of_app = [] if scope.app_name is None else [stored.c.app_name == scope.app_name]
+        of_app = [] if selection.app_name is None else [stored.c.app_name == selection.app_name]
         query = sa.select(*key, self._json(stored.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
         rows = connection.execute(query).all()
         found = [(self._key(row[:-1]), row[-1]) for row in rows]
         return found, found[-1][0] if len(rows) == STATES else None
 
-    def aliases(self, connection: sa.Connection, scope: Scope, table: StateTable) -> StateRows:
+    def aliases(
+        self, connection: sa.Connection, selection: Selection, table: StateTable
+    ) -> StateRows:
         """On MySQL, return the states of owners with another spelling in the table `sessions`.
 
         Its collation, which by default ignores case, finds one row of state for several spellings.
@@ -386,11 +394,11 @@ class Tables:
             .where(sa.or_(*(sa.func.hex(one) != sa.func.hex(other) for one, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
-        rows = connection.execute(query.where(*self._of_app(scope)))
+        rows = connection.execute(query.where(*self._of_app(selection)))
         return [(tuple(map(adk_rows.text, names)), state) for *names, state in rows]
 
-    def _of_app(self, scope: Scope) -> list[sa.ColumnElement[bool]]:
-        return [] if scope.app_name is None else [_s.c.app_name == scope.app_name]
+    def _of_app(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
+        return [] if selection.app_name is None else [_s.c.app_name == selection.app_name]
 
     def _check_names(self, connection: sa.Connection) -> None:
         """On SQLite, raise ConfigurationError if a name is not a text.

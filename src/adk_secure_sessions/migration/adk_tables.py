@@ -35,15 +35,15 @@ from adk_secure_sessions.migration.adk_sql import (
     SESSIONS,
     STATE_TABLES,
     USER_STATES,
+    AdkQueries,
     Page,
     StateRows,
-    Tables,
     can_store,
 )
 from adk_secure_sessions.migration.sources import (
     Found,
     LookupSource,
-    Scope,
+    Selection,
     SessionContent,
     SourceSession,
     States,
@@ -106,7 +106,7 @@ class AdkTables(LookupSource):
         url = None if db_url is None else _read_only(db_url)
         self._executor = executors_for(url, db_engine, None, None, {}).data
         self._time_zone = time_zone
-        self._found: Tables | None = None
+        self._found: AdkQueries | None = None
         self._place = db_url, db_engine
 
     @property
@@ -124,81 +124,84 @@ class AdkTables(LookupSource):
 
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm that its rows are deleted."""
-        tables = await self.tables()
+        queries = await self.queries()
         work = partial(describe, table=SESSIONS.table, updated_at="update_time")
         found = await self.run(work)
         try:
-            updated_at = time_of(found.updated_at, tables.sessions_zone)
+            updated_at = time_of(found.updated_at, queries.sessions_zone)
         except UnreadableRow:
             updated_at = None
         return found._replace(updated_at=updated_at)
 
-    async def count(self, scope: Scope) -> int:
-        tables = await self.tables()
-        return await self.run(partial(tables.count, scope=scope))
+    async def count(self, selection: Selection) -> int:
+        queries = await self.queries()
+        return await self.run(partial(queries.count, selection=selection))
 
-    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        tables = await self.tables()
-        async for page in self._pages(partial(tables.page, scope=scope)):
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+        queries = await self.queries()
+        async for page in self._pages(partial(queries.page, selection=selection)):
             for batch in grouped(page, lambda one: one[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
 
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
-        tables = await self.tables()
-        sessions = [one for one in sessions if can_store(tables.dialect, *one.ids)]
+        queries = await self.queries()
+        sessions = [one for one in sessions if can_store(queries.dialect, *one.ids)]
         if not sessions:
             return {}
         keys = [session.ids for session in sessions]
-        headers, events = await self.run(
-            lambda connection: (tables.headers(connection, keys), tables.events(connection, keys))
+        rows, events = await self.run(
+            lambda connection: (
+                queries.session_columns(connection, keys),
+                queries.events(connection, keys),
+            )
         )
-        histories: dict[Any, list[Row]] = {key: [] for key in headers}
+        histories: dict[Any, list[Row]] = {key: [] for key in rows}
         for app_name, user_id, session_id, *columns in events:
             history = histories.get((app_name, user_id, session_id))
             if history is not None:
                 history.append(columns)
-        stored = [(session, tables.key(session)) for session in sessions]
+        stored = [(session, queries.key(session)) for session in sessions]
         return await self._convert(
             lambda: {
-                session: readable(tables.content, session, headers[key], histories[key])
+                session: readable(queries.content, session, rows[key], histories[key])
                 for session, key in stored
-                if key in headers
+                if key in rows
             }
         )
 
-    async def states(self, scope: Scope) -> AsyncIterator[States]:
-        tables = await self.tables()
+    async def states(self, selection: Selection) -> AsyncIterator[States]:
+        queries = await self.queries()
         for table in STATE_TABLES:
-            work = partial(tables.states, scope=scope, table=table)
+            work = partial(queries.states, selection=selection, table=table)
             async for rows in self._pages(work):
-                yield await self._convert(partial(convert_states, tables, rows))
-            if others := await self.run(partial(tables.aliases, scope=scope, table=table)):
-                yield await self._convert(partial(convert_states, tables, others))
+                yield await self._convert(partial(convert_states, queries, rows))
+            if others := await self.run(partial(queries.aliases, selection=selection, table=table)):
+                yield await self._convert(partial(convert_states, queries, others))
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> Found | None:
         names = (app_name, user_id, session_id)
-        tables = await self.tables()
-        rows, _ = await self.run(partial(tables.lookup, names=names))
-        return (rows[0][0], readable(tables.content, *rows[0], [])) if rows else None
+        queries = await self.queries()
+        rows, _ = await self.run(partial(queries.lookup, names=names))
+        return (rows[0][0], readable(queries.content, *rows[0], [])) if rows else None
 
-    async def headers(
+    async def sessions_of(
         self, app_name: str, user_id: str | None
     ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
         names = (app_name,) if user_id is None else (app_name, user_id)
-        tables = await self.tables()
-        async for rows in self._pages(partial(tables.lookup, names=names)):
-            yield {one: readable(tables.content, one, row, []) for one, row in rows}
+        queries = await self.queries()
+        async for rows in self._pages(partial(queries.lookup, names=names)):
+            yield {one: readable(queries.content, one, row, []) for one, row in rows}
 
     async def state(
         self, app_name: str, user_id: str | None = None
     ) -> JsonObject | Unreadable | None:
         names = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
-        tables = await self.tables()
-        row = await self.run(partial(tables.state, table=table, names=names))
-        return None if row is None else readable(_state, tables, names, row)
+        queries = await self.queries()
+        row = await self.run(partial(queries.state, table=table, names=names))
+        return None if row is None else readable(_state, queries, names, row)
 
     async def close(self) -> None:
         if self._found is not None and self._found.pickles is not None:
@@ -229,10 +232,12 @@ class AdkTables(LookupSource):
             return await asyncio.to_thread(work)
         return work()
 
-    async def tables(self) -> Tables:
+    async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""
         if self._found is None:
-            self._found = await self.inspect(lambda connection: Tables(connection, self._time_zone))
+            self._found = await self.inspect(
+                lambda connection: AdkQueries(connection, self._time_zone)
+            )
         return self._found
 
     async def _pages(self, work: Callable[..., Page[T]]) -> AsyncIterator[list[T]]:
@@ -245,14 +250,14 @@ class AdkTables(LookupSource):
                 return
 
 
-def convert_states(tables: Tables, rows: StateRows) -> States:
-    """Convert *rows*, which `Tables.states` has read."""
-    return {names: readable(_state, tables, names, state) for names, state in rows}
+def convert_states(queries: AdkQueries, rows: StateRows) -> States:
+    """Convert *rows*, which `AdkQueries.states` has read."""
+    return {names: readable(_state, queries, names, state) for names, state in rows}
 
 
-def _state(tables: Tables, names: tuple[str, ...], stored: object) -> JsonObject:
+def _state(queries: AdkQueries, names: tuple[str, ...], stored: object) -> JsonObject:
     check_names(*names)
-    return tables.convert_state(stored)
+    return queries.convert_state(stored)
 
 
 def readable(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Unreadable:

@@ -12,14 +12,19 @@ from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted import reason_of
+from adk_secure_sessions.migration.encrypted_sessions import (
+    EncryptedSessions,
+    Pair,
+    SessionPair,
+    StatePair,
+)
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
-    Scope,
+    Selection,
     SessionContent,
     Source,
     Unreadable,
 )
-from adk_secure_sessions.migration.target import Pair, SessionPair, StatePair, Target
 from adk_secure_sessions.migration.walk import (
     CONFLICTS,
     GONE,
@@ -88,7 +93,7 @@ async def compare(
     source: Source,
     db: Database,
     *,
-    scope: Scope = EVERYTHING,
+    selection: Selection = EVERYTHING,
     show_ids: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -98,7 +103,7 @@ async def compare(
     order of its events.  If a service continued a session in the target, only the time of its
     creation and the copied events are compared.
 
-    If *scope* is everything, *source* is not empty and the comparison is clean, this function
+    If *selection* is everything, *source* is not empty and the comparison is clean, this function
     stores an authenticated mark in the target.  The mark ends the migration:
     `PlaintextFallbackService` no longer reads the source.  The mark says nothing about another
     source, for example if *source* is an old backup of a database that is still in use.  If a later
@@ -108,7 +113,7 @@ async def compare(
     Args:
         source: The source.
         db: The target, with every backend whose records it may contain.
-        scope: Which sessions to compare.
+        selection: Which sessions to compare.
         show_ids: Put readable ids into the findings, not only blind indexes.
         progress: Called with the number of sessions done, and the number of all.
 
@@ -118,20 +123,20 @@ async def compare(
         TamperedError: A row of `secure_migrated` was modified.
         DatabaseError: The source or the target raised an error.
     """
-    return await Comparing(source, scope, show_ids=show_ids).run(db, progress)
+    return await Comparing(source, selection, show_ids=show_ids).run(db, progress)
 
 
 class Comparing:
     """One run of `compare`; *equal_states* has the ids and the JSON of each equal state."""
 
     walk: Walk
-    _target: Target
+    _target: EncryptedSessions
     _meter: Meter
 
-    def __init__(self, source: Source, scope: Scope, *, show_ids: bool) -> None:
+    def __init__(self, source: Source, selection: Selection, *, show_ids: bool) -> None:
         self.equal_states: Fingerprints = Fingerprints()
         self._source = source
-        self._scope = scope
+        self._selection = selection
         self._findings = Findings(with_ids=show_ids)
         self._done = Comparison()
 
@@ -140,9 +145,9 @@ class Comparing:
     ) -> Comparison:
         """Compare everything; if *completes* is True, store or remove the mark."""
         began = time.monotonic()
-        self._target = await Target.of(db)
-        self.walk = Walk(self._source, self._target, self._scope)
-        self._meter = Meter(progress, await self._source.count(self._scope), None)
+        self._target = await EncryptedSessions.of(db)
+        self.walk = Walk(self._source, self._target, self._selection)
+        self._meter = Meter(progress, await self._source.count(self._selection), None)
         async with Workers(_READS, _READ_BYTES) as workers:
             async for sessions in self.walk.sessions():
                 for one in sessions:
@@ -159,7 +164,7 @@ class Comparing:
         self._meter.finish()
         done, imports = self._done, self._target.imports
         done.clean = done.succeeded
-        done.completed = completes and done.clean and self._scope == EVERYTHING
+        done.completed = completes and done.clean and self._selection == EVERYTHING
         done.completed = done.completed and done.sessions + done.states > 0
         if done.completed:
             await imports.complete_migration()

@@ -24,7 +24,7 @@ from adk_secure_sessions.maintenance.walk import (
 from adk_secure_sessions.migration.sources import (
     NO_IDS,
     Ids,
-    Scope,
+    Selection,
     SessionContent,
     Source,
     SourceSession,
@@ -67,7 +67,7 @@ class EncryptedSource(Source):
 
     A session whose ids cannot be decrypted has the table and the row id instead of a session id,
     and its app name and user id are empty.  Such a session, and the state of an owner whose ids
-    cannot be decrypted, are in every scope, because their app and their times are not known.
+    cannot be decrypted, are in every selection, because their app and their times are not known.
 
     Args:
         db: The database.  `close` closes it.
@@ -83,19 +83,19 @@ class EncryptedSource(Source):
     def description(self) -> str:
         return "a database of adk-secure-sessions 2"
 
-    async def count(self, scope: Scope) -> int:
+    async def count(self, selection: Selection) -> int:
         await self._db.keys()
-        since = -(2**63) if scope.since is None else scope.since
+        since = -(2**63) if selection.since is None else selection.since
         parameters: dict[str, object] = {"now": _now(), "since": since}
-        if scope.app_name is not None:
-            parameters["app_tag"] = (await self._db.unit.identify(scope.app_name)).app_tag
-        query = _COUNT if scope.app_name is None else _COUNT_OF_APP
+        if selection.app_name is not None:
+            parameters["app_tag"] = (await self._db.unit.identify(selection.app_name)).app_tag
+        query = _COUNT if selection.app_name is None else _COUNT_OF_APP
         ((number,),) = await self._db.unit.read(query, parameters)
         return int(number)
 
-    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         async for located in located_sessions(self._db):
-            wanted = [one for one in located if _is_wanted(one, scope)]
+            wanted = [one for one in located if _is_wanted(one, selection)]
             if not wanted:
                 continue
             sizes = await self._sizes(Span(located[0].row - 1, located[-1].row))
@@ -117,7 +117,7 @@ class EncryptedSource(Source):
             contents |= {one: content for one, content in pairs if content is not None}
         return contents
 
-    async def states(self, scope: Scope) -> AsyncIterator[States]:
+    async def states(self, selection: Selection) -> AsyncIterator[States]:
         """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""
         for table, read in ((users, self._user_state), (apps, self._app_state)):
             async for rows in owner_tags(self._db, table):
@@ -130,7 +130,7 @@ class EncryptedSource(Source):
                         ids = (name,) if table is apps else ("", name)
                         found[ids] = Unreadable(reason_of(error))
                         continue
-                    if owner is not None and scope.app_name in (None, owner[0][0]):
+                    if owner is not None and selection.app_name in (None, owner[0][0]):
                         found[owner[0]] = owner[1]
                 yield found
 
@@ -173,13 +173,13 @@ class EncryptedSource(Source):
             return (app_name, user.user_id), loads(user.state, "the user's state")
 
 
-def _is_wanted(one: LocatedSession, scope: Scope) -> bool:
+def _is_wanted(one: LocatedSession, selection: Selection) -> bool:
     if one.ids is None or one.columns is None:
         return True
     if one.ids.is_collection or one.columns.expires_at <= _now():
         return False
-    is_recent = scope.since is None or one.columns.updated_at >= scope.since
-    return is_recent and scope.app_name in (None, one.ids.app_name)
+    is_recent = selection.since is None or one.columns.updated_at >= selection.since
+    return is_recent and selection.app_name in (None, one.ids.app_name)
 
 
 def _source_session(one: LocatedSession) -> SourceSession:

@@ -11,7 +11,7 @@ from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
-from adk_secure_sessions.migration.adk_sql import NAMED_TABLES, Tables
+from adk_secure_sessions.migration.adk_sql import NAMED_TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, taking_bytes
 from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
@@ -103,7 +103,7 @@ async def erase_source(
     # that begins with all copied events.
     if comparison.completed:  # an empty source is perhaps the wrong one, and ends no migration
         await db.imports.complete_migration(source_is_erased=True)
-    work = partial(_delete_unchanged, await source.tables(), run)
+    work = partial(_delete_unchanged, await source.queries(), run)
     writer = source.writer()
     try:
         deleted = await repeated(lambda: writer.run(work, commit=True), writes=True)
@@ -116,7 +116,7 @@ async def erase_source(
 
 
 def _delete_unchanged(
-    tables: Tables, compared: Comparing, connection: sa.Connection
+    queries: AdkQueries, compared: Comparing, connection: sa.Connection
 ) -> tuple[int, int, int] | None:
     """Delete all rows, and return the numbers of sessions, events and states.
 
@@ -124,13 +124,13 @@ def _delete_unchanged(
     Events without a session are deleted, too: google-adk cannot return them.
     """
     with taking_bytes(connection):
-        tables.lock(connection)
-        if not all(map(compared.walk.has_visited, tables.versions(connection))):
+        queries.lock(connection)
+        if not all(map(compared.walk.has_visited, queries.versions(connection))):
             return None
-        for rows in tables.all_states(connection):
-            for ids, state in encode_states(convert_states(tables, rows)).items():
+        for rows in queries.all_states(connection):
+            for ids, state in encode_states(convert_states(queries, rows)).items():
                 if isinstance(state, Unreadable):
                     return None
                 if packed(*ids) + state not in compared.equal_states:
                     return None
-        return tables.delete_all(connection)
+        return queries.delete_all(connection)

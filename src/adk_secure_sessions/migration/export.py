@@ -23,8 +23,8 @@ from adk_secure_sessions.migration.adk_target import (
     json_of,
 )
 from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of
-from adk_secure_sessions.migration.sources import Ids, Scope, SessionContent, Unreadable
-from adk_secure_sessions.migration.target import Target
+from adk_secure_sessions.migration.encrypted_sessions import EncryptedSessions
+from adk_secure_sessions.migration.sources import Ids, Selection, SessionContent, Unreadable
 from adk_secure_sessions.migration.walk import Finding, Findings, Stop, Walk
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads
@@ -141,7 +141,7 @@ async def export_lines(
 class _Exporting:
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
-    target: Target  # the database that is read: it has the blind indexes of the findings
+    encrypted: EncryptedSessions  # it has the blind indexes of the findings
 
     def __init__(
         self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
@@ -158,8 +158,9 @@ class _Exporting:
     ) -> Export:
         """Call *write*, which reads all sessions *passes* times."""
         began = time.monotonic()
-        self.target = await Target.of(self.db)  # notice a wrong key before anything is written
-        number = await EncryptedSource(self.db).count(Scope(self.app_name))
+        # Notice a wrong key before anything is written.
+        self.encrypted = await EncryptedSessions.of(self.db)
+        number = await EncryptedSource(self.db).count(Selection(self.app_name))
         if self.app_name is not None:
             add_facts(app=self.app_name)
         self._meter = Meter(progress, passes * number, None)
@@ -173,7 +174,7 @@ class _Exporting:
         return self.done
 
     def _walk(self) -> Walk:
-        return Walk(EncryptedSource(self.db), None, Scope(self.app_name), user_id=self.user_id)
+        return Walk(EncryptedSource(self.db), None, Selection(self.app_name), user_id=self.user_id)
 
     async def readable_sessions(
         self, *, reports: bool = True
@@ -210,7 +211,7 @@ class _Exporting:
     def _record_user(self, app_name: str) -> None:
         """Add the user's tag in this app to the audit record."""
         if self.user_id is not None and app_name not in self._users:
-            self._users[app_name] = self.target.tag(app_name, self.user_id).hex()
+            self._users[app_name] = self.encrypted.tag(app_name, self.user_id).hex()
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
@@ -220,7 +221,7 @@ class _Exporting:
             raise Stop
 
     def report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        self._findings.add(self.target.tag(*ids) if has_ids else b"", reason, *ids)
+        self._findings.add(self.encrypted.tag(*ids) if has_ids else b"", reason, *ids)
 
 
 class _ToAdk:
@@ -298,7 +299,7 @@ async def _write_lines(run: _Exporting, write: Callable[[bytes], object]) -> Non
     async def state_of(*owner: str) -> bytes:
         state = cached.get(owner)
         if state is None:
-            state = await run.target.state(*owner)
+            state = await run.encrypted.state(*owner)
             cached.put(owner, state)
         return state
 

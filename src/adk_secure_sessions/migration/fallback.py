@@ -41,7 +41,7 @@ from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     LookupSource,
-    Scope,
+    Selection,
     SessionContent,
     SourceSession,
     Unreadable,
@@ -261,8 +261,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if not await self._falls_back():
             return await self._service.list_sessions(app_name=app_name, user_id=user_id)
         # Read the source first.  If a session is copied after that, both listings contain it.
-        headers = await self._headers(app_name, user_id)
-        owners: set[Owner] = {(app_name, None), *(one.ids[:2] for one in headers)}
+        of_source = await self._sessions_of(app_name, user_id)
+        owners: set[Owner] = {(app_name, None), *(one.ids[:2] for one in of_source)}
         moved = await self._among_moved(owners)
         while True:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
@@ -275,10 +275,10 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             moved = now_moved
         listed = response.sessions
         known = {(one.app_name, one.user_id, one.id) for one in listed}
-        of_source = {one: header for one, header in headers.items() if one.ids not in known}
+        of_source = {one: content for one, content in of_source.items() if one.ids not in known}
         users = {one.user_id for one in of_source}
         found = await self._states(app_name, users, moved, listed)
-        listed += [_session(one, header, found, []) for one, header in of_source.items()]
+        listed += [_session(one, content, found, []) for one, content in of_source.items()]
         listed.sort(key=lambda one: (one.last_update_time, one.user_id, one.id))
         return response
 
@@ -462,22 +462,22 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         # session between the two queries, and the deleted session would be returned.
         return found is not None and not await self._is_superseded(ids)
 
-    async def _headers(
+    async def _sessions_of(
         self, app_name: str, user_id: str | None
     ) -> dict[SourceSession, SessionContent]:
         """Return the sessions of the source that no row of `secure_migrated` supersedes."""
         found = {}
-        async for batch in self._batches(self._source.headers(app_name, user_id)):
+        async for batch in self._batches(self._source.sessions_of(app_name, user_id)):
             superseded = await self._imports.imported(session.ids for session in batch)
-            for session, header in batch.items():
+            for session, content in batch.items():
                 if session.ids in superseded:
                     continue
-                if isinstance(header, SessionContent):
-                    found[session] = header
+                if isinstance(content, SessionContent):
+                    found[session] = content
                 elif self._service._skip:
-                    logger.error("left out of a listing: %s", _unreadable(header))
+                    logger.error("left out of a listing: %s", _unreadable(content))
                 else:
-                    raise _unreadable(header)
+                    raise _unreadable(content)
         return found
 
     async def _read(
@@ -543,7 +543,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         wanted = set(owners)
         found: dict[Owner, JsonObject] = {}
         if len(wanted) > 2:
-            async for batch in self._batches(self._source.states(Scope(app_name))):
+            async for batch in self._batches(self._source.states(Selection(app_name))):
                 for ids, state in batch.items():
                     owner = (ids[0], ids[1] if len(ids) > 1 else None)
                     if owner in wanted:

@@ -15,15 +15,20 @@ from adk_secure_sessions.formats import states
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
+from adk_secure_sessions.migration.encrypted_sessions import (
+    EncryptedSessions,
+    Pair,
+    SessionPair,
+    StatePair,
+)
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     Ids,
-    Scope,
+    Selection,
     SessionContent,
     Source,
     Unreadable,
 )
-from adk_secure_sessions.migration.target import Pair, SessionPair, StatePair, Target
 from adk_secure_sessions.migration.walk import (
     CONFLICTS,
     GONE,
@@ -103,7 +108,7 @@ async def migrate(
     source: Source,
     db: Database,
     *,
-    scope: Scope = EVERYTHING,
+    selection: Selection = EVERYTHING,
     dry_run: bool = False,
     skip_bad: bool = False,
     delete_gone: bool = False,
@@ -122,7 +127,7 @@ async def migrate(
     Args:
         source: The source.
         db: The target, with every backend whose records it may contain.
-        scope: Which sessions to copy.
+        selection: Which sessions to copy.
         dry_run: Read the sessions that would be copied, and report what would be done, but change
             nothing.
         skip_bad: Continue after a session or state that cannot be read.  If False, the run stops.
@@ -135,22 +140,22 @@ async def migrate(
 
     Raises:
         ConfigurationError: The source or the target cannot be used.  Or *delete_gone* is given
-            together with a scope that has `since`, for a source without sessions, or after a
+            together with a selection that has `since`, for a source without sessions, or after a
             comparison has ended the migration.
         WrongKeyError: The root keys do not decrypt the keyring.
         TamperedError: A row of `secure_migrated`, or another row that an import reads, was
             modified.
         DatabaseError: The source or the target raised an error.
     """
-    if delete_gone and scope.since is not None:
+    if delete_gone and selection.since is not None:
         raise ConfigurationError(
             "delete_gone cannot be combined with since: sessions that were not read are not gone"
         )
     began = time.monotonic()
-    number = await source.count(scope)
+    number = await source.count(selection)
     if not dry_run:
         await init(db)
-    target = None if dry_run and await db.is_new() else await Target.of(db)
+    target = None if dry_run and await db.is_new() else await EncryptedSessions.of(db)
     if delete_gone and target is not None and await target.imports.migration_end():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "
@@ -159,7 +164,7 @@ async def migrate(
     done = Migration(deleted_gone=delete_gone and not dry_run)
     run = _Run(
         done,
-        Walk(source, target, scope, _DUE),
+        Walk(source, target, selection, _DUE),
         target,
         Findings(with_ids=show_ids),
         Meter(progress, number, None),
@@ -185,7 +190,7 @@ class _Run:
 
     done: Migration
     walk: Walk
-    target: Target | None
+    target: EncryptedSessions | None
     findings: Findings
     meter: Meter
     limit: Meter  # of the events per second

@@ -26,9 +26,9 @@ from adk_secure_sessions.migration.adk_rows import (
 )
 from adk_secure_sessions.migration.adk_sql import (
     UNREADABLE_EVENT,
-    Header,
+    AdkQueries,
     Kind,
-    Tables,
+    SessionColumns,
     not_plaintext,
 )
 from adk_secure_sessions.migration.adk_tables import AdkTables, readable
@@ -97,13 +97,13 @@ class Package1x(AdkTables):
     def description(self) -> str:
         return Kind.PACKAGE_1X.value
 
-    async def tables(self) -> Tables:
+    async def queries(self) -> AdkQueries:
         if self._found is None:
-            work = partial(_Tables, time_zone=self._time_zone, keys=self._keys)
-            tables = await self.inspect(work)
+            work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
+            queries = await self.inspect(work)
             samples = await self.run(lambda connection: list(not_plaintext(connection, limit=2)))
             found = await self._convert(
-                lambda: [readable(tables.convert_state, one) for one in samples]
+                lambda: [readable(queries.convert_state, one) for one in samples]
             )
             reasons = [one.reason for one in found if isinstance(one, Unreadable)]
             if reasons and len(reasons) == len(found):
@@ -111,7 +111,7 @@ class Package1x(AdkTables):
                     "no key decrypts the first states of this database of adk-secure-sessions 1.x: "
                     f"give the keys of its backends ({reasons[0]})"
                 )
-            self._found = tables
+            self._found = queries
         return self._found
 
     async def _convert(self, work: Callable[[], T]) -> T:
@@ -120,7 +120,7 @@ class Package1x(AdkTables):
 
 
 @hides_locals
-class _Tables(Tables):
+class _Package1xQueries(AdkQueries):
     """The tables of adk-secure-sessions 1.x in one database.
 
     Releases since 1.1 create no index on the session ids of events.  Therefore, each query for
@@ -142,10 +142,12 @@ class _Tables(Tables):
         is_before_1_1 = isinstance(columns["timestamp"], sa.Float)
         self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1
 
-    def content(self, session: SourceSession, header: Header, history: list[Row]) -> SessionContent:
-        found = super().content(session, header, history)
+    def content(
+        self, session: SourceSession, columns: SessionColumns, history: list[Row]
+    ) -> SessionContent:
+        found = super().content(session, columns, history)
         state = found.state
-        if not parse_envelope(header.state).is_base64:  # a release before 1.1
+        if not parse_envelope(columns.state).is_base64:  # a release before 1.1
             state = {key: state[key] for key in state if not key.startswith(TEMP_PREFIX)}
         # The query sorts the rows by their column `timestamp`.  This column is not authenticated.
         # Some releases stored local time in the column, others UTC.  So sort the events by their

@@ -13,7 +13,7 @@ from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.migration.sources import (
-    Scope,
+    Selection,
     SessionContent,
     Source,
     SourceSession,
@@ -84,14 +84,14 @@ class ServiceSource(Source):
     def description(self) -> str:
         return f"a {type(self._service).__name__}"
 
-    async def count(self, scope: Scope) -> int:
-        listed = [await self._listed(name, scope.since) for name in self._apps(scope)]
+    async def count(self, selection: Selection) -> int:
+        listed = [await self._listed(name, selection.since) for name in self._apps(selection)]
         return sum(map(len, listed))
 
-    async def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         size = _AT_ONCE if self._compares_events else _BATCH
-        for app_name in self._apps(scope):
-            listed = await self._listed(app_name, scope.since)
+        for app_name in self._apps(selection):
+            listed = await self._listed(app_name, selection.since)
             for start in range(0, len(listed), size):
                 batch = listed[start : start + size]
                 if self._compares_events:
@@ -118,8 +118,8 @@ class ServiceSource(Source):
                 found[key] = _content(key, session)
         return found
 
-    async def states(self, scope: Scope) -> AsyncIterator[States]:
-        for app_name in self._apps(scope):
+    async def states(self, selection: Selection) -> AsyncIterator[States]:
+        for app_name in self._apps(selection):
             by_user: dict[str, list[SourceSession]] = {}
             by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
             listed = await self._listed(app_name)
@@ -140,8 +140,8 @@ class ServiceSource(Source):
             if session is not None:
                 yield {(app_name,): _state(states.split(session.state).app)}
 
-    def _apps(self, scope: Scope) -> list[str]:
-        return [name for name in self._app_names if scope.app_name in (None, name)]
+    def _apps(self, selection: Selection) -> list[str]:
+        return [name for name in self._app_names if selection.app_name in (None, name)]
 
     async def _listed(self, app_name: str, since: int | None = None) -> list[SourceSession]:
         """Return the sessions of an app that were updated at *since* or later, sorted by ids.

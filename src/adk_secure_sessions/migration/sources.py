@@ -13,7 +13,7 @@ from adk_secure_sessions.tracebacks import hides_locals
 Ids = tuple[str, ...]
 
 
-class Scope(NamedTuple):
+class Selection(NamedTuple):
     """The part of a source that is read.
 
     Attributes:
@@ -26,7 +26,7 @@ class Scope(NamedTuple):
     since: int | None = None
 
 
-EVERYTHING = Scope()
+EVERYTHING = Selection()
 # The version of a session whose ids cannot be decrypted begins with this text; the reason follows.
 NO_IDS = "unreadable: "
 
@@ -94,12 +94,12 @@ class Source(ClosedByWith):
         """The kind of the source, for messages: for example `google-adk's tables, schema v1`."""
 
     @abstractmethod
-    async def count(self, scope: Scope) -> int:
-        """Return how many sessions *scope* contains."""
+    async def count(self, selection: Selection) -> int:
+        """Return how many sessions *selection* contains."""
 
     @abstractmethod
-    def sessions(self, scope: Scope) -> AsyncIterator[Sequence[SourceSession]]:
-        """Yield the sessions in *scope*, in batches, in an order that does not change."""
+    def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+        """Yield the sessions in *selection*, in batches, in an order that does not change."""
 
     @abstractmethod
     async def read(
@@ -112,8 +112,8 @@ class Source(ClosedByWith):
         """
 
     @abstractmethod
-    def states(self, scope: Scope) -> AsyncIterator[States]:
-        """Yield the states of all users of apps in *scope*, and then of these apps, in batches.
+    def states(self, selection: Selection) -> AsyncIterator[States]:
+        """Yield the states of all users of apps in *selection*, and then of these apps, in batches.
 
         The keys are the app name and the user id; for an app, only its name.
         """
@@ -143,7 +143,7 @@ class LookupSource(Source):
         """Return a session without its events; None if there is none with these ids."""
 
     @abstractmethod
-    def headers(
+    def sessions_of(
         self, app_name: str, user_id: str | None
     ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
         """Yield the sessions of a user, or of an app, in batches and without their events."""

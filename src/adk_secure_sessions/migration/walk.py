@@ -16,16 +16,22 @@ from typing import Any, NamedTuple
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.maintenance.problems import Listed
+from adk_secure_sessions.migration.encrypted_sessions import (
+    EncryptedSessions,
+    Located,
+    Pair,
+    SessionPair,
+    StatePair,
+)
 from adk_secure_sessions.migration.sources import (
     Ids,
-    Scope,
+    Selection,
     SessionContent,
     Source,
     SourceSession,
     States,
     Unreadable,
 )
-from adk_secure_sessions.migration.target import Located, Pair, SessionPair, StatePair, Target
 from adk_secure_sessions.storage.features.imports import ImportStatus
 
 TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
@@ -52,15 +58,15 @@ class Walk:
     def __init__(
         self,
         source: Source,
-        target: Target | None,
-        scope: Scope,
+        target: EncryptedSessions | None,
+        selection: Selection,
         wanted: Collection[ImportStatus] = tuple(ImportStatus),
         user_id: str | None = None,
     ) -> None:
         self.versions: Fingerprints = Fingerprints()
         self._source = source
         self._target = target
-        self._scope = scope
+        self._selection = selection
         self._wanted = wanted
         self._user_id = user_id
         self._tags = Fingerprints()  # of the sessions that were listed first
@@ -71,7 +77,7 @@ class Walk:
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
-        async for listed in self._source.sessions(self._scope):
+        async for listed in self._source.sessions(self._selection):
             if self._user_id is not None:
                 listed = [one for one in listed if one.user_id == self._user_id or not one.has_ids]
             for one in listed:
@@ -92,7 +98,7 @@ class Walk:
 
     async def states(self) -> AsyncIterator[Sequence[StatePair]]:
         """Yield the states of users, and then those of apps, in batches."""
-        async for batch in self._source.states(self._scope):
+        async for batch in self._source.states(self._selection):
             encoded = encode_states(batch)
             if self._target:
                 yield await self._target.states(encoded)
@@ -113,7 +119,7 @@ class Walk:
     async def changed(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_missing()
-        async for listed in self._source.sessions(self._scope):
+        async for listed in self._source.sessions(self._selection):
             for one in listed:
                 if self._missing and self._target is not None:
                     self._missing.pop(self._target.tag(*one.ids), None)
@@ -134,11 +140,11 @@ class Walk:
 
     async def _find_missing(self) -> None:
         target = self._target
-        if target is None or self._scope.since is not None:
+        if target is None or self._selection.since is not None:
             return
         if await target.imports.migration_end():
             return
-        async for copies in target.copies(self._scope.app_name):
+        async for copies in target.copies(self._selection.app_name):
             self._missing |= {tag: row for tag, row in copies.items() if tag not in self._tags}
 
     async def _pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:

@@ -54,7 +54,7 @@ class Located(NamedTuple):
     ids: tuple[str, str, str]
 
 
-class Target:
+class EncryptedSessions:
     """Finds the status of many sessions and states in the target with few queries.
 
     The queries read the revisions of sessions and the versions of states, but decrypt no rows.  The
@@ -67,7 +67,7 @@ class Target:
         self._keyring = keyring
 
     @classmethod
-    async def of(cls, db: Database) -> "Target":
+    async def of(cls, db: Database) -> "EncryptedSessions":
         """Open *db*, which must have its tables and keys."""
         return cls(db, (await db.keys()).keyring)
 
