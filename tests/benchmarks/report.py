@@ -9,13 +9,11 @@ from pathlib import Path
 
 from tests.benchmarks import budgets, overhead, plan
 from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
-from tests.benchmarks.ciphers import cipher_line, comparison_line
 from tests.benchmarks.databases import (
     ADK,
     ADK_SQLITE,
     CACHED_EVENTS,
     FERNET,
-    FLOOR,
     NO_OP,
     OURS,
 )
@@ -137,22 +135,22 @@ class Report:
         ]
         return _markdown([first, *(heading for heading, _ in columns)], cells)
 
-    def operations(self, database: str) -> str:
-        """Return the table of all operations on one deployment, with ADK's times."""
-        rows = [name for name in budgets.BUDGETS["postgresql"] if self.has(_to_adk(database, name))]
-        return self.compared("operation", f"{database}/{{}}", rows)
-
-    def goals(self, database: str) -> str:
-        """Return the table of all operations, relative to ADK and the floor, with their goals."""
+    def operations(self, *databases: str) -> str:
+        """Return the table of all operations: the time, and the ratio to ADK with its goal."""
         cells = []
         for operation in budgets.BUDGETS["postgresql"]:
-            if self.has(to_adk := _to_adk(database, operation)):
-                to_floor = f"{database}/{operation}/relative to {FLOOR}"
-                floor = self.text(f"{database}/{operation}/{FLOOR}")
-                relative = [self.text(to_adk), self.goal(to_adk)]
-                relative += [floor, self.text(to_floor), self.goal(to_floor)]
-                cells.append([operation, *relative])
-        columns = ["relative to ADK", "goal", "floor", "relative to floor", "goal"]
+            if self.has(_to_adk(databases[0], operation)):
+                row = [operation]
+                for database in databases:
+                    to_adk = _to_adk(database, operation)
+                    time = self.text(f"{database}/{operation}/{OURS}")
+                    row += [self.text(to_adk), self.goal(to_adk), time]
+                cells.append(row)
+        columns = [
+            text
+            for database in databases
+            for text in (f"{DATABASE_LABELS[database]}, relative to ADK", "goal", "time")
+        ]
         return _markdown(["operation", *columns], cells)
 
     def met(self, database: str) -> str:
@@ -244,21 +242,6 @@ class Report:
         ]
         return self.table("artifact of 1 MB", columns, plan.ARTIFACT_OPERATIONS)
 
-    def telemetry(self, operation: str) -> str:
-        """Return the table of one operation, for each kind of provider."""
-        cells = []
-        for providers in plan.TELEMETRY:
-            name = f"telemetry/{providers}/{operation}"
-            ratios = ["relative to no telemetry", "relative to bare calls"]
-            if providers == plan.TELEMETRY_OFF:
-                ratios.pop()
-            row = [self.text(f"{name}/service")]
-            for ratio in ratios:
-                row += [self.interval(f"{name}/{ratio}"), self.goal(f"{name}/{ratio}")]
-            cells.append([providers, *row, *[""] * (5 - len(row))])
-        columns = ["CPU time", "relative to no telemetry", "goal", "relative to bare calls", "goal"]
-        return _markdown([f"{operation}, provider for", *columns], cells)
-
     def scaling(self, database: str, label: str) -> str:
         """Return the table of appends by several processes at once."""
         cells = []
@@ -336,23 +319,6 @@ class Report:
             for size in plan.RECORDS
         }
         return f"{min(more)}" if len(more) == 1 else f"{min(more)} to {max(more)}"
-
-    def log_lines(self) -> str:
-        """Return examples of each kind of line in the log of a run."""
-        get = f"sqlite/get, 20 events/relative to {ADK}"
-        lines = [
-            *(overhead.log_line(self._figures, f"{name}/10KB") for name in (OURS, FERNET)),
-            *(
-                cipher_line(self._figures, direction, f"{OURS}/100KB")
-                for direction in plan.DIRECTIONS
-            ),
-            *(
-                comparison_line(self._figures, f"{direction}/100KB")
-                for direction in plan.DIRECTIONS
-            ),
-            f"{get}: {self._figures[get]}",
-        ]
-        return "\n".join(lines)
 
 
 def _label(row: object) -> str:

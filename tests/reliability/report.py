@@ -14,7 +14,7 @@ NOT_RUN = "not run"
 DATABASES = {
     "sqlite": "SQLite",
     "postgresql": "PostgreSQL",
-    "postgresql, psycopg": "PostgreSQL, psycopg",
+    "postgresql, psycopg": "psycopg",
     "mariadb": "MariaDB",
     "vault": "Vault's API",
 }
@@ -113,13 +113,13 @@ class Report:
         return [(DATABASES[database], outcome) for database, outcome in found.items()]
 
     def faults(self, labels: dict[str, str]) -> str:
-        """Return a table with a row for each fault and database."""
+        """Return a table with the sums and the longest pause of each fault, of all databases."""
         rows = []
         for prefix, label in labels.items():
             found = self.of(prefix)
-            rows += [[label, database, *_cells(one)] for database, one in found]
-            if not found:
-                rows.append([label, "", NOT_RUN, *[""] * 4])
+            databases = ", ".join(database for database, _ in found)
+            outcomes = [outcome for _, outcome in found]
+            rows.append([label, databases, *(_cells(outcomes) if found else [NOT_RUN, *[""] * 4])])
         heading = ["fault", "database", "faults", "acknowledged writes", "lost or doubled"]
         return markdown_table([*heading, "the application sees", "works again after"], rows)
 
@@ -171,12 +171,13 @@ def _ends(what: str) -> tuple[str, str]:
     return f"{what} after a quarter", f"{what} at the end"
 
 
-def _cells(outcome: Outcome) -> list[str]:
-    pause = "" if outcome.pause is None else quantity(outcome.pause, unit="s")
+def _cells(outcomes: list[Outcome]) -> list[str]:
+    pauses = [one.pause for one in outcomes if one.pause is not None]
+    acknowledged = sum(one.acknowledged for one in outcomes)
     return [
-        f"{outcome.times:,}",
-        f"{outcome.acknowledged:,}" if outcome.acknowledged else "",
-        f"{outcome.lost + outcome.doubled}" if outcome.acknowledged else "",
-        "<br>".join(sorted(outcome.errors)) or "no error",
-        pause,
+        f"{sum(one.times for one in outcomes):,}",
+        f"{acknowledged:,}" if acknowledged else "",
+        f"{sum(one.lost + one.doubled for one in outcomes)}" if acknowledged else "",
+        "<br>".join(sorted({error for one in outcomes for error in one.errors})) or "no error",
+        quantity(max(pauses), unit="s") if pauses else "",
     ]
