@@ -11,8 +11,6 @@ import pytest
 from adk_secure_sessions import audit_actor
 from examples.vectors.page import worked_example
 from tests import pages
-from tests.benchmarks.report import RESULTS, Report
-from tests.benchmarks.results import Results
 from tests.pages import PAGES, Page
 from tests.servers import PostgreSQL
 
@@ -25,8 +23,6 @@ pytestmark = [
 
 # No block prints these: the bytes of the stored format, which examples/make_vectors.py makes.
 NOTATION = re.findall(r"^```text\n(.*?)^```", worked_example() + "\n", re.MULTILINE | re.DOTALL)
-# Nor the log of the benchmarks, which tests/benchmarks/report.py makes from their results.
-NOTATION.append(Report(Results.load(RESULTS)).log_lines() + "\n")
 WITH_CODE = [page for page in PAGES if pages.blocks(page).regions]
 assert WITH_CODE, "no code found: an empty search must not pass as success"
 # It starts `adk web` twice; tests/integrations/test_adk_commands.py starts it by default.
