@@ -183,11 +183,11 @@ async def export_audit(
     trail = await _opened(db, progress, None)
     exported = 0
 
-    def export(one: _Record) -> None:
+    def export(chain: bytes, number: int, moment: int, fields: dict[str, Any]) -> None:
         nonlocal exported
-        if first <= one.time < end:
-            fields = {"chain": one.chain.hex(), "number": one.number} | one.fields
-            write(json.dumps(fields).encode("ascii") + b"\n")
+        if first <= moment < end:
+            line = json.dumps({"chain": chain.hex(), "number": number} | fields)
+            write(line.encode("ascii") + b"\n")
             exported += 1
 
     await trail.check_table()
@@ -248,13 +248,6 @@ async def purge_audit(
     return trail.problems.stored_in(done)
 
 
-class _Record(NamedTuple):
-    chain: bytes
-    number: int
-    time: int
-    fields: dict[str, Any]
-
-
 class _End(NamedTuple):
     """The last record of a chain; *link* is None if the record is bad."""
 
@@ -299,13 +292,14 @@ class _Trail:
     async def check(
         self,
         chain: object,
-        visit: Callable[[_Record], None] = lambda _: None,
+        visit: Callable[[bytes, int, int, dict[str, Any]], None] = lambda *_: None,
         heads: Mapping[int, bytes] = MappingProxyType({}),
     ) -> _End | None:
         """Check a chain, and call *visit* with each authentic record, in order.
 
-        *heads* are the links of some records as they were logged, by number.  Return the last
-        record; None if the chain has no records any more, or no valid id.
+        The arguments of *visit* are the chain, the number, the time and the fields.  *heads* are
+        the links of some records as they were logged, by number.  Return the last record; None if
+        the chain has no records any more, or no valid id.
         """
         if not isinstance(chain, bytes) or len(chain) != CHAIN_LENGTH:
             shown = chain.hex() if isinstance(chain, bytes) else str(chain)
@@ -313,8 +307,8 @@ class _Trail:
             self.add_bad(shown, Reason.MALFORMED, detail)
             return None
         cipher = self.keyring.index.audit_cipher(self.keyring.database_id, chain)
-        expected, link = 0, bytes(NO_LINK)
-        known: bytes | None = link  # the link of the record before; None if that record is bad
+        expected = 0
+        known: bytes | None = NO_LINK  # the link of the record before; None if that record is bad
         end: _End | None = None
         async for number, moment, record in self._rows(chain):
             row = f"{chain.hex()}, {number}"
@@ -340,7 +334,7 @@ class _Trail:
                 self.add_bad(row, Reason.MISMATCH, detail)
             self.records += 1
             self._note_purged(fields)
-            visit(_Record(chain, number, moment, fields))
+            visit(chain, number, moment, fields)
         return end
 
     async def check_purged(self) -> None:

@@ -96,7 +96,6 @@ def describe(
 
 
 def _server(url: sa.URL) -> str:
-    """Return the host and the port of *url*, or all hosts if there are several."""
     hosts = url.query.get("host") or url.query.get("unix_socket") or url.host or "localhost"
     port = "" if url.port is None else f":{url.port}"
     return ", ".join([hosts] if isinstance(hosts, str) else hosts) + port
@@ -219,7 +218,6 @@ class Database(KeyMaterial, ClosedByWith):
         await self.unit.close()
 
     async def _record_command(self, keyring: Keyring) -> None:
-        """Store in the audit trail, if there is one, that the running command has started."""
         command = running_command()
         if command is None or not keyring.has_audit_table or keyring.separation is not None:
             return

@@ -13,6 +13,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import pack
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.inspection import rows_with_tag
 from adk_secure_sessions.maintenance.vacuum import clear
 from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.results import Result, count
@@ -125,7 +126,7 @@ async def erase_user(
     ids = await db.unit.identify(app_name, user_id)
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
-    has_app = bool(await db.unit.read(_APP, {"tag": ids.app_tag}))
+    has_app = bool(await db.unit.read(rows_with_tag(apps), {"tag": ids.app_tag}))
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
     was_migrated = await db.unit.change(partial(has_table, table=migrated), commit=False)
@@ -159,9 +160,6 @@ async def erase_user(
         has_app=has_app,
         was_migrated=was_migrated,
     )
-
-
-_APP = sa.select(apps.c.id).where(apps.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 
 # --- deleting ------------------------------------------------------------------------------------
@@ -247,7 +245,6 @@ class _Deletion:
         return found
 
     def find_keys(self) -> None:
-        """Read the user's data keys, and add the record headers that name them to `headers`."""
         self._require_keyring()
         c = data_keys.c
         query = sa.select(c.backend_id, c.id).where(c.owner == self.tag)
@@ -338,12 +335,9 @@ class _Deletion:
             again = self.counts[users.name] > 0
             nowait = again and not self._dialect.detects_deadlocks_at_once
             query = query.with_for_update(nowait=nowait)
-        found = []
-        for row_id, tag, base_revision in self.connection.execute(query):
-            found.append((row_id, tag))
-            if base_revision == COLLECTION:
-                self.collections.add(row_id)
-        return found
+        found = self.connection.execute(query).all()
+        self.collections.update(row.id for row in found if row.base_revision == COLLECTION)
+        return [(row_id, tag) for row_id, tag, _ in found]
 
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""

@@ -107,7 +107,7 @@ async def lookup(
             wanted.append(("collection", sessions, tag))
     found = []
     for kind, table, tag in wanted:
-        ids = [row_id for (row_id,) in await db.unit.read(_by_tag(table), {"tag": tag})]
+        ids = [row_id for (row_id,) in await db.unit.read(rows_with_tag(table), {"tag": tag})]
         found.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
     return tuple(found)
 
@@ -163,7 +163,7 @@ def _key(table: str, row: str | int) -> int | bytes:
 
 
 @functools.cache
-def _by_tag(table: sa.Table) -> sa.Select[Any]:
+def rows_with_tag(table: sa.Table) -> sa.Select[Any]:
     return sa.select(table.c.id).where(table.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 

@@ -82,7 +82,6 @@ class CurrentKeys:
         return found
 
     async def _names(self, owner: bytes, key_id: int) -> Collection[int]:
-        """Return the ids of the data keys that the owner's row names; see the class."""
         if not self._db.has_keys:
             return [key_id]
         try:

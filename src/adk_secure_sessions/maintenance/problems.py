@@ -1,11 +1,10 @@
 """Count and list rows that cannot be decrypted, and find orphaned rows.
 
-A row is orphaned if the session, user or app row that it belongs to does not exist.  Services never
-read orphaned rows.  `retire` deletes keys, and `purge blobs` deletes contents of artifacts, because
-no row names them.  An attacker may have removed the row that an orphaned row belongs to, and
-somebody may restore this row later.  Until then, the orphaned row may need any key, and may name
-any content.  Commands that delete what the operator or an authentic row names, such as `erase-user`
-and `purge`, need no such check.
+Services never read orphaned rows; see `Problem`.  `retire` deletes keys, and `purge blobs` deletes
+contents of artifacts, because no row names them.  An attacker may have removed the row that an
+orphaned row belongs to, and somebody may restore this row later.  Until then, the orphaned row may
+need any key, and may name any content.  Commands that delete what the operator or an authentic row
+names, such as `erase-user` and `purge`, need no such check.
 """
 
 import struct
@@ -83,8 +82,6 @@ class Listed(Generic[T]):
 
 
 class Problems(Listed[Problem]):
-    """Counts problems, and keeps the first 1000 of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self._named: set[tuple[str, str]] = set()

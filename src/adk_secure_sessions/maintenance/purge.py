@@ -89,10 +89,10 @@ async def purge(
     done = Purge(before=before)
     async for page in located_sessions(db, _DUE_SESSIONS, **times):
         for located in page:
+            await meter.advance()
             try:
                 ids = located.known_ids()
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
-                    await meter.advance()
                     continue
                 is_deleted = await _delete(db, ids, is_due, dry_run)
             except UNREADABLE as error:
@@ -101,7 +101,6 @@ async def purge(
             else:
                 done.deleted += is_deleted
                 done.kept += not is_deleted
-            await meter.advance()
     meter.finish()
     done.problems = tuple(problems.kept)
     return done

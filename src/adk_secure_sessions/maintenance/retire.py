@@ -14,11 +14,7 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.records import pack, unpack
-from adk_secure_sessions.keys.data_keys import (
-    WRAP_BACKEND_ID,
-    DataKeyRow,
-    unwrap_data_key,
-)
+from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
@@ -34,10 +30,7 @@ from adk_secure_sessions.maintenance.walk import (
 from adk_secure_sessions.results import Result, count, counted, listing
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.pages import pages
-from adk_secure_sessions.storage.queries import (
-    DATA_KEYS,
-    MASTER_KEYS,
-)
+from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.reads import CheckSession, Headers
 from adk_secure_sessions.storage.schema import (
     apps,
@@ -159,11 +152,6 @@ async def retire(
 
 
 def reject_wrapper(survey: Survey, command: str) -> None:
-    """Raise ConfigurationError if `EncryptedSessionWrapper` uses the database.
-
-    The *command* deletes keys that no record uses, but cannot read the records of the wrapper,
-    which another session service stores.
-    """
     if WRAPPER in survey.features:
         raise ConfigurationError(
             f"EncryptedSessionWrapper uses this database, and `{command}` cannot count the records "
@@ -200,7 +188,7 @@ class _Replaced(NamedTuple, Generic[K]):
 # --- data keys -----------------------------------------------------------------------------------
 
 
-class _Audited(NamedTuple):
+class _Decrypted(NamedTuple):
     """An owner whose records were all decrypted, its data keys, and those that its row names."""
 
     rows: list[DataKeyRow]
@@ -210,12 +198,13 @@ class _Audited(NamedTuple):
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Replaced[DataKeyRow]:
     keys: _Replaced[DataKeyRow] = _Replaced([], [])
+    known: set[DataKeyRow] = set()
     for _ in range(_ATTEMPTS):
         rows = (await read_data_keys(db.unit.read_keys, [owner])).data_keys
-        keys = await _retire_rows(db, owner, rows, dry_run)
-        if keys.unused or not keys.kept:
+        if set(rows) == known:
             break
-        if set(rows) == set((await read_data_keys(db.unit.read_keys, [owner])).data_keys):
+        keys, known = await _retire_rows(db, owner, rows, dry_run), set(rows)
+        if keys.unused or not keys.kept:
             break
     return keys
 
@@ -225,16 +214,16 @@ async def _retire_rows(
 ) -> _Replaced[DataKeyRow]:
     """Delete the unused *rows*; keep all if another process has changed them since."""
     try:
-        audited = await _audit(db, owner, rows)
+        decrypted = await _decrypt_owner(db, owner, rows)
     except UNREADABLE:
         # SQLite stores any type in any column, so a modified generation may have another type.
         sound = all(isinstance(row.generation, int) for row in rows)
         older = sorted(rows, key=attrgetter("generation"))[:-1] if sound else rows
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
-    if audited is None:  # no row needs a key: `reject_orphans` has found none
+    if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _Replaced([], [])
     together = db.unit.executors.keys is db.unit.executors.data
-    work = partial(_find_unused, owner, audited, together, dry_run)
+    work = partial(_find_unused, owner, decrypted, together, dry_run)
     keys = await db.unit.change(work, commit=not dry_run)
     if keys.unused and not together and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
@@ -246,7 +235,7 @@ async def _retire_rows(
     return keys
 
 
-async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audited | None:
+async def _decrypt_owner(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Decrypted | None:
     """Decrypt all records of *owner*, or raise one of `UNREADABLE`; return None if it is gone."""
     keys = await db.unit.data_keys_of(owner)
     found = await check_owner(db, owner)
@@ -263,11 +252,15 @@ async def _audit(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Audited
                 headers += check.headers
     if not keys.rows_are_authentic(owner, {row.id for row in rows}):
         raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
-    return _Audited(rows, frozenset(checked.key_ids), headers)
+    return _Decrypted(rows, frozenset(checked.key_ids), headers)
 
 
 def _find_unused(
-    owner: bytes, audited: _Audited, together: bool, dry_run: bool, connection: sa.Connection
+    owner: bytes,
+    decrypted: _Decrypted,
+    together: bool,
+    dry_run: bool,
+    connection: sa.Connection,
 ) -> _Replaced[DataKeyRow]:
     """Find the unused data keys of *owner*; delete them if they are *together* with the data."""
     dialect_of(connection).see_what_is_committed(connection)
@@ -283,15 +276,15 @@ def _find_unused(
         # This lock waits for services that have locked a key because they write with it.
         query = DATA_KEYS.where(data_keys.c.owner == owner)
         rows = {DataKeyRow(*row) for row in locked(query)}
-        is_unchanged &= rows == set(audited.rows)
+        is_unchanged &= rows == set(decrypted.rows)
     headers = _count_headers(owner, user, connection) if is_unchanged else None
-    keys = _sort_out(audited, headers)
+    keys = _sort_out(decrypted, headers)
     if keys.unused and together and not dry_run:
         _delete(keys.unused, connection)
     return keys
 
 
-def _sort_out(audited: _Audited, headers: Headers | None) -> _Replaced[DataKeyRow]:
+def _sort_out(decrypted: _Decrypted, headers: Headers | None) -> _Replaced[DataKeyRow]:
     """Divide an owner's replaced data keys.
 
     A key is kept in these cases:
@@ -304,18 +297,18 @@ def _sort_out(audited: _Audited, headers: Headers | None) -> _Replaced[DataKeyRo
     - *headers*, which were counted later, are None: the owner's row was deleted, or the owner's
       data keys have changed since.
     """
-    older, _, newer = by_age(audited.rows, audited.named)
+    older, _, newer = by_age(decrypted.rows, decrypted.named)
     if headers is None:
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
-    for (table, header), number in (headers | audited.headers).items():
+    for (table, header), number in (headers | decrypted.headers).items():
         by_header.setdefault(header, []).append((table, number))
-    uses = {row.id: by_header.pop(pack(row.backend_id, row.id), []) for row in audited.rows}
+    uses = {row.id: by_header.pop(pack(row.backend_id, row.id), []) for row in decrypted.rows}
     unknown = list(chain(*by_header.values()))
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
-        if uses[row.id] or unknown or kept or row.id in audited.named:
+        if uses[row.id] or unknown or kept or row.id in decrypted.named:
             kept.append(KeptKey(data_keys.name, row.id, (*uses[row.id], *unknown)))
         else:
             unused.append(row)

@@ -204,7 +204,8 @@ class DataRotationRun(Rotation):
         self.done.reencrypted += 2 * renewal.changed  # the owner's row and its version witness
         if not exists and renewal.stored_keys:
             # The owner was erased after the key was stored in the key database: delete the key.
-            await self._db.unit.change_keys(partial(_delete_keys, list(renewal.stored_keys)))
+            query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
+            await self._db.unit.change_keys(lambda connection: connection.execute(query).close())
 
     async def _rotate_sessions(self, keys: StagedKeys, owner: OwnerIds) -> None:
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
@@ -288,10 +289,6 @@ class DataRotationRun(Rotation):
         # Services may have written records with old keys during the pass.  But if the pass has
         # re-encrypted nothing, another pass would probably re-encrypt nothing, either.
         return self.done.left > 0 and self.done.reencrypted > self._before
-
-
-def _delete_keys(ids: list[int], connection: sa.Connection) -> None:
-    connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
 
 
 def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:

@@ -93,16 +93,13 @@ async def rotate_master(
     if db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
     await db.keys()
-    run = _MasterRotationRun(db, dry_run=dry_run)
+    run = _MasterRotationRun(db, "master", MasterRotation(), dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.done
 
 
 class _MasterRotationRun(Rotation):
     done: MasterRotation
-
-    def __init__(self, db: Database, *, dry_run: bool) -> None:
-        super().__init__(db, "master", MasterRotation(), dry_run=dry_run)
 
     async def _count_rows(self) -> int:
         return await count_rows(self._db, data_keys)

@@ -114,10 +114,8 @@ async def verify(
     """
     index = (await db.keys()).keyring.index
     of_features = (await db.survey()).feature_tables
-    counted = [apps, users, sessions, data_keys]
-    if migrated.name in of_features:
-        counted.append(migrated)
-    total = await count_rows(db, *counted)
+    imports = [migrated] if migrated.name in of_features else []
+    total = await count_rows(db, apps, users, sessions, data_keys, *imports)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
     run = _Verifier(db, index, meter)
     if indexed.name in of_features:
@@ -125,7 +123,7 @@ async def verify(
     await run.check_owners(apps, run.check_app)
     await run.check_owners(users, run.check_user)
     await run.check_sessions()
-    if migrated.name in of_features:
+    if imports:
         await run.check_imports()
     await run.check_features()
     await _find_orphans(db, run.problems, *([indexed] if indexed.name in of_features else []))
@@ -137,9 +135,7 @@ async def verify(
 class _Verifier:
     """Checks and counts the rows of apps, users and sessions.
 
-    Users and sessions are checked even if the row of their app is bad.  But if the app's name was
-    modified, the contexts of the app's users and sessions cannot be computed, and these users and
-    sessions count as unchecked.  The same applies to the sessions of a user whose row is bad.
+    Users and sessions are checked even if the row of their app is bad, but not if its name is.
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
@@ -165,7 +161,6 @@ class _Verifier:
                 self._indexed.add(tag)
 
     async def _check_indexed(self, who: Identity, *, of_user: bool) -> None:
-        """Report wrong, missing or surplus rows of the search index, if its key is complete."""
         if not self._indexed:
             return
         found = await self._db.unit.run(CheckIndexed(who, self._indexed, of_user=of_user))
@@ -247,7 +242,6 @@ class _Verifier:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
     async def check_imports(self) -> None:
-        """Authenticate the rows of `secure_migrated`, and the mark that ends a migration."""
         seals = Seals((await self._db.keys()).keyring)
         size = self._db.limits.headers
 

@@ -324,7 +324,6 @@ _OF_USER = SESSION_ROWS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
 
 def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-    """Return the SQL expression for the header of the record in *column*."""
     # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
     # would have different parameters, and PostgreSQL would treat the expressions as different.
     one: sa.ColumnElement[int] = sa.literal_column("1")
