@@ -32,7 +32,7 @@ async def use(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None
 
 async def import_one(url: sa.URL) -> None:
     async with Database(url, AesGcmBackend(KEY)) as db:
-        await db.imports.import_state("a", "imported", b"{}")
+        await db.imports.import_state(("a", "imported"), b"{}")
 
 
 async def index_one(url: sa.URL) -> None:

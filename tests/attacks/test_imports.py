@@ -87,7 +87,7 @@ async def build(path: Path) -> Victim:
         victim.tags["user"] = index.user(APP, USER)
         await copy_session(store, COPIED)
         await copy_session(store, DELETED)
-        await store.import_state(APP, USER, b'{"k":1}')
+        await store.import_state((APP, USER), b'{"k":1}')
         deleted = await db.unit.identify(APP, USER, DELETED)
         await db.unit.run(DeleteSession(deleted))
         await store.tombstone(APP, USER, BURIED)
@@ -187,7 +187,7 @@ async def test_modified_row_of_a_user_is_rejected(
     for call in (
         store.imported([(APP, USER, "new")]),
         store.imported_states([(APP, USER)]),
-        store.import_state(APP, USER, b'{"k":2}', replace=True),
+        store.import_state((APP, USER), b'{"k":2}', replace=True),
     ):
         with pytest.raises(TamperedError, match="secure_migrated"):
             await call
@@ -212,9 +212,9 @@ async def test_replayed_row_of_a_user_never_lets_an_import_replace_a_state(
     victim: Victim, store: Imports
 ) -> None:
     older = victim.row(victim.tags["user"])
-    await store.import_state(APP, USER, b'{"k":2}', replace=True)
+    await store.import_state((APP, USER), b'{"k":2}', replace=True)
     victim.put(older)
-    result = await store.import_state(APP, USER, b'{"k":3}', replace=True)
+    result = await store.import_state((APP, USER), b'{"k":3}', replace=True)
     assert result is ImportStatus.CONFLICT
 
 
@@ -224,12 +224,12 @@ async def test_state_rolled_back_behind_its_import_is_rejected(
     tag = victim.tags["user"]
     tables = ("secure_users", "secure_witnesses")
     older = [victim.row(tag, table) for table in tables]
-    await store.import_state(APP, USER, b'{"k":2}', replace=True)
+    await store.import_state((APP, USER), b'{"k":2}', replace=True)
     for table, row in zip(tables, older, strict=True):
         victim.put(row, table)
     async with victim.maintained() as db:  # it has read no later version
         with pytest.raises(TamperedError, match="version 2 was imported: an older row"):
-            await db.imports.import_state(APP, USER, b'{"k":3}', replace=True)
+            await db.imports.import_state((APP, USER), b'{"k":3}', replace=True)
     (found,) = await problems(victim)
     assert "an older row was replayed" in found
 

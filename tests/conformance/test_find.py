@@ -391,11 +391,11 @@ async def test_imported_sessions_and_states_are_found(
         assert await imported("s", {"ticket": 2, **LARGE}, "2") is ImportStatus.OLDER
         assert await imported("t", {"other": 2}, "2") is ImportStatus.OLDER
         for state in ({"mrn": "A"}, {"mrn": "B", "x": 1}, {"x": 2}):
-            await store.import_state(APP, "new", states.encode(state), replace=True)
+            await store.import_state((APP, "new"), states.encode(state), replace=True)
             value = state.get("mrn")
             expected = ["s", "t"] if value else []
             assert await found(service, "user:mrn", value) == expected
-        await store.import_state(APP, "newer", states.encode({"mrn": "C"}))
+        await store.import_state((APP, "newer"), states.encode({"mrn": "C"}))
     assert (await found(service, "ticket", 1), await found(service, "ticket", 2)) == ([], ["s"])
     await assert_kept(arguments)
 

@@ -173,29 +173,30 @@ async def test_states_are_set_exactly(
     service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     assert await imported(store) is ImportStatus.NEW
-    for user in (None, USER):
+    owners: list[tuple[str, ...]] = [(APP,), (APP, USER)]
+    for owner in owners:
         small = states.encode({"a": {"x": 1, "y": 2}, "b": 2})
         other = b'{"b":2,"a":{"y":2,"x":1}}'
-        assert await store.import_state(APP, user, small) is ImportStatus.NEW
-        assert await store.import_state(APP, user, other) is ImportStatus.UNCHANGED
-        assert await store.import_state(APP, user, b'{"c":1}') is ImportStatus.CONFLICT
-        assert await store.import_state(APP, user, b"{}", replace=True) is ImportStatus.OLDER
-        assert await store.import_state(APP, user, small, replace=True) is ImportStatus.OLDER
-        one = (await store.imported_states([(APP, user), ("unknown", user)]))[APP, user]
+        assert await store.import_state(owner, small) is ImportStatus.NEW
+        assert await store.import_state(owner, other) is ImportStatus.UNCHANGED
+        assert await store.import_state(owner, b'{"c":1}') is ImportStatus.CONFLICT
+        assert await store.import_state(owner, b"{}", replace=True) is ImportStatus.OLDER
+        assert await store.import_state(owner, small, replace=True) is ImportStatus.OLDER
+        one = (await store.imported_states([owner, ("unknown", *owner[1:])]))[owner]
         assert one.has_state(other)
         assert not one.has_state(b"{}")
     await rotate_data(db)  # changes the versions of the rows, and no state
-    assert await store.import_state(APP, USER, b'{"d":1}', replace=True) is ImportStatus.OLDER
+    assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.OLDER
     found = await read(service)
     assert found is not None
     assert found.state == {"app:a": {"x": 1, "y": 2}, "app:b": 2, "user:d": 1}
     await service.append_event(found, event(delta={"user:d": 2, "app:b": 3}))
-    assert await store.import_state(APP, USER, b'{"d":1}', replace=True) is ImportStatus.MOVED_ON
-    assert await store.import_state(APP, None, b'{"d":1}', replace=True) is ImportStatus.CONFLICT
-    assert await store.import_state(APP, "new", b'{"d":1}') is ImportStatus.NEW
-    assert await store.import_state("new", None, b'{"d":1}') is ImportStatus.NEW
+    assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.MOVED_ON
+    assert await store.import_state((APP,), b'{"d":1}', replace=True) is ImportStatus.CONFLICT
+    assert await store.import_state((APP, "new"), b'{"d":1}') is ImportStatus.NEW
+    assert await store.import_state(("new",), b'{"d":1}') is ImportStatus.NEW
     await create(service, user_id="theirs", state={"user:n": 1})
-    assert await store.import_state(APP, "theirs", b'{"d":1}') is ImportStatus.SAME_ID
+    assert await store.import_state((APP, "theirs"), b'{"d":1}') is ImportStatus.SAME_ID
     assert await is_clean(db)
 
 
@@ -228,9 +229,9 @@ async def test_import_after_a_lost_answer_is_stored_once(
         result = await imported(again, of=history(3), version="2", replace=replace)
         assert result is (ImportStatus.OLDER if replace else ImportStatus.NEW)
         assert plan.happened
-        await again.import_state(APP, USER, b'{"k":1}')
+        await again.import_state((APP, USER), b'{"k":1}')
         faults.data.after(Point.WRITE, lost())
-        await again.import_state(APP, USER, b'{"k":2}', replace=True)
+        await again.import_state((APP, USER), b'{"k":2}', replace=True)
         assert await is_clean(db)
     found = await read(service)
     assert found is not None
@@ -309,7 +310,7 @@ async def test_nothing_of_an_erased_user_is_imported(
     service: BaseSessionService, store: Imports, db: Database, kind: Kind
 ) -> None:
     await imported(store, of=history(2))
-    await store.import_state(APP, USER, b'{"k":1}')
+    await store.import_state((APP, USER), b'{"k":1}')
     await imported(store, user_id="other")
     assert (await erase_user(db, APP, USER)).sessions == 1
     await erase_user(db, APP, "never copied")
@@ -318,7 +319,7 @@ async def test_nothing_of_an_erased_user_is_imported(
         result = await imported(store, name, of=history(2), version="2", replace=True)
         assert result is ImportStatus.DELETED
         assert (await store.imported([(APP, USER, name)]))[APP, USER, name].is_tombstone
-    assert await store.import_state(APP, USER, b'{"k":1}', replace=True) is ImportStatus.DELETED
+    assert await store.import_state((APP, USER), b'{"k":1}', replace=True) is ImportStatus.DELETED
     assert await imported(store, user_id="never copied") is ImportStatus.DELETED
     assert await imported(store, "new", user_id="other") is ImportStatus.NEW
     assert await is_clean(db)

@@ -90,8 +90,8 @@ async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL)
                 updated_at=0,
                 source_version="1",
             )
-        await store.import_state(APP, "cyd", b"{}")
-        await store.import_state(APP, None, b"{}")
+        await store.import_state((APP, "cyd"), b"{}")
+        await store.import_state((APP,), b"{}")
         await db.unit.run(DeleteSession(await db.unit.identify(APP, "ada", "copy 2")))
         await store.tombstone(APP, "ada", "deleted before")
         await store.tombstone(APP, "erased")

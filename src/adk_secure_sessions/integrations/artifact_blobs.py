@@ -17,7 +17,7 @@ from datetime import timedelta
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
-from adk_secure_sessions.integrations.artifact_versions import is_artifact, versions_of
+from adk_secure_sessions.integrations.artifact_versions import scope_and_name, versions_of
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, opened
 from adk_secure_sessions.maintenance import Database, Problem
@@ -268,7 +268,7 @@ async def artifacts_of(
         for located in page:
             try:
                 ids = located.known_ids()
-                if not ids.is_collection or not is_artifact(ids.session_id):
+                if not ids.is_collection or scope_and_name(ids.session_id) is None:
                     continue
                 found = await collections.get(*ids[:3])
                 if found is None:

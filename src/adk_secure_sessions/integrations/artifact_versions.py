@@ -72,10 +72,6 @@ def scope_and_name(collection: str) -> tuple[str | None, str] | None:
     return session_id, filename
 
 
-def is_artifact(collection: str) -> bool:
-    return scope_and_name(collection) is not None
-
-
 def versions_of(collection: Collection) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order."""
     found: dict[int, Version] = {}

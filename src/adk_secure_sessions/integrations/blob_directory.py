@@ -193,17 +193,14 @@ def _make_prefix(directory: Path) -> None:
 
 def _make_directory(directory: Path) -> None:
     """Create *directory* and its missing parents, and flush them to the disk."""
-    missing = []
-    while not directory.is_dir():
-        missing.append(directory)
-        directory = directory.parent
-    for path in reversed(missing):
-        try:
-            path.mkdir(mode=0o700)
-        except FileExistsError:  # another process has created the directory, or it is a file
-            if not path.is_dir():
-                raise
-        _sync_directory(path.parent)
+    if directory.is_dir():
+        return
+    _make_directory(directory.parent)
+    with suppress(FileExistsError):  # another process has created the directory, or it is a file
+        directory.mkdir(mode=0o700)
+    _sync_directory(directory.parent)
+    if not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
 
 def _write(

@@ -121,7 +121,8 @@ class _BlobRotationRun(DataRotationRun):
         The last item then describes the last version, so loading this version reads one item.
         """
         for version in versions_of(found):
-            if version.blob is None or self._is_done(version):
+            is_done = version.rotation is not None and version.rotation >= self.done.since
+            if version.blob is None or is_done:
                 continue
             try:
                 if self._dry_run:
@@ -149,9 +150,6 @@ class _BlobRotationRun(DataRotationRun):
                 self.done.blobs += 1
                 self.done.blob_bytes += version.blob.size
             await self._meter.advance()
-
-    def _is_done(self, version: Version) -> bool:
-        return version.rotation is not None and version.rotation >= self.done.since
 
     async def _check(self, blob: Blob) -> None:
         listed = self._stored if blob.prefix == self._store.prefix else {}

@@ -100,12 +100,11 @@ class EncryptedSessions:
 
     async def states(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
         """Return the status of the state of each owner in *encoded*: the state in the source."""
-        owners = {ids: (ids[0], ids[1] if len(ids) > 1 else None) for ids in encoded}
-        copies = await self.imports.imported_states(owners.values())
+        copies = await self.imports.imported_states(encoded)
         found: list[StatePair] = []
         for ids, state in encoded.items():
             status = ImportStatus.NEW
-            if copy := copies.get(owners[ids]):
+            if copy := copies.get(ids):
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
             found.append(Pair(ids, self.tag(*ids), status, state))

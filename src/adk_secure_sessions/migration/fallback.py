@@ -54,14 +54,17 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import reads
-from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SessionIds
+from adk_secure_sessions.storage.features.imports import (
+    AppOrUser,
+    Imports,
+    ImportStatus,
+    SessionIds,
+)
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-Owner = tuple[str, str | None]  # an app name; and a user id, or None for the app itself
 
 # The marker of a session object that was read from the source begins with this text.  The version
 # of the session in the source follows.
@@ -218,7 +221,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         )
         if not await self._falls_back():
             return await get()
-        owners: list[Owner] = [(app_name, None), (app_name, user_id)]
+        owners: list[AppOrUser] = [(app_name,), (app_name, user_id)]
         is_superseded = False
         while True:
             moved = await self._among_moved(owners)
@@ -262,7 +265,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return await self._service.list_sessions(app_name=app_name, user_id=user_id)
         # Read the source first.  If a session is copied after that, both listings contain it.
         of_source = await self._sessions_of(app_name, user_id)
-        owners: set[Owner] = {(app_name, None), *(one.ids[:2] for one in of_source)}
+        owners: set[AppOrUser] = {(app_name,), *(one.ids[:2] for one in of_source)}
         moved = await self._among_moved(owners)
         while True:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
@@ -388,7 +391,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         get = reads.GetSession(who, lambda *_: None, 0, finds_expired=True)
         return await self._unit.run(get) is not None
 
-    async def _among_moved(self, owners: Iterable[Owner]) -> set[Owner]:
+    async def _among_moved(self, owners: Iterable[AppOrUser]) -> set[AppOrUser]:
         """Return the elements of *owners* whose state was copied or erased."""
         wanted, cache = set(owners), await self._moved()
         moved = {owner for owner in wanted if cache.get(owner)}
@@ -398,7 +401,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 moved.add(owner)
         return moved
 
-    async def _moved(self) -> Lru[Owner, bool]:
+    async def _moved(self) -> Lru[AppOrUser, bool]:
         """Return the cache of owners whose state was copied or erased, which is never undone."""
         return await self._unit.attached(self, lambda: Lru(_CACHED_OWNERS))
 
@@ -494,7 +497,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             content = _readable(read[session])
         return session, content
 
-    async def _state(self, owner: Owner) -> JsonObject:
+    async def _state(self, owner: AppOrUser) -> JsonObject:
         return _readable(await self._query(self._source.state(*owner)), "a state") or {}
 
     # --- States -----------------------------------------------------------------------------------
@@ -506,31 +509,31 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self,
         app_name: str,
         user_ids: Iterable[str],
-        moved: set[Owner],
+        moved: set[AppOrUser],
         listed: Sequence[Session] = (),
-    ) -> dict[Owner, JsonObject]:
+    ) -> dict[AppOrUser, JsonObject]:
         """Return the states of an app and of its users, and complete those of *listed*.
 
         If the encrypted state is empty, and its owner is not in *moved* (those whose state was
         copied or erased), the state is that in the source.  The sessions *listed* of the database
         contain the encrypted states, which are not read again.
         """
-        found: dict[Owner, JsonObject] = {}
+        found: dict[AppOrUser, JsonObject] = {}
         for session in listed:
             scopes, user = states.split(session.state), (app_name, session.user_id)
-            found[app_name, None] = found.get((app_name, None)) or scopes.app
+            found[(app_name,)] = found.get((app_name,)) or scopes.app
             found[user] = found.get(user) or scopes.user
         for user_id in user_ids:
             if (app_name, user_id) not in found:
                 who = await self._unit.identify(app_name, user_id)
                 of_app, of_user = await self._unit.run(reads.GetStates(who))
-                found[app_name, None] = states.loads(of_app, "the app's state")
+                found[(app_name,)] = states.loads(of_app, "the app's state")
                 found[app_name, user_id] = states.loads(of_user, "the user's state")
         missing = {owner for owner, state in found.items() if not state} - moved
         of_source = await self._states_of(app_name, missing)
         for session in listed:
-            owners: dict[str, Owner] = {
-                APP_PREFIX: (app_name, None),
+            owners: dict[str, AppOrUser] = {
+                APP_PREFIX: (app_name,),
                 USER_PREFIX: (app_name, session.user_id),
             }
             for prefix, owner in owners.items():
@@ -538,17 +541,18 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 session.state.update({prefix + key: value for key, value in state.items()})
         return found | of_source
 
-    async def _states_of(self, app_name: str, owners: Iterable[Owner]) -> dict[Owner, JsonObject]:
+    async def _states_of(
+        self, app_name: str, owners: Iterable[AppOrUser]
+    ) -> dict[AppOrUser, JsonObject]:
         """Return the states in the source: of several users, with few queries for the whole app."""
         wanted = set(owners)
-        found: dict[Owner, JsonObject] = {}
+        found: dict[AppOrUser, JsonObject] = {}
         if len(wanted) > 2:
             async for batch in self._batches(self._source.states(Selection(app_name))):
                 for ids, state in batch.items():
-                    owner = (ids[0], ids[1] if len(ids) > 1 else None)
-                    if owner in wanted:
-                        found[owner] = _readable(state, "a state")
-            wanted &= {(app_name, None)} - found.keys()
+                    if ids in wanted:
+                        found[ids] = _readable(state, "a state")
+            wanted &= {(app_name,)} - found.keys()
         for one in wanted:
             found[one] = await self._state(one)
         return found
@@ -556,13 +560,13 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # --- Copying ----------------------------------------------------------------------------------
 
     async def _copy_states(self, app_name: str, user_id: str) -> None:
-        owners: list[Owner] = [(app_name, None), (app_name, user_id)]
+        owners: list[AppOrUser] = [(app_name,), (app_name, user_id)]
         moved = await self._among_moved(owners)
         for owner in owners:
             if owner in moved:
                 continue
             state = states.encode(await self._state(owner))
-            result = await self._imports.import_state(*owner, state)
+            result = await self._imports.import_state(owner, state)
             if result is ImportStatus.SAME_ID:
                 logger.warning(
                     "a state was written without PlaintextFallbackService before it was copied: "
@@ -620,11 +624,11 @@ reject_unknown_methods(PlaintextFallbackService, BaseSessionService)
 def _session(
     session: SourceSession,
     content: SessionContent,
-    found: Mapping[Owner, JsonObject],
+    found: Mapping[AppOrUser, JsonObject],
     history: list[Event],
 ) -> Session:
     app_name, user_id, session_id, version = session
-    app, user = found.get((app_name, None), {}), found.get((app_name, user_id), {})
+    app, user = found.get((app_name,), {}), found.get((app_name, user_id), {})
     made = Session(
         id=session_id,
         app_name=app_name,

@@ -301,10 +301,9 @@ class _Run:
     async def _import_state(self, pair: StatePair, state: bytes) -> None:
         status = pair.status
         if self.target is not None and self.writes:
-            app_name, user_id = (*pair.ids, None)[:2]
             async with self._alone_if_first(*pair.ids):
                 status = await self.target.imports.import_state(
-                    str(app_name), user_id, state, replace=not self.is_erased
+                    pair.ids, state, replace=not self.is_erased
                 )
         self._is_conflict(pair, status)
         self.done.states += status.is_due

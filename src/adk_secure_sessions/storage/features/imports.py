@@ -81,6 +81,7 @@ from adk_secure_sessions.storage.writes import (
 K = TypeVar("K")
 T = TypeVar("T")
 SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
+AppOrUser = tuple[str, ...]  # the app name; and, of a user, the user id
 
 # One request inserts at most this many events and bytes.  A larger event is inserted alone.
 _EVENTS_AT_ONCE = 5000
@@ -647,9 +648,9 @@ class Imports:
         return (await self._unit.run(operation))[0]
 
     async def import_state(
-        self, app_name: str, user_id: str | None, state: bytes, *, replace: bool = False
+        self, owner: AppOrUser, state: bytes, *, replace: bool = False
     ) -> ImportStatus:
-        """Set the state of a user, or of an app if *user_id* is None, exactly to *state*.
+        """Set the state of a user or an app exactly to *state*.
 
         *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  An
         empty state, as `import_session` creates it, is always replaced.  *replace* and the result
@@ -657,9 +658,9 @@ class Imports:
         """
         await self._feature.ensure()
         if self._index is not None:
-            await self._index.declare_configured(app_name)
-        who = await self._unit.identify(app_name, user_id or "")
-        of_user = user_id is not None
+            await self._index.declare_configured(owner[0])
+        of_user = len(owner) > 1
+        who = await self._unit.identify(owner[0], owner[1] if of_user else "")
         operation = ImportState(who, await self._seals(), state, of_user=of_user, replace=replace)
         return await self._unit.run(operation)
 
@@ -679,22 +680,14 @@ class Imports:
                 found[one] = of_user._replace(stored=found[one].stored if one in found else None)
         return found
 
-    async def imported_states(
-        self, owners: Iterable[tuple[str, str | None]]
-    ) -> dict[tuple[str, str | None], Imported]:
-        """Return the rows of `secure_migrated` for those of the *owners* that have a row.
-
-        An element of *owners* is an app name and a user id, which is None for the app's own state.
-        """
+    async def imported_states(self, owners: Iterable[AppOrUser]) -> dict[AppOrUser, Imported]:
+        """Return the rows of `secure_migrated` for those of the *owners* that have a row."""
         if not await self._feature.is_added():
             return {}
         seals, wanted = await self._seals(), list(owners)
         index = seals.keyring.index
-        tags: dict[tuple[str, str | None], bytes] = {}
-        for app, user in wanted:
-            tags[app, user] = index.app(app) if user is None else index.user(app, user)
-        of_apps = {owner: tag for owner, tag in tags.items() if owner[1] is None}
-        of_users = {owner: tag for owner, tag in tags.items() if owner[1] is not None}
+        of_apps = {ids: index.app(*ids) for ids in wanted if len(ids) == 1}
+        of_users = {ids: index.user(*ids) for ids in wanted if len(ids) > 1}
         found = await self._imported(apps, seals, of_apps)
         return found | await self._imported(users, seals, of_users)
 
