@@ -7,7 +7,6 @@ import sqlite3
 import sys
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.migration import Package1x, adk_sql, open_source
 from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
-from adk_secure_sessions.migration.adk_tables import AdkTables, inspect
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     Selection,
     SessionContent,
@@ -54,7 +53,12 @@ __all__ = ["adk"]
 # google-adk itself calls a deprecated method when it makes an AuthConfig.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-detect = partial(inspect, kinds_in)
+
+async def detect(url: Any = None, **options: Any) -> frozenset[Kind]:
+    async with AdkTables(url, **options) as source:
+        return await source.inspect(kinds_in)
+
+
 LONG = ["v1-postgresql", "v1-mysql", "sqlite-service"]
 # Schema v0 needs a process that loads pickles, which takes seconds: see `in_v0`.
 SERVERS = ["v0-sqlite", "v1-mysql", "v1-mariadb", "v1-psycopg", "v0-postgresql", "v0-mysql"]

@@ -65,17 +65,6 @@ _BATCH_SESSIONS = 500
 _BATCH_BYTES = 4 * 2**20
 
 
-async def inspect(
-    work: Callable[[sa.Connection], T],
-    db_url: str | sa.URL | None = None,
-    *,
-    db_engine: "AsyncEngine | None" = None,
-) -> T:
-    """Call *work*, which inspects a database and writes nothing, and return its result."""
-    async with AdkTables(db_url, db_engine=db_engine) as source:
-        return await source.inspect(work)
-
-
 @hides_locals
 class AdkTables(LookupSource):
     """The tables of google-adk's `DatabaseSessionService` or `SqliteSessionService`.

@@ -40,6 +40,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
+    Ids,
     LookupSource,
     Selection,
     SessionContent,
@@ -54,12 +55,7 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import reads
-from adk_secure_sessions.storage.features.imports import (
-    AppOrUser,
-    Imports,
-    ImportStatus,
-    SessionIds,
-)
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SessionIds
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
@@ -221,7 +217,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         )
         if not await self._falls_back():
             return await get()
-        owners: list[AppOrUser] = [(app_name,), (app_name, user_id)]
+        owners: list[Ids] = [(app_name,), (app_name, user_id)]
         is_superseded = False
         while True:
             moved = await self._among_moved(owners)
@@ -265,7 +261,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return await self._service.list_sessions(app_name=app_name, user_id=user_id)
         # Read the source first.  If a session is copied after that, both listings contain it.
         of_source = await self._sessions_of(app_name, user_id)
-        owners: set[AppOrUser] = {(app_name,), *(one.ids[:2] for one in of_source)}
+        owners: set[Ids] = {(app_name,), *(one.ids[:2] for one in of_source)}
         moved = await self._among_moved(owners)
         while True:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
@@ -391,7 +387,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         get = reads.GetSession(who, lambda *_: None, 0, finds_expired=True)
         return await self._unit.run(get) is not None
 
-    async def _among_moved(self, owners: Iterable[AppOrUser]) -> set[AppOrUser]:
+    async def _among_moved(self, owners: Iterable[Ids]) -> set[Ids]:
         """Return the elements of *owners* whose state was copied or erased."""
         wanted, cache = set(owners), await self._moved()
         moved = {owner for owner in wanted if cache.get(owner)}
@@ -401,7 +397,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 moved.add(owner)
         return moved
 
-    async def _moved(self) -> Lru[AppOrUser, bool]:
+    async def _moved(self) -> Lru[Ids, bool]:
         """Return the cache of owners whose state was copied or erased, which is never undone."""
         return await self._unit.attached(self, lambda: Lru(_CACHED_OWNERS))
 
@@ -497,7 +493,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             content = _readable(read[session])
         return session, content
 
-    async def _state(self, owner: AppOrUser) -> JsonObject:
+    async def _state(self, owner: Ids) -> JsonObject:
         return _readable(await self._query(self._source.state(*owner)), "a state") or {}
 
     # --- States -----------------------------------------------------------------------------------
@@ -509,16 +505,16 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self,
         app_name: str,
         user_ids: Iterable[str],
-        moved: set[AppOrUser],
+        moved: set[Ids],
         listed: Sequence[Session] = (),
-    ) -> dict[AppOrUser, JsonObject]:
+    ) -> dict[Ids, JsonObject]:
         """Return the states of an app and of its users, and complete those of *listed*.
 
         If the encrypted state is empty, and its owner is not in *moved* (those whose state was
         copied or erased), the state is that in the source.  The sessions *listed* of the database
         contain the encrypted states, which are not read again.
         """
-        found: dict[AppOrUser, JsonObject] = {}
+        found: dict[Ids, JsonObject] = {}
         for session in listed:
             scopes, user = states.split(session.state), (app_name, session.user_id)
             found[(app_name,)] = found.get((app_name,)) or scopes.app
@@ -532,7 +528,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         missing = {owner for owner, state in found.items() if not state} - moved
         of_source = await self._states_of(app_name, missing)
         for session in listed:
-            owners: dict[str, AppOrUser] = {
+            owners: dict[str, Ids] = {
                 APP_PREFIX: (app_name,),
                 USER_PREFIX: (app_name, session.user_id),
             }
@@ -541,12 +537,10 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 session.state.update({prefix + key: value for key, value in state.items()})
         return found | of_source
 
-    async def _states_of(
-        self, app_name: str, owners: Iterable[AppOrUser]
-    ) -> dict[AppOrUser, JsonObject]:
+    async def _states_of(self, app_name: str, owners: Iterable[Ids]) -> dict[Ids, JsonObject]:
         """Return the states in the source: of several users, with few queries for the whole app."""
         wanted = set(owners)
-        found: dict[AppOrUser, JsonObject] = {}
+        found: dict[Ids, JsonObject] = {}
         if len(wanted) > 2:
             async for batch in self._batches(self._source.states(Selection(app_name))):
                 for ids, state in batch.items():
@@ -560,7 +554,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # --- Copying ----------------------------------------------------------------------------------
 
     async def _copy_states(self, app_name: str, user_id: str) -> None:
-        owners: list[AppOrUser] = [(app_name,), (app_name, user_id)]
+        owners: list[Ids] = [(app_name,), (app_name, user_id)]
         moved = await self._among_moved(owners)
         for owner in owners:
             if owner in moved:
@@ -624,7 +618,7 @@ reject_unknown_methods(PlaintextFallbackService, BaseSessionService)
 def _session(
     session: SourceSession,
     content: SessionContent,
-    found: Mapping[AppOrUser, JsonObject],
+    found: Mapping[Ids, JsonObject],
     history: list[Event],
 ) -> Session:
     app_name, user_id, session_id, version = session

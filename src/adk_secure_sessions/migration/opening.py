@@ -17,7 +17,7 @@ from adk_secure_sessions.migration.adk_sql import (
     kinds_in,
     sampled_states,
 )
-from adk_secure_sessions.migration.adk_tables import AdkTables, inspect
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
@@ -73,19 +73,17 @@ async def open_source(
             given.
         DatabaseError: The database cannot be reached.
     """
-    kinds = await inspect(kinds_in, db_url)
     has_keys = bool(keys) or NO_OP in backends
-    if (
-        has_keys
-        and Kind.ENCRYPTED not in kinds
-        and kinds
-        and await inspect(has_encrypted_states, db_url)
-    ):
-        # `kinds_in` may have found only plaintext, because it reads only the first and the last
-        # states.  Without this correction, the error below would tell the caller to omit the keys.
-        kinds = frozenset([Kind.PACKAGE_1X])
-    if Kind.PACKAGE_1X in kinds and not has_keys and False in await inspect(sampled_states, db_url):
-        raise ConfigurationError(_MIXED)
+    async with AdkTables(db_url) as tables:
+        kinds = await tables.inspect(kinds_in)
+        # `kinds_in` reads only the first and the last states, which may be plaintext.  Without this
+        # correction, the last error below would tell the caller to omit the keys.
+        is_adks = bool(kinds) and Kind.ENCRYPTED not in kinds
+        if has_keys and is_adks and await tables.inspect(has_encrypted_states):
+            kinds = frozenset([Kind.PACKAGE_1X])
+        needs_keys = Kind.PACKAGE_1X in kinds and not has_keys
+        if needs_keys and False in await tables.inspect(sampled_states):
+            raise ConfigurationError(_MIXED)
     if Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends):
         _require(has_keys)
         return Package1x(
