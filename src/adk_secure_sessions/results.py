@@ -34,7 +34,7 @@ class _Count(NamedTuple):
         return self.words, self.changes
 
 
-class _Listed(Protocol):
+class _HasLine(Protocol):
     @property
     def line(self) -> str: ...
 
@@ -100,7 +100,7 @@ class Result:
     def lines(self, dry_run: bool = False) -> Iterator[str]:
         """Yield a line for each listed row, and then those of the counters."""
         for name, totals in self._declared("totals"):
-            rows: tuple[_Listed, ...] = getattr(self, name)
+            rows: tuple[_HasLine, ...] = getattr(self, name)
             yield from (one.line for one in rows)
             more = sum(map(self._number, totals)) - len(rows)
             if totals and more > 0:

@@ -135,7 +135,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     try:
         found = await move.transfer()
     except SecureSessionError:
-        if not await move.was_overtaken():
+        if not await move.another_run_has_begun():
             raise
         raise SecureSessionError(_OVERLAPPED, retryable=True) from None
     await db.close()  # the next call opens the database with its keys in the new place
@@ -171,7 +171,7 @@ class _Move:
         self._parts: tuple[Part, ...] = ()
         self.has_audit_table: bool = False
 
-    async def was_overtaken(self) -> bool:
+    async def another_run_has_begun(self) -> bool:
         """Return whether another run has changed the row `holds`."""
         if not self._parts:
             return False

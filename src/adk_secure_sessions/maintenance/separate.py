@@ -101,9 +101,9 @@ async def separate(
     try:
         return await _separate(db, progress, rows_per_second)
     except SecureSessionError:
-        if not await _was_overtaken(db):
+        if not await _another_run_was_first(db):
             raise
-        raise _overtaken() from None
+        raise _not_first() from None
 
 
 async def _separate(
@@ -123,7 +123,7 @@ async def _separate(
     opened = (await db.keys()).keyring
     separation = opened.separation
     if separation is None:
-        raise _overtaken()  # this run has begun the separation, and another one has ended it
+        raise _not_first()  # this run has begun the separation, and another one has ended it
     done = Separated(opened.database_id.hex(), resumed)
     stored = (await db.survey()).meta
     if f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.masters:
@@ -158,14 +158,14 @@ _OLD_DATA_KEYS = number_of(
 )
 
 
-async def _was_overtaken(db: Database) -> bool:
+async def _another_run_was_first(db: Database) -> bool:
     """Return whether another run has begun a separation since this run opened the database."""
     known = db.unit.database_id
     stored = await repeated(lambda: look_at(db.unit.executors.keys, KEY_FILE))
     return known is not None and stored.meta.get(meta.DATABASE_ID) != known.hex()
 
 
-def _overtaken() -> SecureSessionError:
+def _not_first() -> SecureSessionError:
     return SecureSessionError(
         "another run of `separate` was first: wait for its end, then run `check`", retryable=True
     )
