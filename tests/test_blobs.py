@@ -22,14 +22,13 @@ from adk_secure_sessions.formats.blobs import (
     SEALED_LENGTH,
     BlobDecryptor,
     BlobEncryptor,
-    decrypt_pieces,
     decrypt_stream,
-    encrypt_pieces,
     encrypt_stream,
     encrypted_size,
 )
 from adk_secure_sessions.integrations import blob_store
 from tests import format_reader
+from tests.blob_pieces import decrypt_pieces, encrypt_pieces
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "blobs.json").read_text(encoding="utf-8"))
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")

@@ -1,7 +1,13 @@
 """The map of limited size."""
 
+import os
+import signal
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from adk_secure_sessions import caches
 from adk_secure_sessions.caches import Lru, SizedLru
 
 
@@ -99,3 +105,16 @@ def test_many_threads_never_exceed_the_size() -> None:
         list(pool.map(work, range(4)))
     left = [found for key in range(50) if (found := lru.get(key)) is not None]
     assert sum(number % 30 for number in left) == lru.size <= 100
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_process_that_was_forked_during_a_change_can_change_the_cache() -> None:
+    lru = sized(10, a=5)
+    with caches._one_change, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 and later warn of forks with several threads
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            lru.put("b", "B", 5)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

@@ -9,7 +9,6 @@ from adk_secure_sessions.formats.blobs import (
     SEALED_LENGTH,
     BlobDecryptor,
     BlobEncryptor,
-    encrypt_pieces,
 )
 from examples.vectors.fixed import Json, counting
 
@@ -46,7 +45,7 @@ def _plaintext(size: int) -> bytes:
 def _blob(key: bytes, size: int) -> bytes:
     with mock.patch("os.urandom", return_value=key):
         encryptor = BlobEncryptor()
-    return b"".join(encrypt_pieces(encryptor, [_plaintext(size)]))
+    return b"".join([*encryptor.update(_plaintext(size)), encryptor.finish()])
 
 
 def _accepted(name: str, key: bytes, size: int) -> Json:

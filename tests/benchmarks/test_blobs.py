@@ -18,9 +18,7 @@ from adk_secure_sessions.formats.blobs import (
     HEADER,
     BlobDecryptor,
     BlobEncryptor,
-    decrypt_pieces,
     decrypt_stream,
-    encrypt_pieces,
     encrypt_stream,
     encrypted_size,
 )
@@ -32,6 +30,7 @@ from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.plan import BLOB_GOALS, BLOB_OVERHEAD, BLOB_STORES, BLOBS
 from tests.benchmarks.results import Figure, Results
+from tests.blob_pieces import decrypt_pieces, encrypt_pieces
 from tests.integrations import real_stores
 from tests.integrations.object_server import BUCKET, s3_options
 from tests.programs import find

@@ -468,7 +468,7 @@ def _blob(size: int) -> tuple[bytes, bytes, bytes]:
     encryptor = blobs.BlobEncryptor()
     content = bytes(range(256)) * (size // 256 + 1)
     content = content[:size]
-    sealed = b"".join(blobs.encrypt_pieces(encryptor, [content]))
+    sealed = b"".join([*encryptor.update(content), encryptor.finish()])
     return encryptor.key, content, sealed
 
 

@@ -5,7 +5,7 @@ memory used does not grow with the size of the blob.  Each object processes one 
 """
 
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.crypto.chunks import TAG_LENGTH, ChunkCipher
@@ -177,18 +177,10 @@ def _check_header(header: bytes) -> None:
     raise TamperedError("not an encrypted blob", reason=Reason.MALFORMED)
 
 
-def encrypt_pieces(encryptor: BlobEncryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
-    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 64 KiB or less."""
-    for piece in pieces:
-        for step in _steps(piece):
-            yield from encryptor.update(step)
-    yield encryptor.finish()
-
-
 async def encrypt_stream(
     encryptor: BlobEncryptor, pieces: AsyncIterable[Bytes]
 ) -> AsyncIterator[bytes]:
-    """Do the same as `encrypt_pieces` for an asynchronous iterator."""
+    """Encrypt *pieces* of plaintext, and yield the blob in pieces of about 64 KiB or less."""
     async for piece in pieces:
         for step in _steps(piece):
             for sealed in encryptor.update(step):
@@ -196,22 +188,13 @@ async def encrypt_stream(
     yield encryptor.finish()
 
 
-def decrypt_pieces(decryptor: BlobDecryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
+async def decrypt_stream(
+    decryptor: BlobDecryptor, pieces: AsyncIterable[Bytes]
+) -> AsyncIterator[bytes]:
     """Decrypt *pieces* of a blob, and yield the plaintext in pieces of about 256 KiB or less.
 
     If the caller stops before the end, the rest of the blob has not been checked.
     """
-    for piece in pieces:
-        for step in _steps(piece):
-            if plaintext := decryptor.update(step):
-                yield plaintext
-    decryptor.finish()
-
-
-async def decrypt_stream(
-    decryptor: BlobDecryptor, pieces: AsyncIterable[Bytes]
-) -> AsyncIterator[bytes]:
-    """Do the same as `decrypt_pieces` for an asynchronous iterator."""
     async for piece in pieces:
         for step in _steps(piece):
             if plaintext := decryptor.update(step):

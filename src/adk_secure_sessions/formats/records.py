@@ -177,9 +177,11 @@ def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     return open_with_flags(stored, context, cipher)[1:]
 
 
-def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
+def open_with_flags(
+    stored: bytes, context: bytes, cipher: Cipher, unpack: Callable[[bytes], bytes] = expand
+) -> bytes:
     """Decrypt a record whose header `unpack` accepted; return `FLAGS` and its content, as it was
-    before it was compressed or padded.
+    before it was compressed or padded.  *unpack* is called with a plaintext that has other flags.
 
     Use this function for events, of which a read may have thousands.  The caller takes slices of
     each result, so removing the flags here would only add a copy.
@@ -196,7 +198,7 @@ def open_with_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     except Exception:  # a third party's cipher may put secrets into its exceptions
         pass
     if packed is not None:
-        return expand(packed)
+        return unpack(packed)
     raise TamperedError("the backend could not decrypt it")
 
 
@@ -204,30 +206,17 @@ def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a record whose header `unpack` accepted; return its plaintext with its own flags,
     which fit it: `seal_whole` encrypts it again without a change.
     """
-    return _checked(stored, context, cipher, expand)
+    return open_with_flags(stored, context, cipher, _if_expandable)
+
+
+def _if_expandable(plaintext: bytes) -> bytes:
+    expand(plaintext)
+    return plaintext
 
 
 def open_without_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a wrapped data key or a version witness, which has no flags; return its content."""
-    return _checked(stored, context, cipher, require_none)[1:]
-
-
-def _checked(
-    stored: bytes, context: bytes, cipher: Cipher, check: Callable[[bytes], object]
-) -> bytes:
-    plaintext = None
-    try:
-        decrypted = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
-        if isinstance(decrypted, bytes):
-            plaintext = decrypted
-    except DecryptionError:
-        raise
-    except Exception:  # see `open_with_flags`
-        pass
-    if plaintext is None:
-        raise TamperedError("the backend could not decrypt it")
-    check(plaintext)
-    return plaintext
+    return open_with_flags(stored, context, cipher, require_none)[1:]
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

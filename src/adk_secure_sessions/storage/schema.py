@@ -8,7 +8,6 @@ session's row, and so proves that the row exists.
 
 import secrets
 import time
-from threading import Lock
 
 from sqlalchemy import (
     DDL,
@@ -224,7 +223,6 @@ for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
     event.listen(_table, "before_create", _use_transactions)
 
 _RANDOM_BITS = 21
-_lock = Lock()
 _last_row_key = 0
 
 
@@ -232,12 +230,12 @@ def new_row_key() -> int:
     """Return a row id for a new row: the row's records are bound to it before the row is inserted.
 
     An id has 63 bits: 42 bits of milliseconds since 1970, so that rows are in order of creation,
-    and 21 random bits.  Each id is greater than the previous id of this process.  If two processes
+    and 21 random bits.  Each id is greater than the previous id of this thread.  If two processes
     choose the same id, the database rejects the second row, and the transaction is repeated with a
     new id.
     """
     global _last_row_key
     fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
-    with _lock:
-        _last_row_key = max(fresh, _last_row_key + 1)
-        return _last_row_key
+    # No lock, which a forked process could inherit locked: two threads may choose the same id, too.
+    _last_row_key = chosen = max(fresh, _last_row_key + 1)
+    return chosen

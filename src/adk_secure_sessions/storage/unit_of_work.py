@@ -14,9 +14,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import sqlalchemy as sa
 
@@ -102,8 +101,9 @@ class _Opened(NamedTuple):
     expires: float
 
 
-_units: "WeakSet[UnitOfWork]" = WeakSet()
-_units_lock = Lock()  # another thread may create a service while `empty_caches` reads the set
+# The keys are all units of work in this process.  No lock is needed, which a forked process could
+# inherit locked: adding a key and listing all of them are atomic.
+_units: "WeakKeyDictionary[UnitOfWork, None]" = WeakKeyDictionary()
 
 
 def empty_caches() -> None:
@@ -112,10 +112,9 @@ def empty_caches() -> None:
     Call it after erasing a user: otherwise, a cached data key would decrypt rows of the user that
     an attacker inserts again.
     """
-    with _units_lock:
-        units = list(_units)
-    for unit in units:
-        unit.empty_caches()
+    for reference in _units.keyrefs():
+        if (unit := reference()) is not None:
+            unit.empty_caches()
 
 
 class UnitOfWork:
@@ -158,8 +157,7 @@ class UnitOfWork:
         self._timers: WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[float, ref[asyncio.TimerHandle]]
         ] = WeakKeyDictionary()
-        with _units_lock:
-            _units.add(self)
+        _units[self] = None
 
     @property
     def backends(self) -> Backends:
