@@ -91,12 +91,10 @@ ABOVE_STORAGE = [module for module in MODULES if rank(module) > RANK["storage"]]
 
 # The modules of `storage` that other packages may import, and how many names of them they use.
 SURFACE = {
-    "rows",
     "clusters",
     "feature_list",
     "features.audit_trail",
     "features.collections",
-    "features.feature",
     "features.imports",
     "features.index_rows",
     "features.search_index",

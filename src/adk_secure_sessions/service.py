@@ -31,13 +31,12 @@ from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, 
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.storage import reads, writes
+from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections
-from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.rows import StoredSession, View
-from adk_secure_sessions.storage.schema import NEVER, bases, sessions, users
+from adk_secure_sessions.storage.schema import NEVER, StoredSession, View, bases, sessions, users
 from adk_secure_sessions.storage.survey import EXPIRY
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured

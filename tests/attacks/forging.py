@@ -23,7 +23,7 @@ from adk_secure_sessions.formats.records import (
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring, new_key_id
-from adk_secure_sessions.storage.rows import (
+from adk_secure_sessions.storage.schema import (
     SESSIONS,
     USERS,
     WITNESSES,

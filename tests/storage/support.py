@@ -28,8 +28,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage import queries, sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
-from adk_secure_sessions.storage.rows import Owner, StoredSession, identify
-from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT
+from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT, Owner, StoredSession, identify
 
 T = TypeVar("T")
 RawRow = tuple[Any, ...]

@@ -65,10 +65,10 @@ from adk_secure_sessions.service import (
     recording,
     reject_unknown_methods,
 )
-from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.reads import UseKeys
-from adk_secure_sessions.storage.rows import Identity
+from adk_secure_sessions.storage.schema import Identity
 from adk_secure_sessions.storage.survey import WRAPPER
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import EnsureOwners

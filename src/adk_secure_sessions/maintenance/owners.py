@@ -21,8 +21,7 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import app_name_of, header_of
 from adk_secure_sessions.storage.pages import rows_where
 from adk_secure_sessions.storage.reads import CheckOwner, Headers
-from adk_secure_sessions.storage.rows import Owner
-from adk_secure_sessions.storage.schema import apps, users
+from adk_secure_sessions.storage.schema import Owner, apps, users
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 

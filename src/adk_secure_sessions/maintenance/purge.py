@@ -16,8 +16,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import SESSION_ROWS, SessionIds, located_sessions
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.rows import StoredSession
-from adk_secure_sessions.storage.schema import COLLECTION, sessions
+from adk_secure_sessions.storage.schema import COLLECTION, StoredSession, sessions
 
 
 @dataclass

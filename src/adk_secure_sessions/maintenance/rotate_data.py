@@ -38,8 +38,15 @@ from adk_secure_sessions.maintenance.walk import (
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.rows import WITNESSES, SealedColumn, naming
-from adk_secure_sessions.storage.schema import apps, data_keys, sessions, users
+from adk_secure_sessions.storage.schema import (
+    WITNESSES,
+    SealedColumn,
+    apps,
+    data_keys,
+    naming,
+    sessions,
+    users,
+)
 from adk_secure_sessions.storage.writes import RenewKey
 
 

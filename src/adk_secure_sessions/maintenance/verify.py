@@ -43,14 +43,16 @@ from adk_secure_sessions.storage.features.index_rows import IndexState
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
 from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.reads import CheckLocatedSession, CheckOwner
-from adk_secure_sessions.storage.rows import Identity, MigratedRow, naming
 from adk_secure_sessions.storage.schema import (
+    Identity,
+    MigratedRow,
     apps,
     bases,
     data_keys,
     events,
     indexed,
     migrated,
+    naming,
     sessions,
     users,
     witnesses,

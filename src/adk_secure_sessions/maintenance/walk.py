@@ -21,8 +21,9 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.reads import CheckOwner
-from adk_secure_sessions.storage.rows import (
+from adk_secure_sessions.storage.schema import (
     APPS,
+    COLLECTION,
     EVENTS,
     SESSIONS,
     SNAPSHOTS,
@@ -32,9 +33,12 @@ from adk_secure_sessions.storage.rows import (
     SealedColumn,
     SessionRow,
     UserRow,
+    apps,
+    data_keys,
     naming,
+    sessions,
+    users,
 )
-from adk_secure_sessions.storage.schema import COLLECTION, apps, data_keys, sessions, users
 
 R = TypeVar("R", bound=tuple[Any, ...])
 

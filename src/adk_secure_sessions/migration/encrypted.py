@@ -34,13 +34,14 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.pages import Span, first_rows, grouped
-from adk_secure_sessions.storage.rows import StoredSession, naming
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
+    StoredSession,
     apps,
     bases,
     events,
+    naming,
     sessions,
     users,
 )

@@ -20,7 +20,7 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.rows import (
+from adk_secure_sessions.storage.schema import (
     AppRow,
     Identity,
     Owner,

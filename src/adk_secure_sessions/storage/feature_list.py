@@ -5,6 +5,7 @@ that uses it is stored; afterwards, releases that do not know the feature reject
 """
 
 import hmac
+from functools import partial
 
 import sqlalchemy as sa
 
@@ -14,6 +15,7 @@ from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import Keyring, Separation
+from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import (
@@ -28,6 +30,7 @@ from adk_secure_sessions.storage.survey import (
     look,
     require_features,
 )
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 
 REPLACED = "the database was replaced by another one: restart the service"
 
@@ -90,7 +93,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
         raise Conflict  # another process has changed the features since `look` read them
 
 
-def has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bool:
+def _has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bool:
     """Return whether the authenticated list of features contains *feature*; see `add_feature`."""
     survey = look(connection)
     _check_list(survey, keyring)
@@ -108,30 +111,17 @@ def _check_list(survey: Survey, keyring: Keyring) -> None:
         )
 
 
-# --- the tables of features ----------------------------------------------------------------------
-
-
-def _table_of(feature: str) -> sa.Table:
-    table = KNOWN_FEATURES[feature]
-    assert table is not None, f"{feature} has no table"
-    return table
-
-
-def has_rows_of(feature: str, connection: sa.Connection) -> bool:
-    table = _table_of(feature)
-    if not has_table(connection, table):
-        return False
-    one: sa.ColumnElement[int] = sa.literal_column("1")
-    return connection.execute(sa.select(one).select_from(table).limit(1)).first() is not None
+# --- adding features ------------------------------------------------------------------------------
 
 
 def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool) -> None:
-    """Create the table of *feature* in the data database, if the table does not exist.
+    """Create the table of *feature* in the data database, if it has one that does not exist.
 
     Call this before `add_feature`.  If a process stops in between, the database has an empty table
     and not the feature, so other releases still accept the database.
     """
-    table = _table_of(feature)
+    if (table := KNOWN_FEATURES[feature]) is None:
+        return
     dialect = dialect_of(connection)
     advice = f"run the statement of docs/sql/{dialect.name}-{feature}.sql"
     with dialect.exclusively(connection):
@@ -155,3 +145,68 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
                 f"the table {table.name} could not be created: {failure}; if the account may not "
                 f"create tables, {advice}"
             ) from None
+
+
+def _has_rows_of(feature: str, connection: sa.Connection) -> bool:
+    table = KNOWN_FEATURES[feature]
+    if table is None or not has_table(connection, table):
+        return False
+    one: sa.ColumnElement[int] = sa.literal_column("1")
+    return connection.execute(sa.select(one).select_from(table).limit(1)).first() is not None
+
+
+class Feature:
+    """The feature *name*, which a process adds to the database before storing rows that need it.
+
+    If its table is missing, `ensure` creates the table or, if *create_table* is False, raises
+    ConfigurationError.
+    """
+
+    def __init__(self, unit: UnitOfWork, name: str, *, create_table: bool = True) -> None:
+        self._unit = unit
+        self._name = name
+        self._create_table = create_table
+        # The keyring that was current when the feature was last added or found.
+        self._ensured: Keyring | None = None
+        self._locks = LoopLocks()
+
+    async def ensure(self) -> None:
+        """Add the feature to the database if it is missing.
+
+        A call accesses the database only if it is the first call, or the first call after this
+        process has read the keyring again.
+        """
+        keyring = (await self._unit.keys()).keyring
+        if self._ensured is keyring:
+            return
+        async with self._locks.hold("feature"):
+            if self._ensured is keyring:
+                return
+            if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):
+                create = partial(create_table_of, self._name, may_create=self._create_table)
+                await self._unit.change(create)
+            # If the process stops before this, the next call adds the feature.
+            await self._unit.change_keys(partial(add_feature, self._name, keyring))
+            self._ensured = keyring
+
+    async def is_added(self) -> bool:
+        """Return whether the database has the feature."""
+        keyring = (await self._unit.keys()).keyring
+        if self._ensured is keyring:
+            return True
+        # Read the table before the list of features.  Another process may be adding the feature: it
+        # changes the list before it stores rows in the table.
+        has_rows = await self._unit.change(partial(_has_rows_of, self._name), commit=False)
+        if await self._is_listed(keyring):
+            self._ensured = keyring
+            return True
+        if has_rows:
+            raise WrongKeyError(
+                f"the feature {self._name!r} is not listed in secure_meta, and its table has rows: "
+                "an older list was replayed; restore secure_meta from a backup"
+            )
+        return False
+
+    async def _is_listed(self, keyring: Keyring) -> bool:
+        work = partial(_has_feature, self._name, keyring)
+        return await self._unit.change_keys(work, commit=False)

@@ -40,7 +40,9 @@ from sqlalchemy import (
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
-from adk_secure_sessions.storage.rows import (
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    INDEX_MARK,
     AppRow,
     EventRow,
     IndexedRow,
@@ -49,10 +51,6 @@ from adk_secure_sessions.storage.rows import (
     SnapshotRow,
     UserRow,
     WitnessRow,
-)
-from adk_secure_sessions.storage.schema import (
-    COLLECTION,
-    INDEX_MARK,
     apps,
     bases,
     data_keys,

@@ -30,9 +30,12 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.rows import Identity, Owner, StoredSession, View
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
+    Identity,
+    Owner,
+    StoredSession,
+    View,
     apps,
     bases,
     events,

@@ -30,8 +30,10 @@ from adk_secure_sessions.storage.queries import (
     EVENT_TIME,
     Found,
 )
-from adk_secure_sessions.storage.rows import (
+from adk_secure_sessions.storage.schema import (
     APPS,
+    COLLECTION,
+    NO_SNAPSHOT,
     SESSIONS,
     SNAPSHOTS,
     USERS,
@@ -46,14 +48,10 @@ from adk_secure_sessions.storage.rows import (
     StoredSession,
     UserRow,
     WitnessRow,
-    naming,
-)
-from adk_secure_sessions.storage.schema import (
-    COLLECTION,
-    NO_SNAPSHOT,
     apps,
     bases,
     events,
+    naming,
     sessions,
     users,
     witnesses,

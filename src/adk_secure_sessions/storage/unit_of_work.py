@@ -53,7 +53,7 @@ from adk_secure_sessions.storage.queries import (
     data_keys_of,
     numbered,
 )
-from adk_secure_sessions.storage.rows import Identity, identify
+from adk_secure_sessions.storage.schema import Identity, identify
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -45,7 +45,7 @@ from adk_secure_sessions.formats.audit_records import (
     seal_record,
 )
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage.features.feature import Feature
+from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import AUDIT
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork, apply_once

@@ -12,12 +12,19 @@ from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt
-from adk_secure_sessions.storage.features.feature import Feature
-from adk_secure_sessions.storage.owner_changes import OwnerChanges, witness_change
+from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ
 from adk_secure_sessions.storage.reads import GetSession, ListCollections
-from adk_secure_sessions.storage.rows import Identity, StoredSession, WitnessRow, parameters
-from adk_secure_sessions.storage.schema import COLLECTION, events, new_row_key, sessions
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    Identity,
+    StoredSession,
+    WitnessRow,
+    events,
+    new_row_key,
+    parameters,
+    sessions,
+)
 from adk_secure_sessions.storage.survey import COLLECTIONS
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
@@ -28,11 +35,13 @@ from adk_secure_sessions.storage.writes import (
     Expected,
     MissingSession,
     NewEvent,
+    OwnerChanges,
     StaleRevision,
     Write,
     apply_changes,
     read_proven,
     replacement,
+    witness_change,
 )
 
 T = TypeVar("T")

@@ -19,50 +19,37 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
-from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats.json_text import canonical
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage import meta, sealed_rows
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource
+from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
-from adk_secure_sessions.storage.features.feature import Feature
-from adk_secure_sessions.storage.features.migration_mark import (
-    MigrationEnd,
-    mark_migration,
-    migration_end,
-    withdraw_migration,
-)
 from adk_secure_sessions.storage.features.search_index import SearchIndex
-from adk_secure_sessions.storage.owner_changes import (
-    OwnerChanges,
-    check_app_row,
-    witness_change,
-)
 from adk_secure_sessions.storage.queries import (
     Found,
     chunks,
     migrated_rows,
     numbered,
 )
-from adk_secure_sessions.storage.rows import (
-    Identity,
-    MigratedRow,
-    Owner,
-    StoredSession,
-    naming,
-    parameters,
-)
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
     TOMBSTONE,
+    Identity,
+    MigratedRow,
+    Owner,
+    StoredSession,
     apps,
     migrated,
+    naming,
     new_row_key,
+    parameters,
     sessions,
     users,
 )
@@ -71,11 +58,14 @@ from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     Changes,
     NewSession,
+    OwnerChanges,
     Write,
     apply_changes,
+    check_app_row,
     known_owners,
     read_found,
     replacement,
+    witness_change,
 )
 
 K = TypeVar("K")
@@ -588,6 +578,62 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
 
 def _update(old: MigratedRow, new: MigratedRow) -> Change:
     return Change(sql.UPDATE_MIGRATED, parameters(old, "at_") | parameters(new))
+
+
+# --- the mark of a complete migration -------------------------------------------------------------
+
+
+class MigrationEnd(Enum):
+    """The values of the mark that a migration stores in row `migration` of `secure_meta`."""
+
+    COMPLETE = "complete"  # everything was imported
+    SOURCE_ERASED = "erased"  # and since then, rows of the source may have been deleted
+
+    @property
+    def source_is_erased(self) -> bool:
+        """Whether rows of the source may have been deleted."""
+        return self is MigrationEnd.SOURCE_ERASED
+
+
+def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connection) -> None:
+    """Store the mark *end*, which replaces a stored mark, even one that was tampered with.
+
+    Only the mark `SOURCE_ERASED` is not replaced.
+    """
+    stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
+    if stored != _migration_mark(MigrationEnd.SOURCE_ERASED, keyring):
+        meta.put(connection, meta.MIGRATION_MARK, _migration_mark(end, keyring))
+
+
+def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
+    """Remove the mark `MigrationEnd.COMPLETE`, and return whether no mark is stored afterwards.
+
+    The mark `SOURCE_ERASED` and a mark that was tampered with are not removed.
+    """
+    complete = _migration_mark(MigrationEnd.COMPLETE, keyring)
+    return meta.swap(connection, meta.MIGRATION_MARK, complete, None)
+
+
+def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
+    """Return the stored mark of a migration; None if no mark is stored."""
+    value = meta.read(connection, meta.MIGRATION_MARK)
+    if value is None:
+        return None
+    for end in MigrationEnd:
+        if hmac.compare_digest(str(value).encode(), _migration_mark(end, keyring).encode()):
+            return end
+    raise WrongKeyError(
+        f"the row `{meta.MIGRATION_MARK}` of secure_meta was tampered with: delete the row and run "
+        "`migrate compare` again"
+    )
+
+
+def _migration_mark(end: MigrationEnd, keyring: Keyring) -> str:
+    mac_of = {
+        MigrationEnd.COMPLETE: keyring.index.migration_complete,
+        MigrationEnd.SOURCE_ERASED: keyring.index.source_erased,
+    }
+    return f"{end.value} {mac_of[end](keyring.database_id).hex()}"
 
 
 class Imports:

@@ -22,8 +22,7 @@ from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.attempts import Attempt
-from adk_secure_sessions.storage.rows import IndexedRow, StoredSession
-from adk_secure_sessions.storage.schema import INDEX_MARK, apps, indexed
+from adk_secure_sessions.storage.schema import INDEX_MARK, IndexedRow, StoredSession, apps, indexed
 
 Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
 

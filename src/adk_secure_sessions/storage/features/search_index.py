@@ -14,19 +14,18 @@ from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.clusters import claim_session, claim_user
+from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
-from adk_secure_sessions.storage.features.feature import Feature
 from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
-from adk_secure_sessions.storage.owner_changes import OwnerChanges
 from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
 from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation
-from adk_secure_sessions.storage.rows import Identity, View
+from adk_secure_sessions.storage.schema import Identity, View
 from adk_secure_sessions.storage.survey import STATE_INDEX
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
-from adk_secure_sessions.storage.writes import Write, apply_changes, read_found
+from adk_secure_sessions.storage.writes import OwnerChanges, Write, apply_changes, read_found
 
 
 class SearchIndex:
