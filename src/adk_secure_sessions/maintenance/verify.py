@@ -320,7 +320,7 @@ class _Verifier:
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
                 with naming(bases.name, session.id):
-                    loads(session.snapshot or b"{}")
+                    loads(b"{}" if session.snapshot is None else session.snapshot)
                 with naming(sessions.name, session.id):
                     loads(session.overlay)
                 items = [item for item in history if item is not None]
