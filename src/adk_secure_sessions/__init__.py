@@ -45,7 +45,12 @@ if TYPE_CHECKING:
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
     from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
-    from adk_secure_sessions.service import EncryptedSessionService, SessionPage, StaleSessionError
+    from adk_secure_sessions.service import (
+        EncryptedSessionService,
+        EventPage,
+        SessionPage,
+        StaleSessionError,
+    )
 
 __all__ = [
     "AesGcmBackend",
@@ -64,6 +69,7 @@ __all__ = [
     "EncryptedSessionWrapper",
     "EncryptionBackend",
     "EnvironmentKey",
+    "EventPage",
     "FernetBackend",
     "FileKey",
     "GcpKmsKey",
@@ -97,6 +103,7 @@ _MODULES = {
     "EncryptedMemoryService": "integrations.memory",
     "EncryptedSessionWrapper": "integrations.wrapper",
     "EncryptedSessionService": "service",
+    "EventPage": "service",
     "SessionPage": "service",
     "StaleSessionError": "service",
 }

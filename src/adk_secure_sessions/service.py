@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, Never
@@ -26,7 +26,7 @@ from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.flags import Packing
-from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.formats.records import LINK_LENGTH, encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
@@ -53,12 +53,13 @@ except ImportError:  # google-adk before 2.7 raises a plain ValueError
 logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
-MAX_PAGE = 1000  # sessions
+MAX_PAGE = 1000  # sessions or events
 
 _ALL = 2**40  # no app has as many sessions
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
 _NO_SESSION = writes.Expected(-1, -1)
 _POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
+_EVENT_POSITION = re.compile(rf"{_ROW_ID}\.([0-9a-f]{{1,10}})\.([0-9a-f]{{{2 * LINK_LENGTH}}})")
 
 STALE = (
     "The session has been modified in storage since it was loaded. "
@@ -75,6 +76,18 @@ class SessionPage(NamedTuple):
     """
 
     sessions: list[Session]
+    next: str | None
+
+
+class EventPage(NamedTuple):
+    """A part of a session's events, which `EncryptedSessionService.list_events_page` returns.
+
+    Attributes:
+        events: The events.
+        next: The value of *after* for the next page; None if this is the last page.
+    """
+
+    events: list[Event]
     next: str | None
 
 
@@ -329,6 +342,78 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             history = [event for event in history if event.timestamp >= after]
             history = history if limit is None else history[-limit:]
         return _session(app_name, view, history)
+
+    @accessed("session.read")
+    async def list_events_page(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        limit: int,
+        after: str | None = None,
+        order: Literal["oldest", "newest"] = "oldest",
+    ) -> EventPage:
+        """Read at most *limit* events of a session; the cost depends on *limit* alone.
+
+        Each page must join the page before: the position in *after* contains the random link by
+        which the next event names the event before it.  So over all pages, each event is returned
+        exactly once, and an event that was tampered with, removed or replaced is rejected.  Events
+        that are appended meanwhile are the last ones of the order `oldest`, and are not returned in
+        the order `newest`.  ADK has no such method.
+
+        Args:
+            app_name: The app's name.
+            user_id: The user's id.
+            session_id: The session's id.
+            limit: The number of events, 1 to 1000.
+            after: `next` of the page before, with the same *order*; None for the first page.
+            order: Whether the oldest or the newest event is first.
+
+        Raises:
+            SessionNotFoundError: The session is not stored, or is not the one of *after* any more.
+            DecryptionError: A row was tampered with or removed, or *after* was modified.
+            ConfigurationError: See `get_session`.
+            ValueError: An argument is none of the values above, or an id is too long.
+        """
+        check_ids(app_name, user_id, session_id)
+        _check_page(limit, order)
+        who = await self._unit.identify(app_name, user_id, session_id)
+        position, newest = _parse_event_position(after), order == "newest"
+        found = await self._unit.run(
+            reads.ListEvents(who, events.decode, position, limit=limit, newest=newest)
+        )
+        if found is None:
+            raise SessionNotFoundError("Session not found.")
+        following = found.next
+        text = following and f"{following.session_row:x}.{following.seq:x}.{following.link.hex()}"
+        return EventPage(found.events, text)
+
+    async def iterate_events(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        session_id: str,
+        page_size: int = 100,
+        order: Literal["oldest", "newest"] = "oldest",
+    ) -> AsyncIterator[Event]:
+        """Yield the events of a session, which are read in pages of *page_size* (1 to 1000) events.
+
+        The memory that it takes depends on *page_size* alone.  See `list_events_page`.
+
+        Raises:
+            SessionNotFoundError, DecryptionError, ConfigurationError, ValueError: See
+                `list_events_page`.
+        """
+        names = {"app_name": app_name, "user_id": user_id, "session_id": session_id}
+        after = None
+        while True:
+            page = await self.list_events_page(**names, limit=page_size, after=after, order=order)
+            for event in page.events:
+                yield event
+            if (after := page.next) is None:
+                return
 
     @accessed("sessions.list")
     async def list_sessions(
@@ -737,6 +822,16 @@ def _parse_position(after: str | None) -> reads.Position | None:
     if match is None:
         raise ValueError("after must be `next` of the page before")
     return reads.Position(int(match[1], 16), int(match[2], 16))
+
+
+def _parse_event_position(after: str | None) -> reads.EventPosition | None:
+    """Return the position in *after*, which is `EventPage.next` of the page before, or None."""
+    if after is None:
+        return None
+    match = _EVENT_POSITION.fullmatch(after) if isinstance(after, str) else None
+    if match is None:
+        raise ValueError("after must be `next` of the page before")
+    return reads.EventPosition(int(match[1], 16), int(match[2], 16), bytes.fromhex(match[3]))
 
 
 def _state(view: View) -> dict[str, Any]:

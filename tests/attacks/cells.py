@@ -8,6 +8,7 @@ and `cell.store(db, value)` replaces it.  An attack on any encrypted value is pa
 
 from typing import Any, NamedTuple
 
+from tests.attacks import support
 from tests.attacks.support import (
     APP,
     DATABASE,
@@ -45,7 +46,9 @@ class Cell(NamedTuple):
 APP_STATE = Cell("app state", "secure_apps", "state", "id = :clinic", APP)
 USER_STATE = Cell("user state", "secure_users", "state", "id = :alice", USER)
 SESSION_STATE = Cell("session state", "secure_sessions", "state", "id = :visit", SESSION)
-SNAPSHOT = Cell("snapshot", "secure_bases", "state", "session_row = :archive", SESSION, ARCHIVE)
+SNAPSHOT = Cell(
+    "snapshot", "secure_bases", "state", "session_row = :archive", support.SNAPSHOT, ARCHIVE
+)
 EVENT = Cell("event", "secure_events", "event", "session_row = :visit AND seq = 1", HISTORY)
 APP_WITNESS = Cell("app witness", "secure_witnesses", "seal", f"tag = {_APP_TAG}", APP)
 USER_WITNESS = Cell("user witness", "secure_witnesses", "seal", f"tag = {_USER_TAG}", USER)

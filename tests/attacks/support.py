@@ -274,6 +274,15 @@ async def get_after(service: EncryptedSessionService, db: Database, who: Session
     )
 
 
+async def page_oldest(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+    return [one async for one in service.iterate_events(**who._asdict(), page_size=2)]
+
+
+async def page_newest(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+    names = who._asdict()
+    return [one async for one in service.iterate_events(**names, page_size=2, order="newest")]
+
+
 async def list_user(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
     return await service.list_sessions(app_name=who.app_name, user_id=who.user_id)
 
@@ -339,10 +348,15 @@ class Impact(NamedTuple):
 
 
 _READS = (get, get_last, get_last_three, get_no_events, get_after, list_user, list_app)
+PAGES = (page_oldest, page_newest)
 _APPENDS = (append, append_user_state, append_app_state, append_large)
 
-HISTORY = Impact((get, get_after), (NOTES, BOB, CAROL))
-SESSION = Impact((*_READS, *_APPENDS, delete, create_again), (NOTES, BOB, CAROL))
+HISTORY = Impact((get, get_after, *PAGES), (NOTES, BOB, CAROL))
+SESSION = Impact((*_READS, *PAGES, *_APPENDS, delete, create_again), (NOTES, BOB, CAROL))
+# Pages of events have no state, so they read no snapshot.
+SNAPSHOT = SESSION._replace(
+    rejected=tuple(one for one in SESSION.rejected if one not in PAGES),
+)
 # A listing relies on the session's own record alone; docs/format.md, "What a reader must check".
 SESSION_BY_ID = SESSION._replace(
     rejected=tuple(one for one in SESSION.rejected if one not in (list_user, list_app))

@@ -29,6 +29,7 @@ from tests.attacks.forging import insert_rows
 from tests.attacks.support import (
     APP,
     SESSION,
+    SNAPSHOT,
     USER,
     Database,
     Impact,
@@ -110,7 +111,7 @@ ROWS = {
     "event": Row("secure_events", "session_row = :visit AND seq = 2", MIDDLE),
     "last event": Row("secure_events", "session_row = :visit AND seq = 3", LAST),
     "session": Row("secure_sessions", "id = :visit", LAST),  # with its events
-    "snapshot": Row("secure_bases", "session_row = :archive", SESSION, ARCHIVE),
+    "snapshot": Row("secure_bases", "session_row = :archive", SNAPSHOT, ARCHIVE),
     "user": Row("secure_users", "id = :alice", USER),
     "app": Row("secure_apps", "id = :clinic", APP),
 }
@@ -172,7 +173,7 @@ async def test_version_witness_of_another_copy_is_rejected(
     [
         ("secure_events", "session_row = :visit AND seq = 2", MIDDLE, VISIT),
         ("secure_sessions", "id = :visit", SESSION, VISIT),
-        ("secure_bases", "session_row = :archive", SESSION, ARCHIVE),
+        ("secure_bases", "session_row = :archive", SNAPSHOT, ARCHIVE),
         ("secure_users", "id = :alice", USER, VISIT),
         ("secure_apps", "id = :clinic", APP, VISIT),
         (
@@ -306,7 +307,7 @@ async def test_running_service_rejects_an_owners_row_of_another_copy(
             await get(service, db, who)
         key = "session_row" if table == "bases" else "id"
         other.replay_row(f"secure_{table}", f"{key} = :{row}")
-        impact = {"users": USER, "apps": APP, "bases": SESSION}[table]
+        impact = {"users": USER, "apps": APP, "bases": SNAPSHOT}[table]
         who = ARCHIVE if table == "bases" else VISIT
         before = db.dump()
         for operation in impact.rejected:

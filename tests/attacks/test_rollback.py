@@ -14,6 +14,7 @@ from tests.attacks.support import (
     HISTORY,
     SESSION,
     SESSION_BY_ID,
+    SNAPSHOT,
     USER,
     Database,
     Impact,
@@ -47,7 +48,7 @@ OLDER = {
     "witness of an app": Older("secure_witnesses", WITNESS_OF.format("apps", ":clinic"), APP),
     "session": Older("secure_sessions", "id = :visit", SESSION),
     "session of a large state": Older("secure_sessions", "id = :archive", SESSION, ARCHIVE),
-    "snapshot": Older("secure_bases", "session_row = :archive", SESSION, ARCHIVE),
+    "snapshot": Older("secure_bases", "session_row = :archive", SNAPSHOT, ARCHIVE),
 }
 
 
@@ -63,14 +64,14 @@ async def test_older_snapshot_under_the_current_revision_is_rejected(older: Olde
     current = db.value("SELECT revision FROM secure_bases WHERE session_row = :archive")
     older.replay_row("secure_bases", "session_row = :archive")
     db.run("UPDATE secure_bases SET revision = :now WHERE session_row = :archive", now=current)
-    await assert_rejected(db, SESSION, TamperedError, who=ARCHIVE)
+    await assert_rejected(db, SNAPSHOT, TamperedError, who=ARCHIVE)
 
 
 async def test_older_session_row_and_snapshot_together_are_rejected(older: OlderCopy) -> None:
     """The events prove that the session has moved on."""
     older.replay_row("secure_sessions", "id = :archive")
     older.replay_row("secure_bases", "session_row = :archive")
-    await assert_rejected(older.database, SESSION, TamperedError, who=ARCHIVE)
+    await assert_rejected(older.database, SNAPSHOT, TamperedError, who=ARCHIVE)
 
 
 async def test_older_session_row_under_the_current_revision_is_rejected(older: OlderCopy) -> None:
@@ -267,7 +268,7 @@ async def test_snapshot_of_a_former_session_of_the_same_id_is_rejected(db: Datab
     new = db.value("SELECT max(id) FROM secure_sessions")
     ((_, _, state),) = rows["secure_bases"]
     db.run("UPDATE secure_bases SET state = :state WHERE session_row = :new", state=state, new=new)
-    await assert_rejected(db, SESSION, TamperedError, who=ARCHIVE)
+    await assert_rejected(db, SNAPSHOT, TamperedError, who=ARCHIVE)
 
 
 async def test_session_object_of_a_former_session_is_rejected(db: Database) -> None:

@@ -1,11 +1,14 @@
 """What a new process pays: imports, a service's first read, and the first read of each user."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Iterator
 from contextlib import AsyncExitStack
 from itertools import cycle
+from pathlib import Path
+from typing import Any
 
 import pytest
 from google.adk.sessions import BaseSessionService, Session
@@ -27,20 +30,55 @@ import json, time
 times = [time.perf_counter()]
 import google.adk.sessions.database_session_service
 times.append(time.perf_counter())
-import adk_secure_sessions
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 times.append(time.perf_counter())
 print(json.dumps(times))
 """
+_FIRST_CREATE = """
+import asyncio, time
+from google.adk.sessions.database_session_service import DatabaseSessionService
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+async def main():
+    begin = time.perf_counter()
+    service = {service}
+    await service.create_session(app_name="app", user_id="user")
+    print(time.perf_counter() - begin)
+    await service.close()
+asyncio.run(main())
+"""
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 _PROCESSES, ROUNDS = 5, 60
+
+
+def _output(code: str) -> Any:
+    """Return what *code* prints as JSON in a new process, which may use compiled modules."""
+    environment = {name: value for name, value in os.environ.items() if name != _NO_BYTECODE}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(run.stdout)
+
+
+def test_first_create(tmp_path: Path, results: Results) -> None:
+    """A new process creates a session in a database that exists, after the imports."""
+    key = bytes(range(32))
+    code = {
+        OURS: f"EncryptedSessionService('sqlite:///{tmp_path}/ours.db', AesGcmBackend({key!r}))",
+        ADK: f"DatabaseSessionService('sqlite+aiosqlite:///{tmp_path}/adk.db')",
+    }
+    timings: dict[str, list[float]] = {side: [] for side in code}
+    for number in range(_PROCESSES + 1):
+        for side, service in code.items():
+            taken = _output(_FIRST_CREATE.format(service=service))
+            if number:  # the first process creates the tables
+                timings[side].append(taken)
+    add_comparison(results, "cold/first create", timings)
 
 
 def test_imports(results: Results) -> None:
     """A new process imports ADK's service, and then this package."""
     adk, added = [], []
     for number in range(_PROCESSES + 1):
-        command = [sys.executable, "-W", "ignore", "-c", _IMPORTS]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        start, middle, end = json.loads(run.stdout)
+        start, middle, end = _output(_IMPORTS)
         if number:  # the first process may have compiled the modules
             adk.append(middle - start)
             added.append(end - middle)

@@ -348,6 +348,17 @@ SESSION_WITH_NEW_EVENTS = _session_forms(
     _EVENT.select(events.c.session_row == _session_id(), events.c.seq >= _known)
 )
 SESSION_WITHOUT_EVENTS = _session_forms()
+# Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
+SESSION_WITH_EVENTS_BETWEEN = _forms(
+    _app(),
+    _user(),
+    _witness(_app_tag, _user_tag, _session_tag),
+    _session(sessions.c.tag == _session_tag),
+    _EVENT.select(
+        events.c.session_row == _session_id(),
+        events.c.seq.between(bindparam("first", type_=BigInteger), bindparam("last")),
+    ),
+)
 SESSIONS_OF_USER = _listing()
 COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == literal_column(str(COLLECTION)))
 SESSIONS_OF_APP = _listing_of_app()

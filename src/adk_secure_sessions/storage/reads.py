@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from sqlalchemy import Table
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
-from adk_secure_sessions.db.protocol import Executors
+from adk_secure_sessions.db.protocol import Executors, Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
 from adk_secure_sessions.keys.data_keys import StagedKeys
@@ -168,28 +168,29 @@ class GetSession(ReadOperation, Generic[E]):
 
         *found* has the last *limit* events, or all after those of *known*.
         """
-        sealed_rows.check_events(session, found.events, limit, known.revision if known else 0)
+        first = known.revision if known else 0
+        if limit is not None:
+            first = max(0, session.revision - limit)
+        sealed_rows.check_events(session, found.events, first, session.revision - 1)
         decoded: list[E] = []
         size = 0
+
+        def add(rows: Sequence[Row], opened: list[bytes]) -> None:
+            nonlocal size
+            decoded.extend(
+                self._decode(plaintext, session.id, row[EVENT_SEQ])
+                for row, plaintext in zip(rows, opened, strict=True)
+                if after is None or row[EVENT_TIME] >= after
+            )
+            if self._caches:
+                size += sum(map(size_of_event, opened))
+
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
         link = NO_LINK if len(found.events) == session.revision else None
         if known:
             link = known.link
-        for start in range(0, len(found.events), _CHUNK):
-            if start:
-                await asyncio.sleep(0)
-            rows = found.events[start : start + _CHUNK]
-            # Decrypt the whole chunk, then decode it.  Decrypting and decoding one event after
-            # another takes twice as long.
-            opened, link = sealed_rows.open_events(attempt, session, rows, link)
-            decoded += [
-                self._decode(plaintext, session.id, row[EVENT_SEQ])
-                for row, plaintext in zip(rows, opened, strict=True)
-                if after is None or row[EVENT_TIME] >= after
-            ]
-            if self._caches:
-                size += sum(map(size_of_event, opened))
+        link = await _open_events(attempt, session, found.events, link, add)
         if limit != 0:
             sealed_rows.check_head(attempt, session, link)
         return decoded, size
@@ -222,8 +223,133 @@ class GetSession(ReadOperation, Generic[E]):
         return history.part(self._limit, self._after)
 
 
+async def _open_events(
+    attempt: Attempt,
+    session: StoredSession,
+    history: Sequence[Row],
+    previous: bytes | None,
+    add: Callable[[Sequence[Row], list[bytes]], None],
+) -> bytes | None:
+    """Do the same as `sealed_rows.open_events`, and let other tasks of the event loop run.
+
+    *add* is called with some rows and their plaintexts at a time: decrypting and decoding one event
+    after another takes twice as long.
+    """
+    for start in range(0, len(history), _CHUNK):
+        if start:
+            await asyncio.sleep(0)
+        rows = history[start : start + _CHUNK]
+        opened, previous = sealed_rows.open_events(attempt, session, rows, previous)
+        add(rows, opened)
+    return previous
+
+
 class _DoesNotFit(Exception):
     """The cached events of a session are not the first events of the stored session."""
+
+
+class EventPosition(NamedTuple):
+    """Where a page of events begins: at the event *seq*, or after it, whose link is *link*."""
+
+    session_row: int
+    seq: int
+    link: bytes
+
+
+class PageOfEvents(NamedTuple, Generic[E]):
+    """Decoded events; *next* is the position of the next page, None if no event follows."""
+
+    events: list[E]
+    next: EventPosition | None
+
+
+class ListEvents(ReadOperation, Generic[E]):
+    """Read a page of at most *limit* events: those after the event at *position*, oldest first.
+
+    With *newest*, the newest are first, and the page begins with the event at *position*.
+
+    Return None if the session does not exist, or is not the session of *position* any more.  Each
+    page joins its neighbours by links: its first event contains the link of the event before, and
+    the row of the session contains the link of the newest event.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        decode: Callable[[bytes, int, int], E],
+        position: EventPosition | None,
+        *,
+        limit: int,
+        newest: bool,
+    ) -> None:
+        super().__init__(who)
+        self._decode = decode
+        self._position, self._limit, self._newest = position, limit, newest
+
+    async def attempt(self, attempt: Attempt, executors: Executors) -> PageOfEvents[E] | None:
+        position, limit, forms = self._position, self._limit, sql.SESSION_WITH_EVENTS_BETWEEN
+        if not self._newest:
+            first = position.seq + 1 if position else 0
+            last = first + limit - 1
+        elif position:
+            first, last = position.seq - limit, position.seq
+        else:
+            forms, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MOST_EVENTS
+        numbers = {"first": first, "last": last, "limit": limit + 1}
+        found = await self._read(attempt, executors, forms, {**self.who.tags(), **numbers})
+        app, user = sealed_rows.open_app(attempt, found), sealed_rows.open_user(attempt, found)
+        has_snapshot = forms is sql.SESSION_WITH_LAST_EVENTS
+        session = sealed_rows.open_session(attempt, found, user, with_snapshot=has_snapshot)
+        if session is None or user is None or session.has_expired:
+            return None
+        sealed_rows.require_app(app, user)
+        if position and position.session_row != session.id:
+            return None
+        last = min(last, session.revision - 1)
+        if self._newest:
+            first = max(0, last - limit)
+        sealed_rows.check_events(session, found.events, first, last)
+        if self._newest:
+            return await self._newest_first(attempt, session, found.events, first)
+        link = position.link if position else NO_LINK
+        decoded, link = await self._decoded(attempt, session, found.events, link)
+        if last < session.revision - 1:
+            return PageOfEvents(decoded, EventPosition(session.id, last, link))
+        sealed_rows.check_head(attempt, session, link)
+        return PageOfEvents(decoded, None)
+
+    async def _newest_first(
+        self, attempt: Attempt, session: StoredSession, rows: list[Row], first: int
+    ) -> PageOfEvents[E]:
+        """Return the page of *rows*, the events from *first*, oldest first.
+
+        If an event precedes the page, *rows* begins with it: the next page begins with it, and must
+        find its link.
+        """
+        before = None
+        link = NO_LINK
+        if len(rows) > self._limit:
+            _, link = await self._decoded(attempt, session, rows[:1], None)
+            before, rows = EventPosition(session.id, first, link), rows[1:]
+        decoded, link = await self._decoded(attempt, session, rows, link)
+        if self._position is None:
+            sealed_rows.check_head(attempt, session, link)
+        elif link != self._position.link:
+            raise sealed_rows.other_history().located(sessions.name, session.id)
+        return PageOfEvents(decoded[::-1], before)
+
+    async def _decoded(
+        self, attempt: Attempt, session: StoredSession, rows: list[Row], previous: bytes | None
+    ) -> tuple[list[E], bytes]:
+        decoded: list[E] = []
+
+        def add(rows: Sequence[Row], opened: list[bytes]) -> None:
+            for row, plaintext in zip(rows, opened, strict=True):
+                decoded.append(self._decode(plaintext, session.id, row[EVENT_SEQ]))
+
+        link = await _open_events(attempt, session, rows, previous, add)
+        assert link is not None, "there is a row, or the link of the event before it"
+        return decoded, link
 
 
 class _Listing(ReadOperation):

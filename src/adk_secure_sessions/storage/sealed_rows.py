@@ -168,7 +168,9 @@ def named_user(attempt: Attempt, found: Found) -> Owner | None:
     return Owner(row.id, row.tag, row.app_row, attempt.who.user_id, row.version, b"{}")
 
 
-def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSession | None:
+def open_session(
+    attempt: Attempt, found: Found, user: Owner | None, *, with_snapshot: bool = True
+) -> StoredSession | None:
     """Return the session, or None if it is not stored; raise DecryptionError if one of its rows, or
     only its user's row, was tampered with or removed.
     """
@@ -182,7 +184,7 @@ def open_session(attempt: Attempt, found: Found, user: Owner | None) -> StoredSe
             "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
         )
     _reject_second(found.sessions, sessions.name)
-    session = open_session_row(attempt, found, user, row)
+    session = open_session_row(attempt, found, user, row, with_snapshot=with_snapshot)
     if session.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
             f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
@@ -281,14 +283,11 @@ def _open_snapshot(
         return state
 
 
-def check_events(
-    session: StoredSession, history: list[Row], limit: int | None, known: int = 0
-) -> None:
-    """Sort the rows *history* by `seq`; raise TamperedError unless each event of *session* occurs
-    exactly once: the last *limit* events, or those after the first *known*.
+def check_events(session: StoredSession, history: list[Row], first: int, last: int) -> None:
+    """Sort the rows *history* by `seq`; raise TamperedError unless each event of *session* from
+    *first* to *last* occurs exactly once, and no other.
     """
-    first = known if limit is None else max(0, session.revision - limit)
-    expected = list(range(first, session.revision))
+    expected = list(range(first, last + 1))
     if [row[EVENT_SEQ] for row in history] != expected:
         # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
         # `seq` can have a type that cannot be compared with an integer.  Therefore, sort by texts.
@@ -299,8 +298,8 @@ def check_events(
     if [row[EVENT_SEQ] for row in history] != expected:
         kinds = ("items", "collection") if session.is_collection else ("events", "session")
         raise TamperedError(
-            f"{kinds[0]} {first} to {session.revision - 1} of this {kinds[1]} are expected, each "
-            "once; some were added, removed or renumbered",
+            f"{kinds[0]} {first} to {last} of this {kinds[1]} are expected, each once; some were "
+            "added, removed or renumbered",
             reason=Reason.MISMATCH,
             table=events.name,
             row=session.id,
@@ -334,7 +333,7 @@ def open_events(
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, key.cipher)
             if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
-                raise _other_history()
+                raise other_history()
             previous = plaintext[EVENT_LINK]
             opened.append(plaintext[EVENT_REST])
         except DecryptionError as error:
@@ -353,11 +352,11 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
     if last is None:
         return
     if last != session.head:
-        raise _other_history().located(sessions.name, session.id)
+        raise other_history().located(sessions.name, session.id)
     attempt.remember(partial(attempt.cache.prove_head, session))
 
 
-def _other_history() -> TamperedError:
+def other_history() -> TamperedError:
     return TamperedError(
         "its events are not the ones it was written with: a row was replaced by that of another "
         "copy of the database",

@@ -805,7 +805,8 @@ def read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     session = sealed_rows.open_session(attempt, found, user)
     if session is None or user is None:
         raise MissingSession
-    sealed_rows.check_events(session, found.events, 1)
+    last = session.revision - 1
+    sealed_rows.check_events(session, found.events, max(last, 0), last)
     # If the session has more events, the link of the event before the last is not known.
     before = NO_LINK if len(found.events) == session.revision else None
     _, link = sealed_rows.open_events(attempt, session, found.events, before)

@@ -1,0 +1,56 @@
+"""Pages of events join their neighbours; a single page shows less, as docs/limits.md says."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from adk_secure_sessions import TamperedError
+from tests.attacks.support import Database
+from tests.attacks.test_copies import written_again
+from tests.attacks.world import VISIT
+
+ORDERS = pytest.mark.parametrize("order", ["oldest", "newest"])
+Order = Literal["oldest", "newest"]
+ATTACKS = {
+    "first event deleted": "DELETE FROM secure_events WHERE session_row = :visit AND seq = 0",
+    "event deleted": "DELETE FROM secure_events WHERE session_row = :visit AND seq = 2",
+    "last event deleted": "DELETE FROM secure_events WHERE session_row = :visit AND seq = 3",
+    "event of another session": (
+        "UPDATE secure_events SET event = (SELECT event FROM secure_events "
+        "WHERE session_row = :notes AND seq = 0) WHERE session_row = :visit AND seq = 2"
+    ),
+    "events swapped": (
+        "UPDATE secure_events SET event = (SELECT event FROM secure_events AS other "
+        "WHERE other.session_row = :visit AND other.seq = 3 - secure_events.seq) "
+        "WHERE session_row = :visit AND seq IN (1, 2)"
+    ),
+    "time of an event": "UPDATE secure_events SET time = 5 WHERE session_row = :visit AND seq = 1",
+}
+
+
+@ORDERS
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+async def test_event_is_rejected_by_the_pages_at_the_latest_by_the_last(
+    aes_db: Database, attack: str, size: int, order: Order
+) -> None:
+    aes_db.run(attack)
+    async with aes_db.service() as service:
+        events = service.iterate_events(**VISIT._asdict(), page_size=size, order=order)
+        with pytest.raises(TamperedError):
+            [event async for event in events]
+
+
+@pytest.mark.parametrize(("order", "limit", "replayed"), [("oldest", 3, 3), ("newest", 1, 2)])
+async def test_event_of_another_copy_does_not_join_the_page_before(
+    aes_db: Database, tmp_path: Path, order: Order, limit: int, replayed: int
+) -> None:
+    """The last two events of the other copy are not those of the original."""
+    other = written_again(aes_db.older(tmp_path), 1)
+    async with aes_db.service() as service:
+        names = VISIT._asdict()
+        page = await service.list_events_page(**names, limit=limit, order=order)
+        other.replay_row("secure_events", f"session_row = :visit AND seq = {replayed}")
+        with pytest.raises(TamperedError):
+            await service.list_events_page(**names, limit=1, order=order, after=page.next)
