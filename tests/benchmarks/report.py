@@ -190,7 +190,7 @@ class Report:
 
     def stored(self, database: str) -> str:
         """Return the table of stored bytes for each session and event."""
-        sides = [("JSON", "JSON"), *((SIDE_LABELS[side], side) for side in _SIDES)]
+        sides = [("JSON", "JSON"), *((SIDE_LABELS[side], side) for side in (OURS, FERNET, ADK))]
         columns = [(heading, f"{database}/stored/{{}}/{side}") for heading, side in sides]
         rows = [*(f"session, {label}" for label in plan.PAYLOADS), "event"]
         return self.table(DATABASE_LABELS[database], columns, rows)
@@ -212,27 +212,17 @@ class Report:
         return _markdown(["operation", "application", *names, *ratios], cells)
 
     def blobs(self, store: str) -> str:
-        """Return the table of uploads and downloads of blobs, with the share of each work."""
+        """Return the table of uploads and downloads of blobs."""
         cells = []
-        for direction, work in (("upload", "encrypt"), ("download", "decrypt")):
+        for direction in ("upload", "download"):
             for size in plan.BLOBS:
                 name = f"blobs/{store}/{direction}, {size}"
                 ours = f"{name}/encrypted"
-                # The client hashes what it uploads to S3, as encryption has no hash of its own.
-                is_hashed = (store, direction) == ("s3", "upload")
-                encryption = self._share(f"blobs/{work}, {size}", ours)
-                hashing = self._share(f"blobs/SHA-256, {size}", ours) if is_hashed else 0.0
-                rest = max(0.0, 100 - encryption - hashing)
-                shares = [quantity(share, unit="%") for share in (encryption, hashing, rest)]
                 ratio = f"{name}/relative to plaintext"
                 times = [self.text(ours), self.text(f"{name}/plaintext"), self.interval(ratio)]
-                cells.append([f"{direction}, {size_label(size)}", *times, *shares])
+                cells.append([f"{direction}, {size_label(size)}", *times])
         columns = ["encrypted", "plaintext", "relative to plaintext"]
-        shares = ["encryption", "hashing", "transfer"]
-        return _markdown([plan.BLOB_STORES[store], *columns, *shares], cells)
-
-    def _share(self, work: str, whole: str) -> float:
-        return 100 * self._figures[work].value / self._figures[whole].value
+        return _markdown([plan.BLOB_STORES[store], *columns], cells)
 
     def artifacts(self) -> str:
         """Return the table of artifacts saved and loaded by the service."""
