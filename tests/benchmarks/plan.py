@@ -101,7 +101,6 @@ PACKING: dict[str, dict[str, Packing]] = {
     "zlib and padding": {"packing": Packing("zlib", "padme")},
 }
 PACKED_SIZES = ("conversation", "session, 100KB")
-PACKED_TIMES = ("append, 4KB", "get, 40 long events", "create, 100KB")
 PACKED_CONVERSATIONS, PACKED_SESSIONS = 40, 40
 
 # Telemetry: which providers are set, and the method of each operation.  Pairs of CPU times, each of
