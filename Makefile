@@ -10,6 +10,7 @@ ADK_MATRIX := 1.28.0 1.39.1 newest
 ADK ?= 1.28.0
 
 BIN := .venv/bin
+ALL_EXTRAS := .[artifacts,aws,gcp,mysql,pkcs11,postgresql,vault]
 # An idle process takes tests over from a busy one.  Groups of tests that are fixed in advance left
 # one process alone with the slow ones for minutes.
 PYTEST_FLAGS = -n $(JOBS) --dist worksteal $(ARGS)
@@ -33,7 +34,7 @@ define make-venv
 	$(PYTHON) -m venv $(1)
 	if $(1)/bin/python -m pip install --quiet uv; \
 	then $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(3) $(2); \
-	else $(1)/bin/python -m pip install --quiet $(2); fi || { echo "The packages were not installed. \
+	else $(1)/bin/python -m pip install --quiet 'pip>=25.1' && $(1)/bin/python -m pip install --quiet $(2); fi || { echo "The packages were not installed. \
 	Behind a proxy, set HTTPS_PROXY: see docs/troubleshooting.md" >&2; exit 1; }
 	touch $(1)/.installed
 endef
@@ -161,10 +162,10 @@ clean: ## remove environments, caches and reports
 	find src tests examples release typing_tests -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml
-	$(call make-venv,.venv,-e '.[dev]')
+	$(call make-venv,.venv,-e '$(ALL_EXTRAS)' --group dev)
 
 .venv-fuzz/.installed: pyproject.toml
-	$(call make-venv,.venv-fuzz,-e '.[fuzz]')
+	$(call make-venv,.venv-fuzz,-e '$(ALL_EXTRAS)' --group fuzz)
 
 .venv-release/.installed: release/requirements.txt
 	rm -rf .venv-release
@@ -176,8 +177,8 @@ $(BIN)/actionlint: | .venv/.installed
 	GOBIN=$(CURDIR)/$(BIN) go install $(ACTIONLINT)
 
 .venv-adk-%/.installed: pyproject.toml
-	$(call make-venv,.venv-adk-$*,-e '.[test]' 'google-adk$(if $(filter newest,$*),<3,==$*)')
+	$(call make-venv,.venv-adk-$*,-e '$(ALL_EXTRAS)' --group test 'google-adk$(if $(filter newest,$*),<3,==$*)')
 
 # The oldest google-adk is tested with the oldest versions that pyproject.toml allows.
 .venv-adk-1.28.0/.installed: pyproject.toml
-	$(call make-venv,.venv-adk-1.28.0,-e '.[test]' google-adk==1.28.0,--resolution lowest-direct)
+	$(call make-venv,.venv-adk-1.28.0,-e '$(ALL_EXTRAS)' --group test google-adk==1.28.0,--resolution lowest-direct)

@@ -4,7 +4,7 @@
 
 How it works.  Each page is opened in a wide and in a narrow window, each in light and in dark, and
 everything that is folded is opened.  axe-core then looks for violations of WCAG 2 at level AA.
-axe-core is not part of the repository: npm, which the extra [dev] brings, stores it in a cache
+axe-core is not part of the repository: npm, which the group dev brings, stores it in a cache
 directory once, and its hash is compared with the one below.
 """
 

@@ -51,7 +51,8 @@ from tests.servers import PostgreSQL
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+_PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, GROUPS = _PYPROJECT["project"], _PYPROJECT["dependency-groups"]
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -224,7 +225,10 @@ class Page:
         """Install nothing; check that each name is `.`, with extras that exist, or required."""
         assert command[:2] == ["pip", "install"], line
         extras_of_ours = PROJECT["optional-dependencies"]
-        required = "\n".join(itertools.chain(PROJECT["dependencies"], *extras_of_ours.values()))
+        groups = [[one for one in group if isinstance(one, str)] for group in GROUPS.values()]
+        required = "\n".join(
+            itertools.chain(PROJECT["dependencies"], *extras_of_ours.values(), *groups)
+        )
         for name in command[2:]:
             package, _, extras = name.split("==")[0].rstrip("]").partition("[")
             if package == ".":  # by its name, pip would install another author's package

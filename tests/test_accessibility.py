@@ -50,7 +50,7 @@ def test_checker_finds_each_problem(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_site_has_no_problem(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the site needs the extra [docs]")
+    pytest.importorskip("mkdocs", reason="the site needs the group docs")
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True)
     assert accessibility.check(tmp_path) == []

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 # The environments that test one release of google-adk do not have it.
-pytest.importorskip("hatchling", reason="building the package needs the extra [dev]")
+pytest.importorskip("hatchling", reason="building the package needs the group dev")
 
 from hatch_build import description
 

@@ -162,8 +162,7 @@ def test_licence_of_a_dependency_is_checked(
 
 
 def test_list_of_packages_has_all_extras_for_users() -> None:
-    extras = set(PROJECT["optional-dependencies"]) - {"dev", "docs", "fuzz", "test"}
-    assert set(sbom.EXTRAS.split(",")) == extras
+    assert set(sbom.EXTRAS.split(",")) == set(PROJECT["optional-dependencies"])
 
 
 def test_runtime_dependencies_are_these_four() -> None:

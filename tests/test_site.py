@@ -15,7 +15,7 @@ from tests.accessibility import served
 from tests.pages import PROJECT, ROOT
 
 # The environments that test one release of google-adk do not have it.
-pytest.importorskip("mkdocs", reason="the site needs the extra [docs]")
+pytest.importorskip("mkdocs", reason="the site needs the group docs")
 pytestmark = [
     pytest.mark.soak,  # `make site` builds the site, too, and rejects links that lead nowhere
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
