@@ -196,7 +196,7 @@ def test_page_gives_the_marks_and_the_limit_of_collections() -> None:
     listed = {cells[0]: cells[-1] for cells in rows(section("Collections"))}
     assert listed["`base_revision`"] == f"{minus}{-tables.COLLECTION}"
     assert f"{minus}{-tables.NO_SNAPSHOT} if it has no such row" in section("Tables")
-    assert listed["feature of the database"] == f"`{survey.COLLECTIONS}`"
+    assert listed["feature of the database"] == f"`{survey.FeatureName.COLLECTIONS}`"
     limits = {cells[0]: cells[1] for cells in rows(section("Limits of JSON"))}
     assert limits["name of a collection"] == f"{MAX_NAME_BYTES:,} bytes in UTF-8"
 

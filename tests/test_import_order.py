@@ -108,7 +108,7 @@ SURFACE = {
     "unit_of_work",
     "writes",
 }
-MOST_NAMES = 100
+MOST_NAMES = 75
 
 
 def test_modules_above_storage_import_only_its_surface() -> None:

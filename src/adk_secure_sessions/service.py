@@ -37,7 +37,7 @@ from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import NEVER, StoredSession, View, bases, sessions, users
-from adk_secure_sessions.storage.survey import EXPIRY
+from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
 from adk_secure_sessions.tracebacks import hides_locals
@@ -185,7 +185,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         self._unit = unit
         self._creates_tables = create_tables
-        self._expiry = Feature(unit, EXPIRY)
+        self._expiry = Feature(unit, FeatureName.EXPIRY)
         self._index = SearchIndex(unit, indexed_state_keys, create_table=create_tables)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions

@@ -400,7 +400,7 @@ async def test_running_service_adds_no_feature_to_a_list_that_was_modified(victi
 @pytest.fixture
 def release_without_collections(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.delitem(survey.KNOWN_FEATURES, survey.COLLECTIONS)
+        patch.delitem(survey.KNOWN_FEATURES, survey.FeatureName.COLLECTIONS)
         yield
 
 

@@ -28,7 +28,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.storage.feature_list import create_table_of
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SourceEvent
 from adk_secure_sessions.storage.schema import migrated
-from adk_secure_sessions.storage.survey import MIGRATION
+from adk_secure_sessions.storage.survey import FeatureName
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, create, delete, each_kind, event
 from tests.faults import Point, lost, with_faults
@@ -336,7 +336,7 @@ async def test_separated_copy_has_no_imports(
     assert await store.migration_end()
     await service.close()  # type: ignore[attr-defined]
     assert (await separate(db)).complete
-    assert MIGRATION not in (await db.survey()).features
+    assert FeatureName.MIGRATION not in (await db.survey()).features
     assert not await store.migration_end()
     assert await store.imported([IDS]) == {}
     assert await imported(store, of=history(2)) is ImportStatus.SAME_ID
@@ -347,7 +347,9 @@ async def test_process_that_stops_before_the_feature_is_added_leaves_a_usable_da
     service: BaseSessionService, store: Imports, db: Database, kind: Kind, url: URL
 ) -> None:
     assert not await store.has_imports()
-    await db.unit.change(lambda connection: create_table_of(MIGRATION, connection, may_create=True))
+    await db.unit.change(
+        lambda connection: create_table_of(FeatureName.MIGRATION, connection, may_create=True)
+    )
     assert not await store.has_imports()
     async with maintained(url, kind) as other:
         assert await is_clean(other)

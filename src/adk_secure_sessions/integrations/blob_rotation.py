@@ -36,9 +36,9 @@ from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.maintenance.walk import SessionIds
+from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events
-from adk_secure_sessions.storage.writes import MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 
 
@@ -189,7 +189,7 @@ class _BlobRotationRun(DataRotationRun):
             try:
                 at = await self._collections.append(*ids[:3], item, expected=now.at)
                 return now._replace(at=at, items=(*now.items, item)), True
-            except (MissingSession, StaleRevision):
+            except (writes.MissingSession, writes.StaleRevision):
                 now = await self._collections.get(*ids[:3])
                 if now is not None and now.at.session_row != found.at.session_row:
                     now = None

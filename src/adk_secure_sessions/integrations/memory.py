@@ -49,9 +49,9 @@ from adk_secure_sessions.service import (
     check_ids,
     reject_unknown_methods,
 )
+from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import events
-from adk_secure_sessions.storage.writes import Expected, MissingSession, StaleRevision
 from adk_secure_sessions.tracebacks import hides_locals
 
 _USER_SIZE = 100  # entries, as which a user without entries counts in the cache
@@ -356,7 +356,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 cache = await self._cache()
                 memory = await self._current(cache, app_name, user_id)
                 if memory is None:
-                    if plan(UserMemory(Expected(0, 0))) is None:
+                    if plan(UserMemory(writes.Expected(0, 0))) is None:
                         return
                     # Create the collection with an empty item.  Then each later item can be
                     # appended at an expected row id and revision.
@@ -398,7 +398,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                             if memory.at == at:
                                 memory.apply([(item, adk_version)], new)
                         _put(cache, (app_name, user_id), memory)
-                except (StaleRevision, MissingSession):
+                except (writes.StaleRevision, writes.MissingSession):
                     await retries.wait(Conflict())
                     continue
                 if len(item.add) == len(planned.add):

@@ -26,7 +26,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
-from adk_secure_sessions.storage.writes import Expected
+from adk_secure_sessions.storage import writes
 
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
@@ -152,9 +152,10 @@ class UserMemory:
     Several threads may use this object.  They hold `lock` while they change or search it.
     """
 
-    def __init__(self, at: Expected) -> None:
+    def __init__(self, at: writes.Expected) -> None:
         self.lock: threading.Lock = threading.Lock()
-        self.at: Expected = at  # the row id of the collection, and the number of applied items
+        # The row id of the collection, and the number of applied items.
+        self.at: writes.Expected = at
         # By key.  Of two entries with the same count of words, the one with the lower key comes
         # first, as in google-adk.
         self.entries: dict[int, Entry] = {}
@@ -182,7 +183,7 @@ class UserMemory:
         """Return all entries with this id."""
         return [entry for entry in self.entries.values() if entry.id == entry_id]
 
-    def apply(self, items: Iterable[tuple[MemoryItem, str]], at: Expected) -> None:
+    def apply(self, items: Iterable[tuple[MemoryItem, str]], at: writes.Expected) -> None:
         """Apply the next items, each with the version of google-adk that wrote the item."""
         for item, writer in items:
             self._apply(item, writer)

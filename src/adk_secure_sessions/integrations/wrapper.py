@@ -65,13 +65,12 @@ from adk_secure_sessions.service import (
     recording,
     reject_unknown_methods,
 )
+from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.reads import UseKeys
 from adk_secure_sessions.storage.schema import Identity
-from adk_secure_sessions.storage.survey import WRAPPER
+from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
-from adk_secure_sessions.storage.writes import EnsureOwners
 from adk_secure_sessions.telemetry import measured
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -167,7 +166,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         self._skip = skip_unreadable_sessions
         # A change is stored by the other service, so no transaction could also store its record.
         self._recording = recording(self._unit, audit, None)
-        self._feature = Feature(self._unit, WRAPPER)
+        self._feature = Feature(self._unit, FeatureName.WRAPPER)
         self._locks = LoopLocks()
 
     @property
@@ -401,7 +400,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         keys = await self._unit.keys()
         await self._feature.ensure()
         who = await self._unit.identify(app_name, user_id, session_id)
-        staged = await self._unit.run(EnsureOwners(who))
+        staged = await self._unit.run(writes.EnsureOwners(who))
         return _Records(staged, True, keys.keyring.index, who)
 
     async def _read(self, who: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
@@ -414,7 +413,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         async def use(keys: StagedKeys, is_current: bool) -> T:
             return await work(_Records(keys, is_current, index, who))
 
-        return await self._unit.run(UseKeys(who, use))
+        return await self._unit.run(reads.UseKeys(who, use))
 
 
 reject_unknown_methods(EncryptedSessionWrapper, BaseSessionService)

@@ -32,11 +32,11 @@ from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import audit_records
-from adk_secure_sessions.storage.survey import AUDIT
+from adk_secure_sessions.storage.survey import FeatureName
 
 UNLISTED = unlisted(
     f"{audit_records.name} has rows",
-    AUDIT,
+    FeatureName.AUDIT,
     "services with Audit(table=True) and maintenance commands add the feature again",
 )
 _HEAD = "audit.head"  # the event of a log line with the last record of a chain
@@ -377,7 +377,11 @@ async def _opened(db: Database, progress: Progress | None, rows_per_second: floa
 async def is_unlisted(db: Database) -> bool:
     """Return whether the features lack the trail, or lacked it until this command added it."""
     keyring = (await db.keys()).keyring
-    if db.trail_was_unlisted or not keyring.has_audit_table or AUDIT in keyring.features:
+    if (
+        db.trail_was_unlisted
+        or not keyring.has_audit_table
+        or FeatureName.AUDIT in keyring.features
+    ):
         return db.trail_was_unlisted
     return await db.has_trail_rows()
 

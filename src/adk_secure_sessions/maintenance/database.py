@@ -31,7 +31,7 @@ from adk_secure_sessions.storage.schema import (
     keyring,
     sessions,
 )
-from adk_secure_sessions.storage.survey import AUDIT, Survey, look_at
+from adk_secure_sessions.storage.survey import FeatureName, Survey, look_at
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -223,11 +223,11 @@ class Database(KeyMaterial, ClosedByWith):
             return
         if command.is_recorded_in(self.trail):
             return
-        is_listed = AUDIT in keyring.features
+        is_listed = FeatureName.AUDIT in keyring.features
         if not is_listed:
             self.trail_was_unlisted = await self.has_trail_rows()
         await command.opened(self.trail, is_prepared=is_listed)
-        keyring.features |= {AUDIT}
+        keyring.features |= {FeatureName.AUDIT}
 
     async def has_trail_rows(self) -> bool:
         """Return whether the table of the audit trail, which must exist, has rows."""

@@ -8,9 +8,9 @@ from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, count
-from adk_secure_sessions.storage.opening import open_database, open_for_service, reject_new
+from adk_secure_sessions.storage.opening import open_database, open_for_service
 from adk_secure_sessions.storage.schema import metadata
-from adk_secure_sessions.storage.survey import KEY_FILE, Survey, look_at
+from adk_secure_sessions.storage.survey import Survey, look_at
 
 
 @dataclass
@@ -51,7 +51,7 @@ async def _surveys(db: Database) -> list[Survey]:
     data, keys = db.unit.executors
     surveys = [await repeated(lambda: look_at(data))]
     if db.unit.executors.has_key_database:
-        surveys.insert(0, await repeated(lambda: look_at(keys, KEY_FILE)))
+        surveys.insert(0, await repeated(lambda: look_at(keys, is_key_database=True)))
     return surveys
 
 
@@ -94,7 +94,7 @@ async def check(db: Database) -> Check:
     backends = db.unit.backends
     opening = partial(open_for_service, db.unit.executors, backends, create_tables=True)
     data, keys, keyring = await repeated(opening)
-    reject_new(data)
+    data.reject_new()
     assert keyring is not None, "keys are created before data"
     return Check(
         str(data.format_version),

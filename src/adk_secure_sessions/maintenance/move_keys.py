@@ -44,17 +44,13 @@ from adk_secure_sessions.storage.feature_list import check_features, feature_mar
 from adk_secure_sessions.storage.pages import Reader, pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
-    KEY_TABLES,
     audit_records,
     data_keys,
     keyring,
     metadata,
 )
 from adk_secure_sessions.storage.survey import (
-    KEY_FILE,
-    MOVING,
-    SEPARATING,
-    WRAPPER,
+    FeatureName,
     Part,
     Survey,
     check,
@@ -179,7 +175,7 @@ class _Move:
 
     async def transfer(self) -> KeyMove:
         await self._look()
-        has_begun = self._has_arrived or MOVING in self._found[0].features
+        has_begun = self._has_arrived or FeatureName.MOVING in self._found[0].features
         for place, survey in zip((self._source, self._target), self._found, strict=True):
             if survey.format_version is not None:
                 await place.change(partial(self._claim, survey.meta))
@@ -196,7 +192,7 @@ class _Move:
             await self._source.change(partial(self._delete, copy))
         tables = [one for one in (keyring, data_keys) if one.name not in source.missing_tables]
         obstacles = await rewrite(self._source.executor, tables, self._lock_wait) if tables else []
-        opened = self._mark(target.features - {MOVING})
+        opened = self._mark(target.features - {FeatureName.MOVING})
         await self._target.change(partial(self._open, target.meta[meta.FEATURES], opened))
         to, (masters, number, _) = self._target.name, copy
         return KeyMove(to, masters, number, has_begun, not obstacles, tuple(obstacles))
@@ -204,7 +200,7 @@ class _Move:
     async def _look(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
         data = await repeated(lambda: look_at(self._data.executor))
-        keys = await repeated(lambda: look_at(self._keys.executor, KEY_FILE))
+        keys = await repeated(lambda: look_at(self._keys.executor, is_key_database=True))
         await repeated(lambda: self._keys.executor.run(_reject_memory, commit=False))
         if not self._parts and data.part is not None:
             self._parts = (data.part,)
@@ -228,8 +224,8 @@ class _Move:
         self._has_arrived = is_in_keys == (self._target is self._keys)
         holder = target if self._has_arrived else source
         await self._unwrap(holder)
-        holder.reject_unfinished(SEPARATING)
-        if MOVING in holder.features and _is_parked(holder) == self._has_arrived:
+        holder.reject_unfinished(FeatureName.SEPARATING)
+        if FeatureName.MOVING in holder.features and _is_parked(holder) == self._has_arrived:
             raise _other_way(self._source.name)
         # The data database may be an old copy from the time of an unfinished move, or an attacker
         # may have replayed its rows.  Then the keys in the key database are in use.
@@ -256,14 +252,14 @@ class _Move:
 
         The move overwrites the keys in the target.  So each of them must also be in the source.
         """
-        if WRAPPER in source.features:
+        if FeatureName.WRAPPER in source.features:
             raise ConfigurationError(
                 "EncryptedSessionWrapper uses this database, and cannot use another one for its "
                 "keys: no key was moved"
             )
         if self._target is self._keys and target.database_id is not None:
             check_features(target, self._opened)
-            if MOVING not in target.features:
+            if FeatureName.MOVING not in target.features:
                 raise ConfigurationError(
                     "the key database already has keys of this database, and may be in use: check "
                     "db_url, which may name an old copy of the data; or give an empty key database"
@@ -288,7 +284,7 @@ class _Move:
     async def _copy(self, source: Survey, target: Survey) -> None:
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source.read)
-        moving = self._mark(source.features | {MOVING})
+        moving = self._mark(source.features | {FeatureName.MOVING})
         await self._source.change(partial(self._close, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
@@ -357,7 +353,7 @@ class _Move:
             found = look(connection)
             if is_new and found.has_rows and found.meta.get(meta.MOVE) != self._run:
                 raise SecureSessionError(_CHANGED, retryable=True)
-            metadata.create_all(connection, tables=KEY_TABLES)
+            metadata.create_all(connection, tables=Part.KEYS.tables)
             if not is_new:
                 self._require_run(connection)
             for table in (data_keys, keyring):

@@ -19,10 +19,9 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import app_name_of, header_of
+from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.pages import rows_where
-from adk_secure_sessions.storage.reads import CheckOwner, Headers
 from adk_secure_sessions.storage.schema import Owner, apps, users
-from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
 
 def by_age(
@@ -54,7 +53,7 @@ class CurrentKeys:
     async def of(self, owners: set[object]) -> dict[object, DataKeyRow]:
         """Return the current data key of each of *owners* (tags) that has data keys."""
         keys: dict[bytes, list[DataKeyRow]] = {}
-        for row in (await read_data_keys(self._db.unit.read_keys, owners)).data_keys:
+        for row in (await self._db.unit.read_data_keys(owners)).data_keys:
             # SQLite stores any type in any column, so a modified generation can have another type.
             if isinstance(row.generation, int):
                 keys.setdefault(row.owner, []).append(row)
@@ -90,7 +89,7 @@ class CurrentKeys:
         return () if found is None else found[0].key_ids
 
 
-async def check_owner(db: Database, tag: bytes) -> tuple[Owner, Headers] | None:
+async def check_owner(db: Database, tag: bytes) -> tuple[Owner, reads.Headers] | None:
     """Decrypt the row and the version witness of an app or user; return it with its headers.
 
     Return None if no row has the tag.  Raises one of `UNREADABLE` if one of both is not
@@ -100,7 +99,7 @@ async def check_owner(db: Database, tag: bytes) -> tuple[Owner, Headers] | None:
         for row_id, app_name in await db.unit.read(query, {"owner": tag}):
             who = await db.unit.identify(app_name_of(app_name))
             who = who._replace(user_tag=tag) if is_user else who
-            check = CheckOwner(who, of_user=is_user)
+            check = reads.CheckOwner(who, of_user=is_user)
             owner = await db.unit.run(check)
             if owner is None or (owner.id, owner.tag) != (row_id, tag):
                 raise TamperedError("its row was removed", reason=Reason.MISSING)

@@ -148,7 +148,7 @@ class Problems(Listed[Problem]):
 def unlisted(found: str, feature: str, remedy: str) -> str:
     """Return the detail of a problem: the database uses *feature*, and does not list it."""
     return (
-        f"{found}, and the feature {feature!r} is not listed: an older list was replayed; {remedy}"
+        f"{found}, and the feature '{feature}' is not listed: an older list was replayed; {remedy}"
     )
 
 

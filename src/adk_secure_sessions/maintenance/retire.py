@@ -28,10 +28,9 @@ from adk_secure_sessions.maintenance.walk import (
     sessions_of,
 )
 from adk_secure_sessions.results import Result, count, counted, listing
-from adk_secure_sessions.storage import clusters
+from adk_secure_sessions.storage import clusters, reads
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
-from adk_secure_sessions.storage.reads import CheckSession, Headers
 from adk_secure_sessions.storage.schema import (
     apps,
     bases,
@@ -42,8 +41,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.survey import WRAPPER, Survey
-from adk_secure_sessions.storage.unit_of_work import read_data_keys
+from adk_secure_sessions.storage.survey import FeatureName, Survey
 
 K = TypeVar("K")
 
@@ -152,7 +150,7 @@ async def retire(
 
 
 def reject_wrapper(survey: Survey, command: str) -> None:
-    if WRAPPER in survey.features:
+    if FeatureName.WRAPPER in survey.features:
         raise ConfigurationError(
             f"EncryptedSessionWrapper uses this database, and `{command}` cannot count the records "
             "that another session service stores: no key was deleted"
@@ -193,14 +191,14 @@ class _Decrypted(NamedTuple):
 
     rows: list[DataKeyRow]
     named: frozenset[int]
-    headers: Headers
+    headers: reads.Headers
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Replaced[DataKeyRow]:
     keys: _Replaced[DataKeyRow] = _Replaced([], [])
     known: set[DataKeyRow] = set()
     for _ in range(_ATTEMPTS):
-        rows = (await read_data_keys(db.unit.read_keys, [owner])).data_keys
+        rows = (await db.unit.read_data_keys([owner])).data_keys
         if set(rows) == known:
             break
         keys, known = await _retire_rows(db, owner, rows, dry_run), set(rows)
@@ -247,7 +245,7 @@ async def _decrypt_owner(db: Database, owner: bytes, rows: list[DataKeyRow]) -> 
             for one in page:
                 who = await db.unit.identify(*one.known_ids())
                 # Only check that each event can be decrypted.
-                check: CheckSession[None] = CheckSession(who, lambda *_: None)
+                check: reads.CheckSession[None] = reads.CheckSession(who, lambda *_: None)
                 await db.unit.run(check)
                 headers += check.headers
     if not keys.rows_are_authentic(owner, {row.id for row in rows}):
@@ -284,7 +282,7 @@ def _find_unused(
     return keys
 
 
-def _sort_out(decrypted: _Decrypted, headers: Headers | None) -> _Replaced[DataKeyRow]:
+def _sort_out(decrypted: _Decrypted, headers: reads.Headers | None) -> _Replaced[DataKeyRow]:
     """Divide an owner's replaced data keys.
 
     A key is kept in these cases:
@@ -323,7 +321,7 @@ def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
     connection.execute(_DELETE_KEY, parameters)
 
 
-def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) -> Headers:
+def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) -> reads.Headers:
     """Count the records of an owner by table and header; *user* is the row id of a user."""
     c = sessions.c
     of_user = c.user_row == user
@@ -338,7 +336,7 @@ def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) ->
             (bases.c.state, bases.c.session_row.in_(ids)),
             (events.c.event, events.c.session_row.in_(ids)),
         ]
-    counts: Headers = Counter()
+    counts: reads.Headers = Counter()
     for column, where in columns:
         found = header_of(column)
         query = sa.select(found, sa.func.count()).where(where).group_by(found)

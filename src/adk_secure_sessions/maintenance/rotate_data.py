@@ -37,7 +37,7 @@ from adk_secure_sessions.maintenance.walk import (
     rows_with_keys,
 )
 from adk_secure_sessions.results import Result, count, listing
-from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage import meta, writes
 from adk_secure_sessions.storage.schema import (
     WITNESSES,
     SealedColumn,
@@ -47,7 +47,6 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
 )
-from adk_secure_sessions.storage.writes import RenewKey
 
 
 @dataclass
@@ -203,7 +202,7 @@ class DataRotationRun(Rotation):
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
         who = await self._db.unit.identify(app_name)
-        renewal = RenewKey(
+        renewal = writes.RenewKey(
             who._replace(user_tag=tag) if of_user else who, self.done.since, of_user=of_user
         )
         exists = await self._db.unit.run(renewal)

@@ -33,7 +33,6 @@ from adk_secure_sessions.storage.features.index_rows import (
     IndexState,
     check_key,
     state_of_mark,
-    withdraw,
 )
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
 from adk_secure_sessions.storage.pages import first_rows, spans
@@ -150,7 +149,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
         return IndexChange()
     tags = {index.state_key(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
-    await db.unit.change(partial(withdraw, sorted(tags)))
+    await db.index.withdraw(tags)
     return IndexChange(removed=await _delete(db, tags))
 
 

@@ -38,13 +38,10 @@ from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark, separation_marks
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
 from adk_secure_sessions.storage.survey import (
-    KEY_FILE,
-    MIGRATION,
-    SEPARATING,
+    FeatureName,
     Part,
     check,
     look_at,
-    separated_from,
 )
 
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
@@ -161,7 +158,7 @@ _OLD_DATA_KEYS = number_of(
 async def _another_run_was_first(db: Database) -> bool:
     """Return whether another run has begun a separation since this run opened the database."""
     known = db.unit.database_id
-    stored = await repeated(lambda: look_at(db.unit.executors.keys, KEY_FILE))
+    stored = await repeated(lambda: look_at(db.unit.executors.keys, is_key_database=True))
     return known is not None and stored.meta.get(meta.DATABASE_ID) != known.hex()
 
 
@@ -204,8 +201,8 @@ async def _finish_ids(db: Database) -> None:
     if not db.unit.executors.has_key_database:
         return
     data = await repeated(lambda: look_at(db.unit.executors.data))
-    survey = await repeated(lambda: look_at(db.unit.executors.keys, KEY_FILE))
-    old_id = separated_from(survey)
+    survey = await repeated(lambda: look_at(db.unit.executors.keys, is_key_database=True))
+    old_id = survey.separated_from
     if old_id is None or old_id != data.meta.get(meta.DATABASE_ID):
         return
     check(survey, Part.KEYS, create_tables=False)
@@ -273,9 +270,9 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
 async def _end(db: Database, opened: Keyring) -> None:
     survey = await db.survey()
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
-    if SEPARATING not in survey.features:
+    if FeatureName.SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it
-    features = survey.features - {SEPARATING, MIGRATION}
+    features = survey.features - {FeatureName.SEPARATING, FeatureName.MIGRATION}
     mark = feature_mark(opened.index, opened.database_id, features)
 
     def end(connection: sa.Connection) -> bool:

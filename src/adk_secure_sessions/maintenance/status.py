@@ -38,7 +38,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.survey import MIGRATION, SEPARATING, Survey
+from adk_secure_sessions.storage.survey import FeatureName, Survey
 from adk_secure_sessions.tracebacks import hides_locals
 
 
@@ -195,7 +195,7 @@ async def status(
         await _state_index(db, survey),
         await _audit_trail(db, survey),
         spare_keys,
-        SEPARATING in survey.features,
+        FeatureName.SEPARATING in survey.features,
     )
 
 
@@ -218,7 +218,7 @@ _TRAIL = sa.select(
 
 
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
-    if MIGRATION not in survey.features:
+    if FeatureName.MIGRATION not in survey.features:
         return None
     ((copied,),) = await db.unit.read(_COPIED, {})
     ((tombstones,),) = await db.unit.read(_TOMBSTONES, {})

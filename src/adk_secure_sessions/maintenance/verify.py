@@ -37,12 +37,11 @@ from adk_secure_sessions.maintenance.walk import (
     read_tagged_user,
 )
 from adk_secure_sessions.results import Result, count, listing
-from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage import meta, reads
 from adk_secure_sessions.storage.features.imports import Seals
 from adk_secure_sessions.storage.features.index_rows import IndexState
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
 from adk_secure_sessions.storage.pages import pages, rows_where
-from adk_secure_sessions.storage.reads import CheckLocatedSession, CheckOwner
 from adk_secure_sessions.storage.schema import (
     Identity,
     MigratedRow,
@@ -57,8 +56,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.survey import COLLECTIONS, MIGRATION, STATE_INDEX
-from adk_secure_sessions.storage.unit_of_work import read_data_keys
+from adk_secure_sessions.storage.survey import FeatureName
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
@@ -206,7 +204,7 @@ class _Verifier:
         with naming(apps.name, row.id):
             app_name = decode_text(row.app_name)
         unit = self._db.unit
-        app = await unit.run(CheckOwner(await unit.identify(app_name)))
+        app = await unit.run(reads.CheckOwner(await unit.identify(app_name)))
         if app is None or app.id != row.id:
             raise TamperedError(
                 "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
@@ -230,11 +228,11 @@ class _Verifier:
                 (
                     self.done.collections,
                     "the database has collections",
-                    COLLECTIONS,
+                    FeatureName.COLLECTIONS,
                     "service that appends an item",
                 ),
-                (self._has_marks, index_rows, STATE_INDEX, service),
-                (self._imports, imports, MIGRATION, "run of `migrate`"),
+                (self._has_marks, index_rows, FeatureName.STATE_INDEX, service),
+                (self._imports, imports, FeatureName.MIGRATION, "run of `migrate`"),
             )
             if number and feature not in listed
         ]
@@ -316,7 +314,7 @@ class _Verifier:
                     content = read_event(plaintext)[1]
                     return memory_items.parse_item(content, seq) if is_memory else None
 
-            found = await self._db.unit.run(CheckLocatedSession(who, check))
+            found = await self._db.unit.run(reads.CheckLocatedSession(who, check))
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
                 with naming(bases.name, session.id):
@@ -388,7 +386,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         # An erasure may have deleted the owner's row after the data keys were read here.  In that
         # case, the erasure has also deleted the data keys.  So report only data keys that still
         # exist.
-        found = await read_data_keys(db.unit.read_keys, [row.owner for row in lost])
+        found = await db.unit.read_data_keys([row.owner for row in lost])
         there = {key.id for key in found.data_keys}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):

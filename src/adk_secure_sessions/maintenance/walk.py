@@ -18,9 +18,9 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
-from adk_secure_sessions.storage.reads import CheckOwner
 from adk_secure_sessions.storage.schema import (
     APPS,
     COLLECTION,
@@ -142,7 +142,7 @@ async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | N
         app_name = app_name_of(row.app_name)
         tag = binary(row.tag)
     who = await db.unit.identify(app_name)
-    user = await db.unit.run(CheckOwner(who._replace(user_tag=tag), of_user=True))
+    user = await db.unit.run(reads.CheckOwner(who._replace(user_tag=tag), of_user=True))
     if user is None:
         return None
     if (await db.unit.identify(app_name, user.user_id)).user_tag != tag:

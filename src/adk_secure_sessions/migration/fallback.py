@@ -55,10 +55,12 @@ from adk_secure_sessions.service import (
     reject_unknown_methods,
 )
 from adk_secure_sessions.storage import reads
-from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SessionIds
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
+
+_Ids = tuple[str, str, str]  # the app name, the user id and the session id
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -378,10 +380,10 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             self._keyring = keyring
         return not self._is_complete
 
-    async def _is_superseded(self, ids: SessionIds) -> bool:
+    async def _is_superseded(self, ids: _Ids) -> bool:
         return bool(await self._imports.imported([ids]))
 
-    async def _is_stored(self, ids: SessionIds) -> bool:
+    async def _is_stored(self, ids: _Ids) -> bool:
         """Return whether the session is in the database, even if it has expired."""
         who = await self._unit.identify(*ids)
         get = reads.GetSession(who, lambda *_: None, 0, finds_expired=True)
@@ -454,7 +456,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 self.copied_sessions,
             )
 
-    async def _has(self, ids: SessionIds) -> bool:
+    async def _has(self, ids: _Ids) -> bool:
         """Return whether the source has a session that no row of `secure_migrated` supersedes."""
         found = await self._query(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
@@ -480,7 +482,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         return found
 
     async def _read(
-        self, ids: SessionIds, *, with_events: bool = True
+        self, ids: _Ids, *, with_events: bool = True
     ) -> tuple[SourceSession, SessionContent] | None:
         found = await self._query(self._source.find(*ids))
         if found is None:
@@ -568,7 +570,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 )
             (await self._moved()).put(owner, True)
 
-    async def _copy(self, ids: SessionIds) -> ImportStatus | None:
+    async def _copy(self, ids: _Ids) -> ImportStatus | None:
         """Copy a session and its states; return None if the source does not have it."""
         found = await self._read(ids)
         if found is None:
@@ -587,7 +589,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self.copied_sessions += result is ImportStatus.NEW
         return result
 
-    async def _prepare_write(self, session: Session, ids: SessionIds) -> None:
+    async def _prepare_write(self, session: Session, ids: _Ids) -> None:
         """Copy the session and the states that an append to *session* needs."""
         marker = session._storage_update_marker or ""
         result = None

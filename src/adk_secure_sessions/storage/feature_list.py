@@ -21,14 +21,12 @@ from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import (
     KNOWN_FEATURES,
     MISPLACED,
-    MOVING,
     NO_FEATURES,
-    SEPARATING,
     SEPARATION_FORM,
+    FeatureName,
     Part,
     Survey,
     look,
-    require_features,
 )
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 
@@ -50,7 +48,7 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     keyring.separation = None
     keyring.features = survey.features
     keyring.has_audit_table = audit_records.name in survey.feature_tables
-    if SEPARATING not in survey.features:
+    if FeatureName.SEPARATING not in survey.features:
         return
     found = SEPARATION_FORM.fullmatch(str(survey.meta.get(meta.SEPARATION)))
     expected = (
@@ -72,7 +70,7 @@ def separation_marks(
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         meta.DATABASE_ID: new_id.hex(),
-        meta.FEATURES: feature_mark(index, new_id, features | {SEPARATING}),
+        meta.FEATURES: feature_mark(index, new_id, features | {FeatureName.SEPARATING}),
         meta.SEPARATION: f"{text} {index.separation(new_id, text).hex()}",
     }
 
@@ -84,7 +82,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     survey = look(connection)
     if survey.part is Part.DATA:
         raise ConfigurationError(MISPLACED[Part.ALL, Part.DATA])
-    survey.reject_unfinished(SEPARATING, MOVING)
+    survey.reject_unfinished(FeatureName.SEPARATING, FeatureName.MOVING)
     _check_list(survey, keyring)
     if feature in survey.features:
         return
@@ -103,7 +101,7 @@ def _has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> b
 def _check_list(survey: Survey, keyring: Keyring) -> None:
     if survey.meta.get(meta.DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(REPLACED)
-    names, mac = require_features(survey)
+    names, mac = survey.require_features()
     expected = keyring.index.features(keyring.database_id, names)
     if not hmac.compare_digest(expected.hex(), mac):
         raise WrongKeyError(
@@ -202,7 +200,7 @@ class Feature:
             return True
         if has_rows:
             raise WrongKeyError(
-                f"the feature {self._name!r} is not listed in secure_meta, and its table has rows: "
+                f"the feature '{self._name}' is not listed in secure_meta, and its table has rows: "
                 "an older list was replayed; restore secure_meta from a backup"
             )
         return False

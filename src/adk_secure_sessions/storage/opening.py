@@ -34,8 +34,7 @@ from adk_secure_sessions.storage.features.index_rows import state_of_mark
 from adk_secure_sessions.storage.queries import INDEX_MARKS
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, keyring, metadata
 from adk_secure_sessions.storage.survey import (
-    KEY_FILE,
-    SEPARATING,
+    FeatureName,
     Part,
     Survey,
     look,
@@ -118,7 +117,7 @@ async def open_for_service(executors: Executors, backends: Backends, create_tabl
     data, keys = await survey_both(executors, create_tables)
     if keys.database_id is None:
         return Opened(data, keys, None)
-    keys.reject_unfinished(SEPARATING)
+    keys.reject_unfinished(FeatureName.SEPARATING)
     return Opened(data, keys, await _open(executors, merged(data, keys), backends))
 
 
@@ -130,18 +129,10 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
     that it accepts a keyring to which an attacker has added many rows.
     """
     data, keys = await survey_both(executors, True, () if known is None else known.rows.keys())
-    reject_new(data)
+    data.reject_new()
     if known is None:
         check_row_count(keys.keyring_rows)
     return merged(data, keys)
-
-
-def reject_new(data: Survey) -> None:
-    if data.database_id is None:
-        raise ConfigurationError(
-            "this database holds no encrypted sessions yet: create its tables and keys with "
-            "`adk-secure-sessions init`, or start a service on it"
-        )
 
 
 async def open_existing(
@@ -158,7 +149,7 @@ async def open_existing(
     """
     survey = await survey_existing(executors, known if is_service else None)
     if is_service:
-        survey.reject_unfinished(SEPARATING)
+        survey.reject_unfinished(FeatureName.SEPARATING)
     return await _open(executors, survey, backends, known, leaves_pending=is_service)
 
 
@@ -213,7 +204,7 @@ async def _make(
     try:
         await executor.run(partial(_establish, part, expected, marks, fresh), commit=True)
     except DatabaseError as error:
-        raise unusable(error, KEY_FILE if part is Part.KEYS else "") from None
+        raise unusable(error, is_key_database=part is Part.KEYS) from None
 
 
 def _establish(

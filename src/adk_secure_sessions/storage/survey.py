@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import partial
 from typing import NamedTuple
 
@@ -26,35 +26,35 @@ from adk_secure_sessions.storage.schema import (
     migrated,
 )
 
-# The features of databases, by the names that the stored list of features contains.
-COLLECTIONS = "collections"  # has collections (artifacts, memory)
-WRAPPER = "wrapper"  # its data keys also encrypt records stored elsewhere
-EXPIRY = "expiry"  # sessions may expire
-MIGRATION = "migration"  # has sessions that `migrate` has copied
-AUDIT = "audit"  # stores an audit trail
-STATE_INDEX = "state-index"  # has keyed hashes of state values
-SEPARATING = "separating"  # is a copy that `separate` has not finished
-MOVING = "moving"  # `move_keys` has not finished moving its keys
+
+class FeatureName(StrEnum):
+    """The features of databases, by the names that the stored list of features contains."""
+
+    COLLECTIONS = "collections"  # has collections (artifacts, memory)
+    WRAPPER = "wrapper"  # its data keys also encrypt records stored elsewhere
+    EXPIRY = "expiry"  # sessions may expire
+    MIGRATION = "migration"  # has sessions that `migrate` has copied
+    AUDIT = "audit"  # stores an audit trail
+    STATE_INDEX = "state-index"  # has keyed hashes of state values
+    SEPARATING = "separating"  # is a copy that `separate` has not finished
+    MOVING = "moving"  # `move_keys` has not finished moving its keys
+
+
 NO_FEATURES = "-"  # stands for an empty list
 # The known features, and the tables of those that have a table.
-KNOWN_FEATURES: dict[str, sa.Table | None] = {
-    COLLECTIONS: None,
-    WRAPPER: None,
-    EXPIRY: None,
-    MIGRATION: migrated,
-    AUDIT: audit_records,
-    STATE_INDEX: indexed,
-    SEPARATING: None,
-    MOVING: None,
+KNOWN_FEATURES: dict[str, sa.Table | None] = dict.fromkeys(FeatureName) | {
+    FeatureName.MIGRATION: migrated,
+    FeatureName.AUDIT: audit_records,
+    FeatureName.STATE_INDEX: indexed,
 }
-_UNFINISHED = {
+_UNFINISHED: dict[str, str] = {
     # A service would encrypt new records with data keys that the original database also has.
-    SEPARATING: (
+    FeatureName.SEPARATING: (
         "this copy of a database is being separated: run `adk-secure-sessions separate` again, "
         "until it has ended"
     ),
     # A service would use keys that the command is about to delete.
-    MOVING: (
+    FeatureName.MOVING: (
         "the keys of this database are being moved: run `adk-secure-sessions move-keys` again, "
         "until it has ended"
     ),
@@ -62,6 +62,10 @@ _UNFINISHED = {
 _FEATURE_NAME = "[a-z][-a-z0-9_.]*"
 _FEATURES_FORM = re.compile(
     rf"(?P<names>-|{_FEATURE_NAME}(?:,{_FEATURE_NAME})*) (?P<mac>[0-9a-f]{{32}})"
+)
+SEPARATION_FORM: re.Pattern[str] = re.compile(
+    r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
+    r"(?P<mac>[0-9a-f]{32})"
 )
 _ID = re.compile("[0-9a-f]{32}")
 # The errors of SQLite for a file that cannot be used have names that begin with one of these.
@@ -157,22 +161,37 @@ class Survey(NamedTuple):
     @property
     def features(self) -> frozenset[str]:
         """The features that the stored list names; ConfigurationError if it is malformed."""
-        return require_features(self).names
+        return self.require_features().names
+
+    def require_features(self) -> FeatureList:
+        if (found := self.feature_list) is None:
+            raise ConfigurationError(
+                "the row `features` of secure_meta is missing or malformed: restore that table "
+                "from a backup"
+            )
+        return found
+
+    @property
+    def separated_from(self) -> str | None:
+        """The id of the original, in hexadecimal and not authenticated, if `separate` has not
+        ended.
+        """
+        found = SEPARATION_FORM.fullmatch(str(self.meta.get(meta.SEPARATION)))
+        return None if found is None else found["old"]
+
+    def reject_new(self) -> None:
+        """Raise ConfigurationError if the database is new."""
+        if self.database_id is None:
+            raise ConfigurationError(
+                "this database holds no encrypted sessions yet: create its tables and keys with "
+                "`adk-secure-sessions init`, or start a service on it"
+            )
 
     def reject_unfinished(self, *features: str) -> None:
         """Raise ConfigurationError if the command of one of *features* has not ended."""
         for feature in features:
             if self.format_version is not None and feature in self.features:
                 raise ConfigurationError(_UNFINISHED[feature])
-
-
-def require_features(survey: Survey) -> FeatureList:
-    if (found := survey.feature_list) is None:
-        raise ConfigurationError(
-            "the row `features` of secure_meta is missing or malformed: restore that table from a "
-            "backup"
-        )
-    return found
 
 
 # --- looking -------------------------------------------------------------------------------------
@@ -253,18 +272,21 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
     return [table.name for table, present in names if not present.issuperset(table.c.keys())]
 
 
-async def look_at(executor: Executor, whose: str = "", known: Collection[int] = ()) -> Survey:
-    """Do the same as `look`; ConfigurationError if SQLite cannot use the file, which is *whose*."""
+async def look_at(
+    executor: Executor, *, is_key_database: bool = False, known: Collection[int] = ()
+) -> Survey:
+    """Do the same as `look`; ConfigurationError if SQLite cannot use the file."""
     try:
         return await executor.run(partial(look, known=known), commit=False)
     except DatabaseError as error:
-        raise unusable(error, whose) from None
+        raise unusable(error, is_key_database=is_key_database) from None
 
 
-def unusable(error: DatabaseError, whose: str) -> Exception:
+def unusable(error: DatabaseError, *, is_key_database: bool) -> Exception:
     """Return *error*, or a ConfigurationError if it says that SQLite cannot use the file."""
     if not (error.code or "").startswith(_UNUSABLE):
         return error
+    whose = "key database's " if is_key_database else ""
     return ConfigurationError(f"the {whose}SQLite file cannot be used: {error}")
 
 
@@ -276,7 +298,7 @@ async def survey_both(
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
         data = await look_at(executors.data)
-        keys = await look_at(executors.keys, KEY_FILE, known)
+        keys = await look_at(executors.keys, is_key_database=True, known=known)
     else:
         data = keys = await look_at(executors.data, known=known)
     ids_differ = data.meta.get(meta.DATABASE_ID) != keys.meta.get(meta.DATABASE_ID)
@@ -287,16 +309,13 @@ async def survey_both(
         data = await look_at(executors.data, known=known)
         keys = keys if executors.has_key_database else data
     check(keys, Part.KEYS if executors.has_key_database else Part.ALL, create_tables)
-    keys.reject_unfinished(MOVING)
+    keys.reject_unfinished(FeatureName.MOVING)
     if executors.has_key_database:
         check(data, Part.DATA, create_tables)
         check_together(data, keys)
     for name in _missing_feature_tables(data, keys):
         raise ConfigurationError(f"the table {name} was removed: restore it from a backup")
     return data, keys
-
-
-KEY_FILE = "key database's "
 
 
 def merged(data: Survey, keys: Survey) -> Survey:
@@ -399,7 +418,7 @@ def _check_part(survey: Survey, part: Part) -> None:
         )
     if survey.part is not part:
         if meta.FEATURES in survey.meta:
-            survey.reject_unfinished(MOVING)
+            survey.reject_unfinished(FeatureName.MOVING)
         raise ConfigurationError(MISPLACED[part, survey.part])
 
 
@@ -417,22 +436,9 @@ def check_together(data: Survey, keys: Survey) -> None:
             "lost"
         )
     if data.database_id is not None and data.database_id != keys.database_id:
-        if separated_from(keys) == data.meta[meta.DATABASE_ID]:
-            keys.reject_unfinished(SEPARATING)  # it ended before it stored the new id in *data*
+        if keys.separated_from == data.meta[meta.DATABASE_ID]:
+            # `separate` stopped before it stored the new id in *data*.
+            keys.reject_unfinished(FeatureName.SEPARATING)
         raise ConfigurationError(
             "the key database belongs to another database: check db_url and key_db_url"
         )
-
-
-SEPARATION_FORM: re.Pattern[str] = re.compile(
-    r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
-    r"(?P<mac>[0-9a-f]{32})"
-)
-
-
-def separated_from(keys: Survey) -> str | None:
-    """Return the id of the original, in hexadecimal and not authenticated, if `separate` has not
-    ended.
-    """
-    found = SEPARATION_FORM.fullmatch(str(keys.meta.get(meta.SEPARATION)))
-    return None if found is None else found["old"]

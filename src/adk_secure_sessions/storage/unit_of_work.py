@@ -338,6 +338,10 @@ class UnitOfWork:
         run = self.executors.keys.run
         return await repeated(lambda: run(work, commit=commit), writes=True)
 
+    async def read_data_keys(self, owners: Iterable[object]) -> Found:
+        """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
+        return await read_data_keys(self.read_keys, owners)
+
     async def data_keys_of(self, *owners: object) -> StagedKeys:
         """Read and return the data keys of *owners*, which are tags.
 
@@ -348,7 +352,7 @@ class UnitOfWork:
         renewals = 0
         while True:
             seen = keys.keyring
-            found = await read_data_keys(self.read_keys, tags)
+            found = await self.read_data_keys(tags)
             staged = StagedKeys(
                 keys,
                 keyring_is_complete=renewals > 0,

@@ -47,7 +47,7 @@ from adk_secure_sessions.formats.audit_records import (
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.schema import audit_records
-from adk_secure_sessions.storage.survey import AUDIT
+from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork, apply_once
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class AuditTrail(KeyMaterial):
 
     def __init__(self, unit: UnitOfWork, *, create_table: bool, warns: bool = True) -> None:
         self._unit = unit
-        self._feature = Feature(unit, AUDIT, create_table=create_table)
+        self._feature = Feature(unit, FeatureName.AUDIT, create_table=create_table)
         self._warns = warns
         # The chain that was used last is the last element.  Several threads use the list without a
         # lock, which a forked process could inherit locked: taking and adding an element is atomic.

@@ -25,7 +25,7 @@ from adk_secure_sessions.storage.schema import (
     parameters,
     sessions,
 )
-from adk_secure_sessions.storage.survey import COLLECTIONS
+from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     AppendEvent,
@@ -92,7 +92,7 @@ class Collections:
 
     def __init__(self, unit: UnitOfWork) -> None:
         self._unit = unit
-        self._feature = Feature(unit, COLLECTIONS)
+        self._feature = Feature(unit, FeatureName.COLLECTIONS)
 
     @property
     def stores_plaintext(self) -> bool:

@@ -53,7 +53,7 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
 )
-from adk_secure_sessions.storage.survey import EXPIRY, MIGRATION
+from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import (
     Changes,
@@ -70,7 +70,7 @@ from adk_secure_sessions.storage.writes import (
 
 K = TypeVar("K")
 T = TypeVar("T")
-SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
+_Ids = tuple[str, str, str]  # the app name, the user id and the session id
 AppOrUser = tuple[str, ...]  # the app name; and, of a user, the user id
 
 # One request inserts at most this many events and bytes.  A larger event is inserted alone.
@@ -644,8 +644,8 @@ class Imports:
     ) -> None:
         self._unit = unit
         self._index = index
-        self._expiry = Feature(unit, EXPIRY)
-        self._feature = Feature(unit, MIGRATION, create_table=create_table)
+        self._expiry = Feature(unit, FeatureName.EXPIRY)
+        self._feature = Feature(unit, FeatureName.MIGRATION, create_table=create_table)
 
     async def prepare_imports(self) -> None:
         """Create the table and add the feature, if they are missing, as every write does."""
@@ -710,7 +710,7 @@ class Imports:
         operation = ImportState(who, await self._seals(), state, of_user=of_user, replace=replace)
         return await self._unit.run(operation)
 
-    async def imported(self, ids: Iterable[SessionIds]) -> dict[SessionIds, Imported]:
+    async def imported(self, ids: Iterable[_Ids]) -> dict[_Ids, Imported]:
         """Return the rows of `secure_migrated` for those of the sessions *ids* that have a row.
 
         If a session's user was erased, the result for the session is a tombstone.

@@ -23,7 +23,7 @@ from adk_secure_sessions.storage.queries import (
 )
 from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation
 from adk_secure_sessions.storage.schema import Identity, View
-from adk_secure_sessions.storage.survey import STATE_INDEX
+from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, apply_changes, read_found
 
@@ -43,7 +43,7 @@ class SearchIndex:
         for key in self.keys:
             index_rows.check_key(key)
         self._unit = unit
-        self._feature = Feature(unit, STATE_INDEX, create_table=create_table)
+        self._feature = Feature(unit, FeatureName.STATE_INDEX, create_table=create_table)
         # The apps whose keys were declared, and the keyring that was current then.
         self._declared: tuple[Keyring | None, set[str]] = (None, set())
 
@@ -106,6 +106,10 @@ class SearchIndex:
         """Store that each session or user has its rows of the keys with these *tags*."""
         keyring = (await self._unit.keys()).keyring
         await self._unit.change(partial(index_rows.complete, keyring, list(tags)))
+
+    async def withdraw(self, tags: Iterable[bytes]) -> None:
+        """Store that the keys with these *tags* are not indexed any more."""
+        await self._unit.change(partial(index_rows.withdraw, sorted(tags)))
 
     async def declare_configured(self, app_name: str) -> None:
         """Declare the keys that this process is configured to index, once for each app."""
