@@ -132,6 +132,16 @@ def test_api_has_an_entry_for_every_public_name(html: dict[str, Html]) -> None:
     assert names <= html["api.html"].ids
 
 
+def test_picture_shows_real_rows_of_two_databases(site: Path) -> None:
+    made = re.findall("<text [^>]*>([^<]*)", (site / "index.html").read_text(encoding="utf-8"))
+    readme = re.findall("<text [^>]*>([^<]*)", (ROOT / "docs/two-databases.svg").read_text())
+    assert [one for one in made if "ya29" in one or "allergic" in one]
+    ciphertext = re.compile("[0-9a-f]{30,}( …)?")
+    visible = [[one for one in texts if not ciphertext.fullmatch(one)] for texts in (made, readme)]
+    assert visible[0] == visible[1], "make the copy of the README anew: docs/hooks/two_databases.py"
+    assert set(made) != set(readme), "the picture was not made by this build"
+
+
 # What people search for, and the page that must be the first result.
 SEARCHES = {
     "adk web": "adk-commands.html",
