@@ -205,11 +205,8 @@ class Report:
                 if f"{name}/{OURS}" not in self._figures:
                     return "In this run, PostgreSQL with `pgcrypto` was not installed."
                 times = [self.text(f"{name}/{side}") for side in (OURS, *others)]
-                ratios = [self.interval(f"{name}/relative to {side}") for side in others]
-                cells.append([f"{operation} {size_label(size)}", *times, *ratios])
-        names = [f"`{name}`" for name in others]
-        ratios = [f"application relative to {name}" for name in names]
-        return _markdown(["operation", "application", *names, *ratios], cells)
+                cells.append([f"{operation} {size_label(size)}", *times])
+        return _markdown(["operation", "application", *(f"`{name}`" for name in others)], cells)
 
     def blobs(self, store: str) -> str:
         """Return the table of uploads and downloads of blobs."""
