@@ -7,6 +7,7 @@ cache saves.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -63,6 +64,7 @@ def size_of_event(plaintext: bytes) -> int:
     return _OF_EVENT + len(plaintext) + _OF_VALUE * values
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class History(KeyMaterial):
     """The first events of a session; it is never changed.
 
@@ -70,16 +72,11 @@ class History(KeyMaterial):
     are microseconds UTC; *size* is in bytes.
     """
 
-    __slots__ = ("events", "link", "row", "size", "times")
-
-    def __init__(
-        self, row: int, link: bytes, times: list[int], events: list[Any], size: int = _FIXED
-    ) -> None:
-        self.row: int = row
-        self.link: bytes = link
-        self.times: list[int] = times
-        self.events: list[Any] = events
-        self.size: int = size
+    row: int
+    link: bytes
+    times: list[int]
+    events: list[Any]
+    size: int = _FIXED
 
     @property
     def revision(self) -> int:
@@ -98,46 +95,27 @@ class History(KeyMaterial):
         return self.events[-limit:] if limit else self.events.copy()
 
 
-class HistoryCache:
-    """The histories of the sessions that were read last, at most *limit* bytes in total.
-
-    A history that is larger than *limit* is not cached.  Several threads may use the cache.
-    """
+class HistoryCache(SizedLru[bytes, History]):
+    """The histories of the sessions that were read last, at most *limit* bytes in total, by tag."""
 
     def __init__(self, limit: int) -> None:
-        self._histories: SizedLru[bytes, History] = SizedLru(limit)
+        super().__init__(limit)
         # The row ids of sessions that are too large: their sizes need not be computed again.
         self._oversized: Lru[bytes, int] = Lru(_OVERSIZED)
-
-    @property
-    def limit(self) -> int:
-        return self._histories.limit
-
-    @property
-    def size(self) -> int:
-        return self._histories.size
-
-    def get(self, tag: bytes) -> History | None:
-        return self._histories.get(tag)
 
     def accepts(self, tag: bytes, row: int) -> bool:
         """Whether the session was not found to be larger than the cache."""
         return self.limit > 0 and self._oversized.get(tag) != row
 
-    def put(self, tag: bytes, history: History) -> None:
+    def keep(self, tag: bytes, history: History) -> None:
         """Cache *history*, unless more events of the session are cached: during a slow read,
         another task may have read later events.
         """
         if history.size > self.limit:
-            self._histories.drop(tag)
             self._oversized.put(tag, history.row)
-            return
-        seen = self._histories.get(tag)
+        seen = self.get(tag)
         if seen is None or seen.row != history.row or seen.revision < history.revision:
-            self._histories.put(tag, history, history.size)
-
-    def drop(self, tag: bytes) -> None:
-        self._histories.drop(tag)
+            self.put(tag, history, history.size)
 
 
 class RowCache:

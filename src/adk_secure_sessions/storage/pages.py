@@ -61,13 +61,14 @@ async def pages(
     columns = key if isinstance(key, tuple) else (key,)
     after: Sequence[object] | None = None
     while True:
-        statement, position = page(query, columns, size, after)
+        position = {f"after_{number}": value for number, value in enumerate(after or ())}
+        statement = _page(query, columns, size, after is not None)
         rows = await read(statement, {**parameters, **position})
         if rows:
             yield [row(*values) for values in rows]
         if len(rows) < size:
             return
-        after = end_of(rows, columns)
+        after = _end_of(rows, columns)
 
 
 async def rows_where(
@@ -96,17 +97,7 @@ async def spans(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[S
     yield Span(after, None)
 
 
-def page(
-    query: sa.Select[Any], key: tuple[Key, ...], size: int, after: Sequence[object] | None
-) -> tuple[sa.Select[Any], dict[str, object]]:
-    """Return the query for one page of *query* after the key *after* (see `end_of`), and the
-    parameters that are added to its own.
-    """
-    position = {f"after_{number}": value for number, value in enumerate(after or ())}
-    return _page(query, key, size, after is not None), position
-
-
-def end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
+def _end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
     """Return the key of the last row, which the next page follows.
 
     SQLite stores any type in any column: TamperedError if no page can continue after this one.

@@ -161,6 +161,12 @@ _MIGRATED = RowKind(8, MigratedRow, migrated.c)
 _INDEXED = RowKind(9, IndexedRow, indexed.c)
 _KINDS = (APP, USER, WITNESS, SESSION, _SNAPSHOT, _EVENT, _KEY, _MASTER, _MIGRATED, _INDEXED)
 _FORMS: list[tuple[Any, Callable[[Row], Any]]] = [(kind.row, kind.values) for kind in _KINDS]
+# The rows and the row ids of the app, the user and the session that a read is about.
+_APP_ROW = APP.select(apps.c.tag == _app_tag)
+_USER_ROW = USER.select(users.c.tag == _user_tag)
+_APP_ID: Any = select(apps.c.id).where(apps.c.tag == _app_tag).scalar_subquery()
+_USER_ID: Any = select(users.c.id).where(users.c.tag == _user_tag).scalar_subquery()
+_SESSION_ID: Any = select(sessions.c.id).where(sessions.c.tag == _session_tag).scalar_subquery()
 
 
 def _witness(*tags: BindParameter[bytes]) -> Select[Any]:
@@ -199,26 +205,6 @@ def index_row_of_user(user_row: Any) -> ColumnElement[int]:
     return row_id
 
 
-def _app() -> Select[Any]:
-    return APP.select(apps.c.tag == _app_tag)
-
-
-def _user() -> Select[Any]:
-    return USER.select(users.c.tag == _user_tag)
-
-
-def _app_id() -> Any:
-    return select(apps.c.id).where(apps.c.tag == _app_tag).scalar_subquery()
-
-
-def _user_id() -> Any:
-    return select(users.c.id).where(users.c.tag == _user_tag).scalar_subquery()
-
-
-def _session_id() -> Any:
-    return select(sessions.c.id).where(sessions.c.tag == _session_tag).scalar_subquery()
-
-
 def _forms(*members: Select[Any]) -> QueryForms:
     """Return the two forms of the UNION ALL of *members*, which read one app and one user."""
     keys = (_keys_of(_app_tag), _keys_of(_user_tag), _master())
@@ -227,17 +213,17 @@ def _forms(*members: Select[Any]) -> QueryForms:
 
 def _session_forms(*history: Select[Any]) -> QueryForms:
     return _forms(
-        _app(),
-        _user(),
+        _APP_ROW,
+        _USER_ROW,
         _witness(_app_tag, _user_tag, _session_tag),
         _session(sessions.c.tag == _session_tag),
-        _SNAPSHOT.select(bases.c.session_row == _session_id()),
+        _SNAPSHOT.select(bases.c.session_row == _SESSION_ID),
         *history,
     )
 
 
 def _owner_forms(*more: Select[Any]) -> QueryForms:
-    return _forms(_app(), _user(), _witness(_app_tag, _user_tag), *more)
+    return _forms(_APP_ROW, _USER_ROW, _witness(_app_tag, _user_tag), *more)
 
 
 def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
@@ -246,7 +232,7 @@ def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
     A listing of sessions also reads the collections, to authenticate that they are collections.
     Otherwise, an attacker could hide a session by marking its row as a collection.
     """
-    mine = and_(sessions.c.user_row == _user_id(), *conditions)
+    mine = and_(sessions.c.user_row == _USER_ID, *conditions)
     return _owner_forms(
         WITNESS.select(sessions.c.tag == witnesses.c.tag, mine),
         _session(mine),
@@ -256,10 +242,10 @@ def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
 
 def _listing_of_app() -> QueryForms:
     """Return the forms of the query for the sessions of all users of an app."""
-    of_app = users.c.app_row == _app_id()
+    of_app = users.c.app_row == _APP_ID
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     members = [
-        _app(),
+        _APP_ROW,
         USER.select(of_app),
         _witness(_app_tag),
         WITNESS.select(users.c.tag == witnesses.c.tag, of_app),
@@ -310,12 +296,12 @@ def page_of_sessions(
             # The addition prevents the database from using the index of `app_row`.  It would read
             # all users of the app, because it cannot know how few sessions have this value.
             app_row = app_row + _ZERO
-        rows = rows.select_from(source).where(app_row == _app_id())
+        rows = rows.select_from(source).where(app_row == _APP_ID)
     else:
-        rows = rows.where(sessions.c.user_row == _user_id())
+        rows = rows.where(sessions.c.user_row == _USER_ID)
     page = rows.limit(_limit).offset(_ZERO).cte("page")
     members = [
-        _app(),
+        _APP_ROW,
         WITNESS.select(witnesses.c.tag.in_(select(page.c.tag))),
         _session(source=page.join(sessions, sessions.c.id == page.c.id)),
     ]
@@ -324,7 +310,7 @@ def page_of_sessions(
     if snapshots:
         members.append(_SNAPSHOT.select(bases.c.session_row.in_(select(page.c.id))))
     if not of_app:
-        return _forms(*members, _user(), _witness(_app_tag, _user_tag))
+        return _forms(*members, _USER_ROW, _witness(_app_tag, _user_tag))
     owners = users.c.id.in_(select(page.c.user_row))
     of_owners = select(users.c.tag).where(owners)
     members += [
@@ -338,24 +324,24 @@ def page_of_sessions(
 
 def _last_events() -> Select[Any]:
     revision = select(sessions.c.revision).where(sessions.c.tag == _session_tag).scalar_subquery()
-    return _EVENT.select(events.c.session_row == _session_id(), events.c.seq >= revision - _limit)
+    return _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= revision - _limit)
 
 
-SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT.select(events.c.session_row == _session_id()))
+SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT.select(events.c.session_row == _SESSION_ID))
 SESSION_WITH_LAST_EVENTS = _session_forms(_last_events())
 # The parameter `known` is the `seq` of the first event to read.
 SESSION_WITH_NEW_EVENTS = _session_forms(
-    _EVENT.select(events.c.session_row == _session_id(), events.c.seq >= _known)
+    _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= _known)
 )
 SESSION_WITHOUT_EVENTS = _session_forms()
 # Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
 SESSION_WITH_EVENTS_BETWEEN = _forms(
-    _app(),
-    _user(),
+    _APP_ROW,
+    _USER_ROW,
     _witness(_app_tag, _user_tag, _session_tag),
     _session(sessions.c.tag == _session_tag),
     _EVENT.select(
-        events.c.session_row == _session_id(),
+        events.c.session_row == _SESSION_ID,
         events.c.seq.between(bindparam("first", type_=BigInteger), bindparam("last")),
     ),
 )
@@ -368,8 +354,8 @@ OWNERS = _owner_forms()
 IMPORTED_SESSION = _session_forms(_MIGRATED.select(migrated.c.tag.in_([_user_tag, _session_tag])))
 IMPORTED_OWNERS = _owner_forms(_MIGRATED.select(migrated.c.tag.in_([_app_tag, _user_tag])))
 # The next two queries also read the rows of `secure_state_index` of the session or the user.
-INDEXED_SESSION = _session_forms(_INDEXED.select(indexed.c.row_id == _session_id()))
-INDEXED_USER = _owner_forms(_INDEXED.select(indexed.c.row_id == index_row_of_user(_user_id())))
+INDEXED_SESSION = _session_forms(_INDEXED.select(indexed.c.row_id == _SESSION_ID))
+INDEXED_USER = _owner_forms(_INDEXED.select(indexed.c.row_id == index_row_of_user(_USER_ID)))
 EVENT_AT = _EVENT.select(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )

@@ -219,7 +219,7 @@ class GetSession(ReadOperation, Generic[E]):
         known = known or History(session.id, NO_LINK, [], [])
         times = [row[EVENT_TIME] for row in found.events]
         history = known.extended(session.head, times, events, size)
-        cache.put(session.tag, history)
+        cache.keep(session.tag, history)
         return history.part(self._limit, self._after)
 
 

@@ -10,7 +10,7 @@ wrong is rejected.  See docs/format.md, "Migration".
 """
 
 import hmac
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -31,6 +31,7 @@ from adk_secure_sessions.storage.attempts import Attempt, KeySource
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import SearchIndex
+from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.queries import (
     Found,
     chunks,
@@ -284,7 +285,8 @@ class ImportSession(_Import[_Outcome]):
         self._state = state
         self._events = events
         self._times = times
-        self._spans = list(_spans(events))
+        # One request inserts the events of one group.
+        self._groups = list(grouped(events, _length, _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
         self._links: list[bytes] = []  # of the events, in the last attempt
         # The result of each attempt, by the row id that the attempt has chosen for the session.  An
         # attempt that lost its connection may have been committed.  If the next attempt finds one
@@ -292,10 +294,9 @@ class ImportSession(_Import[_Outcome]):
         self._sent: dict[int, ImportStatus] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
-        # A span is a part of the events that one request inserts.  Several spans need several
-        # requests, which must be committed together.  With asyncpg, each request would commit
+        # Several requests must be committed together.  With asyncpg, each request would commit
         # separately, unless `locks_rows` is True.
-        if len(self._spans) > 1:
+        if len(self._groups) > 1:
             attempt = attempt._replace(locks_rows=True)
         return await super().attempt(attempt, executors)
 
@@ -423,41 +424,33 @@ class ImportSession(_Import[_Outcome]):
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the events; return False if the first change matched no row.
 
-        The first request contains *changes* and the first span of events.  Each further span is
+        The first request contains *changes* and the first group of events.  Each further group is
         inserted by a request of its own.
         """
-        first = self._rows(attempt, new, self._spans[0]) if self._spans else []
-        inserted = [Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=first)] if first else []
-        if not (yield Apply([*changes, *inserted])):
-            return False
-        for span in self._spans[1:]:
-            one, *rest = self._rows(attempt, new, span)
-            changes = [Change(sql.INSERT_EVENT, one)]
-            if rest:
-                changes.append(Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=rest))
-            yield from apply_changes(changes)
+        first = 0
+        for group in self._groups or [[]]:
+            links = self._links[first : first + len(group)]
+            previous = self._links[first - 1] if first else NO_LINK
+            rows = [
+                parameters(row)
+                for row in sealed_rows.seal_events(
+                    attempt, new.session.id, first, group, links, previous
+                )
+            ]
+            if first:
+                changes = [Change(sql.INSERT_EVENT, rows.pop(0))]
+            if rows:
+                changes = [*changes, Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=rows)]
+            if not (yield Apply(changes)):
+                if first:
+                    raise Conflict
+                return False
+            first += len(group)
         return True
 
-    def _rows(self, attempt: Attempt, new: NewSession, span: slice) -> list[dict[str, object]]:
-        """Encrypt the events of *span*, and return their rows."""
-        links, first = self._links, span.start
-        previous = links[first - 1] if first else NO_LINK
-        rows = sealed_rows.seal_events(
-            attempt, new.session.id, first, self._events[span], links[span], previous
-        )
-        return [parameters(row) for row in rows]
 
-
-def _spans(events: Sequence[SourceEvent]) -> Iterator[slice]:
-    """Divide *events* into spans that one request may insert."""
-    start = size = 0
-    for index, event in enumerate(events):
-        size += len(event.plaintext)
-        if index > start and (size > _BYTES_AT_ONCE or index - start == _EVENTS_AT_ONCE):
-            yield slice(start, index)
-            start, size = index, len(event.plaintext)
-    if start < len(events):
-        yield slice(start, len(events))
+def _length(event: SourceEvent) -> int:
+    return len(event.plaintext)
 
 
 class ImportState(_Import[ImportStatus]):
@@ -580,9 +573,6 @@ def _update(old: MigratedRow, new: MigratedRow) -> Change:
     return Change(sql.UPDATE_MIGRATED, parameters(old, "at_") | parameters(new))
 
 
-# --- the mark of a complete migration -------------------------------------------------------------
-
-
 class MigrationEnd(Enum):
     """The values of the mark that a migration stores in row `migration` of `secure_meta`."""
 
@@ -594,46 +584,12 @@ class MigrationEnd(Enum):
         """Whether rows of the source may have been deleted."""
         return self is MigrationEnd.SOURCE_ERASED
 
-
-def mark_migration(end: MigrationEnd, keyring: Keyring, connection: sa.Connection) -> None:
-    """Store the mark *end*, which replaces a stored mark, even one that was tampered with.
-
-    Only the mark `SOURCE_ERASED` is not replaced.
-    """
-    stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
-    if stored != _migration_mark(MigrationEnd.SOURCE_ERASED, keyring):
-        meta.put(connection, meta.MIGRATION_MARK, _migration_mark(end, keyring))
-
-
-def withdraw_migration(keyring: Keyring, connection: sa.Connection) -> bool:
-    """Remove the mark `MigrationEnd.COMPLETE`, and return whether no mark is stored afterwards.
-
-    The mark `SOURCE_ERASED` and a mark that was tampered with are not removed.
-    """
-    complete = _migration_mark(MigrationEnd.COMPLETE, keyring)
-    return meta.swap(connection, meta.MIGRATION_MARK, complete, None)
-
-
-def migration_end(keyring: Keyring, connection: sa.Connection) -> MigrationEnd | None:
-    """Return the stored mark of a migration; None if no mark is stored."""
-    value = meta.read(connection, meta.MIGRATION_MARK)
-    if value is None:
-        return None
-    for end in MigrationEnd:
-        if hmac.compare_digest(str(value).encode(), _migration_mark(end, keyring).encode()):
-            return end
-    raise WrongKeyError(
-        f"the row `{meta.MIGRATION_MARK}` of secure_meta was tampered with: delete the row and run "
-        "`migrate compare` again"
-    )
-
-
-def _migration_mark(end: MigrationEnd, keyring: Keyring) -> str:
-    mac_of = {
-        MigrationEnd.COMPLETE: keyring.index.migration_complete,
-        MigrationEnd.SOURCE_ERASED: keyring.index.source_erased,
-    }
-    return f"{end.value} {mac_of[end](keyring.database_id).hex()}"
+    def mark(self, keyring: Keyring) -> str:
+        """Return the text to store."""
+        mac_of = keyring.index.migration_complete
+        if self.source_is_erased:
+            mac_of = keyring.index.source_erased
+        return f"{self.value} {mac_of(keyring.database_id).hex()}"
 
 
 class Imports:
@@ -762,25 +718,45 @@ class Imports:
     async def complete_migration(self, *, source_is_erased: bool = False) -> None:
         """Store the mark that everything was imported, and perhaps erased in the source.
 
-        A stored mark `SOURCE_ERASED` is never replaced.  Without this mark, a later migration from
-        the same source could replace or delete the only copies of sessions.
+        The mark replaces a stored one, even one that was tampered with, but never `SOURCE_ERASED`.
+        Without this mark, a later migration from the same source could replace or delete the only
+        copies of sessions.
         """
         end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
         await self._feature.ensure()
         keyring = (await self._unit.keys()).keyring
-        await self._unit.change_keys(partial(mark_migration, end, keyring))
+
+        def store(connection: sa.Connection) -> None:
+            stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
+            if stored != MigrationEnd.SOURCE_ERASED.mark(keyring):
+                meta.put(connection, meta.MIGRATION_MARK, end.mark(keyring))
+
+        await self._unit.change_keys(store)
 
     async def withdraw_migration(self) -> bool:
         """Remove the mark `COMPLETE`, and no other mark; return whether it was stored."""
         keyring = (await self._unit.keys()).keyring
         if await self.migration_end() is not MigrationEnd.COMPLETE:
             return False  # do not begin to write: the account may only be able to read
-        return await self._unit.change_keys(partial(withdraw_migration, keyring))
+        old = MigrationEnd.COMPLETE.mark(keyring)
+        return await self._unit.change_keys(
+            partial(meta.swap, name=meta.MIGRATION_MARK, old=old, new=None)
+        )
 
     async def migration_end(self) -> MigrationEnd | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
         keyring = (await self._unit.keys()).keyring
-        return await self._unit.change_keys(partial(migration_end, keyring), commit=False)
+        read = partial(meta.read, name=meta.MIGRATION_MARK)
+        value = await self._unit.change_keys(read, commit=False)
+        if value is None:
+            return None
+        for end in MigrationEnd:
+            if hmac.compare_digest(str(value).encode(), end.mark(keyring).encode()):
+                return end
+        raise WrongKeyError(
+            f"the row `{meta.MIGRATION_MARK}` of secure_meta was tampered with: delete the row and "
+            "run `migrate compare` again"
+        )
 
     async def _seals(self) -> Seals:
         return Seals((await self._unit.keys()).keyring)
