@@ -276,7 +276,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         app_delta = loads(encode(scopes.app, APP_PREFIX))
         user_delta = loads(encode(scopes.user, USER_PREFIX))
         own = encode(scopes.session)
-        await self._index.declare_configured(app_name)
+        if self._index.keys:
+            await self._index.declare_configured(app_name)
         who = await self._unit.identify(app_name, user_id, session_id)
         expires_at = NEVER
         if lifetime is not None:
@@ -673,7 +674,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             session.events.append(event)
 
         new = writes.NewEvent(events.encode(event), time_us, *scopes)
-        await self._index.declare_configured(session.app_name)
+        if self._index.keys:
+            await self._index.declare_configured(session.app_name)
         who = await self._unit.identify(session.app_name, session.user_id, session.id)
         try:
             stored(await self._unit.run(writes.AppendEvent(who, expected, new, stored)))
