@@ -14,6 +14,7 @@ from tests.benchmarks.databases import (
     ADK_SQLITE,
     CACHED_EVENTS,
     FERNET,
+    FLOOR,
     NO_OP,
     OURS,
 )
@@ -136,20 +137,21 @@ class Report:
         return _markdown([first, *(heading for heading, _ in columns)], cells)
 
     def operations(self, *databases: str) -> str:
-        """Return the table of all operations: the time, and the ratio to ADK with its goal."""
+        """Return the table of all operations: the time, and the ratios with their goals."""
         cells = []
         for operation in budgets.BUDGETS["postgresql"]:
             if self.has(_to_adk(databases[0], operation)):
                 row = [operation]
                 for database in databases:
-                    to_adk = _to_adk(database, operation)
+                    to_floor = f"{database}/{operation}/relative to {FLOOR}"
                     time = self.text(f"{database}/{operation}/{OURS}")
-                    row += [self.text(to_adk), self.goal(to_adk), time]
+                    row += [time, self.with_goal(_to_adk(database, operation))]
+                    row += [self.with_goal(to_floor)]
                 cells.append(row)
         columns = [
             text
             for database in databases
-            for text in (f"{DATABASE_LABELS[database]}, relative to ADK", "goal", "time")
+            for text in (DATABASE_LABELS[database], "to ADK (goal)", "to the floor (goal)")
         ]
         return _markdown(["operation", *columns], cells)
 
@@ -163,13 +165,13 @@ class Report:
         ]
         return f"{sum(map(bool, goals))} of {len(goals)}"
 
-    def goal(self, name: str) -> str:
-        """Return the goal of a figure, marked if it is missed, or an empty text without a goal."""
+    def with_goal(self, name: str) -> str:
+        """Return a figure with its goal, marked if it is missed; without, if it has no goal."""
         figure = self._figures[name]
         if figure.goal is None:
-            return ""
-        text = quantity(figure.goal, unit=figure.unit)
-        return text if figure.is_met else f"{text}, **missed**"
+            return figure.text
+        goal = quantity(figure.goal, unit=figure.unit)
+        return f"{figure.text} ({goal}{'' if figure.is_met else ', **missed**'})"
 
     def rates(self, database: str) -> str:
         """Return the table of operations per second for each number of concurrent conversations."""
@@ -282,12 +284,10 @@ class Report:
             name = f"{database}/history, {events} events"
             row = [f"{events:,} events", self.text(f"{name}/{ADK}")]
             for side in sides.values():
-                ratio = f"{name}/{side} relative to {ADK}"
-                goal = self.goal(ratio)
-                text = self.text(ratio) + (f" (goal: {goal})" if goal else "")
-                row += [self.text(f"{name}/{side}"), text]
+                ratio = self.with_goal(f"{name}/{side} relative to {ADK}")
+                row += [self.text(f"{name}/{side}"), ratio]
             cells.append(row)
-        columns = [heading for side in sides for heading in (side, "relative to ADK")]
+        columns = [heading for side in sides for heading in (side, "to ADK (goal)")]
         return _markdown(["session", "ADK", *columns], cells)
 
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:

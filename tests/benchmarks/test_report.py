@@ -103,8 +103,8 @@ def test_missed_goals_are_marked(results: Results) -> None:
         **{"sqlite__delete, 20 events__relative to adk": 0.99},
     )
     assert "**missed** by 1 of 4 figures (round trip, fernet, 100KB, overhead: 1.50x)" in page
-    [row] = [line for line in page.splitlines() if line.startswith("| delete, 20 events | 0.99x")]
-    assert row.startswith("| delete, 20 events | 0.99x | 0.15x, **missed** |")
+    [row] = [line for line in page.splitlines() if line.startswith("| delete, 20 events |")]
+    assert "| 0.99x (0.15x, **missed**) |" in row
 
 
 def test_template_holds_no_measured_number() -> None:
