@@ -15,9 +15,9 @@ from adk_secure_sessions import (
     UnknownKeyError,
 )
 from adk_secure_sessions.errors import Reason
-from adk_secure_sessions.formats.flags import Packing
 from adk_secure_sessions.formats.records import (
     FLAGS,
+    Packing,
     open_record,
     open_whole,
     open_without_flags,

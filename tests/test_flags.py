@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adk_secure_sessions import ConfigurationError, DecryptionError, Reason, TamperedError
-from adk_secure_sessions.formats import flags, json_text
-from adk_secure_sessions.formats.flags import (
+from adk_secure_sessions.formats import json_text, records
+from adk_secure_sessions.formats.records import (
     COMPRESSED_FROM,
     COMPRESSIONS,
     FLAGS,
@@ -76,7 +76,7 @@ def test_content_whose_compressed_form_is_as_long_is_stored_as_it_is(
 def test_content_that_a_reader_would_reject_is_not_compressed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flags, "MAX_CONTENT", 2000)
+    monkeypatch.setattr(records, "MAX_CONTENT", 2000)
     assert packed(bytes(2000), "zlib")[0] == ZLIB
     assert packed(bytes(2001), "zlib") == FLAGS + bytes(2001)
 
@@ -168,12 +168,12 @@ def test_damaged_plaintext_is_rejected_or_has_another_content(data: st.DataObjec
 @pytest.mark.parametrize("value", [1, 2, 4, 0x80])
 def test_wrapped_keys_and_witnesses_have_no_flags(value: int) -> None:
     with pytest.raises(DecryptionError, match="has no flags") as info:
-        flags.require_none(bytes([value]) + b"a secret")
+        records.require_none(bytes([value]) + b"a secret")
     assert info.value.reason is Reason.UNKNOWN_FLAGS
-    assert flags.require_none(FLAGS + b"a key") == FLAGS + b"a key"
+    assert records.require_none(FLAGS + b"a key") == FLAGS + b"a key"
 
 
-@pytest.mark.parametrize("read", [expand, flags.require_none])
+@pytest.mark.parametrize("read", [expand, records.require_none])
 def test_empty_plaintext_is_malformed(read: Any) -> None:
     with pytest.raises(TamperedError, match="empty") as info:
         read(b"")

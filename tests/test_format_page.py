@@ -10,7 +10,7 @@ from sqlalchemy.dialects import mysql
 from adk_secure_sessions import AesGcmBackend, FernetBackend, NoOpBackend, Reason
 from adk_secure_sessions.backends import THIRD_PARTY_IDS
 from adk_secure_sessions.crypto import aead
-from adk_secure_sessions.formats import flags, records
+from adk_secure_sessions.formats import records
 from adk_secure_sessions.keys import blind_index, data_keys, keyring, passphrase
 from adk_secure_sessions.storage import schema as tables
 from adk_secure_sessions.storage import survey
@@ -162,19 +162,19 @@ def test_page_gives_the_flags_byte() -> None:
     assert f"MUST write {records.FLAGS.hex()}" in text
     assert f"`{Reason.UNKNOWN_FLAGS}`" in text
     listed = {int(cells[0], 16): cells[1] for cells in rows(text)}
-    assert listed.keys() == {flags.ZLIB, 2, flags.PADDED}
-    assert "zlib" in listed[flags.ZLIB]
+    assert listed.keys() == {records.ZLIB, 2, records.PADDED}
+    assert "zlib" in listed[records.ZLIB]
     assert "reserved" in listed[2]
-    assert "padded" in listed[flags.PADDED]
+    assert "padded" in listed[records.PADDED]
 
 
 def test_page_gives_the_limits_of_compression() -> None:
     text = " ".join(section("Compression").split())
-    assert f"contents of {flags.COMPRESSED_FROM:,} bytes or more" in text
-    assert f"at most {flags.MAX_CONTENT:,} bytes" in text
+    assert f"contents of {records.COMPRESSED_FROM:,} bytes or more" in text
+    assert f"at most {records.MAX_CONTENT:,} bytes" in text
     limits = {cells[0]: cells[1] for cells in rows(section("Limits of JSON"))}
     (limit,) = (value for name, value in limits.items() if "compressed" in name)
-    assert limit.startswith(f"{flags.MAX_CONTENT:,} bytes")
+    assert limit.startswith(f"{records.MAX_CONTENT:,} bytes")
 
 
 def test_page_gives_the_length_of_a_link() -> None:

@@ -31,7 +31,7 @@ from adk_secure_sessions import (
     NoOpBackend,
     Packing,
 )
-from adk_secure_sessions.formats.flags import PADDED, ZLIB, padme
+from adk_secure_sessions.formats.records import PADDED, ZLIB, padme
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService

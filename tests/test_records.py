@@ -18,9 +18,10 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.flags import FLAGS, Packing
 from adk_secure_sessions.formats.records import (
+    FLAGS,
     HEADER_LENGTH,
+    Packing,
     context,
     open_record,
     open_whole,

@@ -24,8 +24,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.flags import Packing
-from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.formats.records import Cipher, Packing
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey

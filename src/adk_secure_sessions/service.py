@@ -25,8 +25,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.flags import Packing
-from adk_secure_sessions.formats.records import LINK_LENGTH, encode_text
+from adk_secure_sessions.formats.records import LINK_LENGTH, Packing, encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks

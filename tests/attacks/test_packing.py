@@ -27,7 +27,7 @@ from adk_secure_sessions import (
     Reason,
     TamperedError,
 )
-from adk_secure_sessions.formats import flags
+from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import HEADER_LENGTH, Cipher
 from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
@@ -177,7 +177,7 @@ async def test_bomb_is_rejected_and_other_sessions_are_read(
     url: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The limit of the format is 256 MiB and more: tests/test_flags.py meets it under `make soak`.
-    monkeypatch.setattr(flags.expand, "__defaults__", (2**20,))
+    monkeypatch.setattr(records.expand, "__defaults__", (2**20,))
     await write(url, where, bomb)
     sizes = {len(record) for record in _records(url, where)}
     assert max(sizes) < 20_000
@@ -256,7 +256,7 @@ async def test_every_attack_can_meet_packed_records(path: Path) -> None:
         keys_and_links = 100  # their length in bytes is lower
         found = Counter(one[0] for one in backend.seen if len(one) > keys_and_links)
         states = 3  # of the app, the user and the session
-        assert found == {0x00: 1, flags.ZLIB | flags.PADDED: states + 3}, who
+        assert found == {0x00: 1, records.ZLIB | records.PADDED: states + 3}, who
 
 
 # --- what packing could add for an attacker without keys -----------------------------------------

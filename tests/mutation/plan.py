@@ -10,8 +10,10 @@ _SHARED = [
 ]
 
 PLAN: dict[str, list[list[str]]] = {
-    "formats/records.py": [["tests/test_records.py", "tests/test_plaintexts.py"], _VECTORS],
-    "formats/flags.py": [["tests/test_flags.py"]],
+    "formats/records.py": [
+        ["tests/test_flags.py", "tests/test_records.py", "tests/test_plaintexts.py"],
+        _VECTORS,
+    ],
     "formats/audit_records.py": [["tests/test_audit_records.py"]],
     "crypto/aead.py": [["tests/test_backends.py"], _VECTORS],
     "backends/aes_gcm.py": [["tests/test_backends.py"], _VECTORS],

@@ -14,7 +14,7 @@ from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.later import maintenance
 from adk_secure_sessions.cli.program import Common, one_line_errors
-from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
+from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.object_store import ArtifactStore

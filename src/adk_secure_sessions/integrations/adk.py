@@ -25,7 +25,7 @@ from adk_secure_sessions.audit import Audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.flags import COMPRESSIONS, PADDINGS, Packing
+from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.loops import bound
 from adk_secure_sessions.service import EncryptedSessionService
 from adk_secure_sessions.tracebacks import hides_locals

@@ -46,7 +46,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import events, records, states
-from adk_secure_sessions.formats.flags import Packing
+from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.formats.states import (
     APP_PREFIX,
     USER_PREFIX,

@@ -34,8 +34,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.flags import Packing
-from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.formats.records import Cipher, Packing
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterMark, new_key_id
 
 _LAST_GENERATION = 2**62

@@ -15,7 +15,7 @@ from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.flags import Packing
+from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.keys.data_keys import DataKeys
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith

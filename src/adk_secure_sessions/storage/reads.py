@@ -177,10 +177,13 @@ class GetSession(ReadOperation, Generic[E]):
 
         def add(rows: Sequence[Row], opened: list[bytes]) -> None:
             nonlocal size
+            # A generator would take longer: it is resumed for each event.
             decoded.extend(
-                self._decode(plaintext, session.id, row[EVENT_SEQ])
-                for row, plaintext in zip(rows, opened, strict=True)
-                if after is None or row[EVENT_TIME] >= after
+                [
+                    self._decode(plaintext, session.id, row[EVENT_SEQ])
+                    for row, plaintext in zip(rows, opened, strict=True)
+                    if after is None or row[EVENT_TIME] >= after
+                ]
             )
             if self._caches:
                 size += sum(map(size_of_event, opened))

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.flags import Packing, packing_of
 from adk_secure_sessions.formats.records import (
     EVENT_LINK,
     EVENT_PREVIOUS,
@@ -17,9 +16,11 @@ from adk_secure_sessions.formats.records import (
     LINK_LENGTH,
     NO_LINK,
     OwnerFields,
+    Packing,
     SessionFields,
     encode_text,
     open_with_flags,
+    packing_of,
     split_link,
     with_id,
 )

@@ -40,7 +40,7 @@ from adk_secure_sessions.errors import (
     SecureSessionError,
     UnknownKeyError,
 )
-from adk_secure_sessions.formats.flags import Packing
+from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import LoopLocks
