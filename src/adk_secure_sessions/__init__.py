@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         EventPage,
         SessionPage,
         StaleSessionError,
+        append_event_to_latest,
     )
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "UnknownKeyError",
     "VaultKey",
     "WrongKeyError",
+    "append_event_to_latest",
     "audit_actor",
     "generate_key",
     "key_provider",
@@ -105,6 +107,7 @@ _MODULES = {
     "EventPage": "service",
     "SessionPage": "service",
     "StaleSessionError": "service",
+    "append_event_to_latest": "service",
 }
 
 

@@ -23,7 +23,7 @@ from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
-from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.records import LINK_LENGTH, Packing, encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
@@ -709,6 +709,60 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         if self._recording.trail is not None:
             self._recording.trail.close()
         await self._unit.close()
+
+
+@hides_locals
+async def append_event_to_latest(
+    service: BaseSessionService, session: Session, event: Event, *, attempts: int = 5
+) -> Session:
+    """Append *event*, also if another writer has appended to the session meanwhile.
+
+    Use it only for an event that does not depend on the events before it.  If its content or its
+    state delta was computed from the old session, a stale session must stay an error.
+
+    No lock is held.  After a `StaleSessionError` or an unknown outcome, the session is loaded
+    again.  If it contains an event with the id of *event*, an attempt whose answer was lost has
+    stored it.
+
+    Args:
+        service: A service of this package.
+        session: A session that the service returned.  It is updated only if the first attempt
+            succeeds.
+        event: The event; each attempt stores it with the same id.
+        attempts: The number of attempts, 1 or more.
+
+    Returns:
+        The session with the event: *session*, or the one that was loaded again.  Continue with it.
+
+    Raises:
+        StaleSessionError: Another writer was faster at each attempt.
+        SessionNotFoundError: The session is not stored.
+        DatabaseError, DecryptionError, ValueError: See `EncryptedSessionService.append_event`.
+    """
+    if attempts < 1:
+        raise ValueError("attempts must be 1 or more")
+    app_name, user_id, session_id = session.app_name, session.user_id, session.id
+    failed: Exception | None = None
+    for _ in range(attempts):
+        try:
+            await service.append_event(session, event)
+            return session
+        except (StaleSessionError, DatabaseError) as error:
+            if isinstance(error, DatabaseError) and not error.retryable:
+                raise
+            failed = error
+        temporary = {key: session.state[key] for key in session.state if key.startswith("temp:")}
+        latest = await service.get_session(
+            app_name=app_name, user_id=user_id, session_id=session_id
+        )
+        if latest is None:
+            raise SessionNotFoundError("Session not found.")
+        latest.state.update(temporary)
+        if any(one.id == event.id for one in latest.events):
+            return latest
+        session = latest
+    assert failed is not None
+    raise failed
 
 
 def _unsupported(name: str) -> Callable[..., Never]:
