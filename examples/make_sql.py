@@ -14,12 +14,12 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.storage.schema import (
     audit_records,
-    bases,
     events,
     feature_metadata,
     indexed,
     metadata,
     migrated,
+    snapshots,
 )
 from adk_secure_sessions.storage.survey import Part
 
@@ -64,7 +64,7 @@ HEAD_OF_PARTITIONING = """\
 -- psql -v ON_ERROR_STOP=1 -f postgresql-partitioning.sql
 
 """
-PARTITIONED = (bases.name, events.name)
+PARTITIONED = (snapshots.name, events.name)
 PARTITIONS = 16
 NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB", "sqlite": "SQLite"}
 

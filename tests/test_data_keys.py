@@ -18,11 +18,11 @@ from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.formats.records import (
     FLAGS,
     Packing,
+    build_header,
     open_record,
     open_whole,
     open_without_flags,
-    pack,
-    unpack,
+    parse_header,
 )
 from adk_secure_sessions.keys.data_keys import (
     DataKeyRow,
@@ -77,7 +77,7 @@ def test_key_encrypts_nothing_until_the_owners_row_was_read() -> None:
     assert not staged.is_as_new_as(ADA)
     staged.adopt(ADA, [row.id])
     assert current_id(staged) == row.id
-    assert unpack(staged.seal(ADA, CONTEXT, b"")) == (1, row.id)
+    assert parse_header(staged.seal(ADA, CONTEXT, b"")) == (1, row.id)
 
 
 @pytest.mark.parametrize("named", [0, 1, 2])
@@ -231,7 +231,7 @@ def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names() -> None:
     staged = read(keys, [row, junk(row)._replace(id=98), junk(row)])
     for key_id in (98, 99):
         with pytest.raises(DecryptionError, match=f"secure_data_keys row {key_id}"):
-            staged.open(ADA, CONTEXT, pack(1, key_id) + bytes(40))
+            staged.open(ADA, CONTEXT, build_header(1, key_id) + bytes(40))
 
 
 def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id() -> None:
@@ -239,7 +239,7 @@ def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id
     (row,) = made(keys, 1)
     staged = read(keys, [row._replace(id=99)])
     with pytest.raises(TamperedError, match="secure_data_keys row 99"):
-        staged.open(ADA, CONTEXT, pack(1, row.id) + bytes(40))
+        staged.open(ADA, CONTEXT, build_header(1, row.id) + bytes(40))
 
 
 def test_junk_key_is_not_taken_though_the_row_names_it() -> None:
@@ -315,7 +315,7 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     again.adopt(ADA, [planted.id])
     assert current_id(again) is None
     with pytest.raises(UnknownKeyError, match="no data master"):
-        again.open(ADA, CONTEXT, pack(1, planted.id) + bytes(40))
+        again.open(ADA, CONTEXT, build_header(1, planted.id) + bytes(40))
 
 
 def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
@@ -382,7 +382,9 @@ def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored() -> None:
 def test_data_key_that_is_wrapped_by_another_backend_is_malformed() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
-    changed = row._replace(wrapped=pack(2, MASTER) + row.wrapped[len(pack(2, MASTER)) :])
+    changed = row._replace(
+        wrapped=build_header(2, MASTER) + row.wrapped[len(build_header(2, MASTER)) :]
+    )
     with pytest.raises(TamperedError, match="not wrapped with AES-256-GCM") as rejected:
         unwrap_data_key(changed, keys.keyring)
     assert rejected.value.reason == Reason.MALFORMED
@@ -396,7 +398,7 @@ def test_data_key_that_its_backend_rejects_is_malformed() -> None:
 
 def test_record_of_a_backend_that_is_not_listed_has_a_reason() -> None:
     with pytest.raises(UnknownKeyError, match="encrypted by backend 9") as rejected:
-        StagedKeys(data_keys()).open(ADA, CONTEXT, pack(9, 1) + bytes(40))
+        StagedKeys(data_keys()).open(ADA, CONTEXT, build_header(9, 1) + bytes(40))
     assert rejected.value.reason == Reason.UNKNOWN_BACKEND
 
 
@@ -494,7 +496,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
     keys = data_keys()
     row = of_another_backend(keys)
     staged = read(keys, [row])
-    key = staged.key_of(ADA, pack(row.backend_id, row.id))
+    key = staged.key_of(ADA, build_header(row.backend_id, row.id))
     staged.count_decrypted(key, 7, perf_counter())
     staged.operation = operation = Operation("test")
     before = perf_counter()

@@ -24,7 +24,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import Cipher, pack, unpack
+from adk_secure_sessions.formats.records import Cipher, build_header, parse_header
 from adk_secure_sessions.keys.data_keys import (
     CipherFactory,
     DataKeyRow,
@@ -481,7 +481,7 @@ def marks_of(rows: Iterable[MasterKeyRow]) -> list[MasterMark]:
 
 def cipher_of(keys: DataKeys, row: DataKeyRow) -> Cipher:
     """Read *row*, and return the cipher for a record that names it."""
-    return loaded(keys, row).key_of(row.owner, pack(row.backend_id, row.id)).cipher
+    return loaded(keys, row).key_of(row.owner, build_header(row.backend_id, row.id)).cipher
 
 
 async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation() -> None:
@@ -496,7 +496,7 @@ async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation()
 async def test_data_key_under_a_plaintext_master_key_is_not_usable() -> None:
     rows = await made(ROOT, CLEAR)
     row = StagedKeys(on(await opened(rows, CLEAR, ROOT), 1)).new(ADA)
-    assert unpack(row.wrapped)[1] == rows[2].id
+    assert parse_header(row.wrapped)[1] == rows[2].id
     moved = loaded(on(await opened(rows, ROOT, CLEAR), 1), row)
     assert moved.current(ADA) is None
     assert moved.new(ADA).generation == 1

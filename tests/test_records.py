@@ -27,9 +27,9 @@ from adk_secure_sessions.formats.records import (
     open_whole,
     open_with_flags,
     open_without_flags,
+    parse_header,
     seal,
     seal_whole,
-    unpack,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -128,7 +128,7 @@ def test_record_is_decrypted_in_its_context(
     backend_id: int, key_id: int, associated: bytes, plaintext: bytes
 ) -> None:
     stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
-    assert unpack(stored) == (backend_id, key_id)
+    assert parse_header(stored) == (backend_id, key_id)
     assert open_record(stored, associated, CIPHER) == plaintext
 
 
@@ -146,7 +146,7 @@ def test_plaintext_begins_with_the_flags_byte() -> None:
 
 def with_flags(plaintext: bytes) -> bytes:
     """A record of *plaintext*, which includes the flags byte, or lacks it."""
-    header = records.pack(1, 7)
+    header = records.build_header(1, 7)
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
@@ -203,16 +203,19 @@ def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
 @opening
 def test_record_moved_to_another_context_is_rejected(opens: Opens) -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
-    for moved, where in ((stored, CONTEXT + b"x"), (records.pack(1, 8) + stored[13:], CONTEXT)):
+    for moved, where in (
+        (stored, CONTEXT + b"x"),
+        (records.build_header(1, 8) + stored[13:], CONTEXT),
+    ):
         with pytest.raises(TamperedError) as info:
             opens(moved, where, CIPHER)
         assert info.value.reason is Reason.AUTHENTICATION
 
 
 def assert_rejected(stored: bytes) -> None:
-    """By `unpack` if the header is malformed, by the cipher otherwise."""
+    """By `parse_header` if the header is malformed, by the cipher otherwise."""
     try:
-        unpack(stored)
+        parse_header(stored)
     except (TamperedError, PlaintextRefusedError):
         return
     with pytest.raises(TamperedError):
@@ -231,25 +234,25 @@ def test_every_modified_byte_of_a_record_is_rejected() -> None:
 @pytest.mark.parametrize("stored", [None, "", b""])
 def test_removed_value_is_rejected(stored: Any) -> None:
     with pytest.raises(TamperedError, match="removed"):
-        unpack(stored)
+        parse_header(stored)
 
 
 @pytest.mark.parametrize("stored", ['{"a": 1}', "AKS\x01 as text", b'{"a": 1}', 1, 1.5, b"AK"])
 def test_plaintext_where_a_record_belongs_is_rejected(stored: Any) -> None:
     with pytest.raises(PlaintextRefusedError):
-        unpack(stored)
+        parse_header(stored)
 
 
 @pytest.mark.parametrize("stored", [b"AKS", b"AKS\x02", b"AKS\x02" + bytes(8)])
 def test_record_without_a_whole_header_is_rejected(stored: bytes) -> None:
     with pytest.raises(TamperedError, match="header"):
-        unpack(stored)
+        parse_header(stored)
 
 
 @pytest.mark.parametrize("version", [0, 1, 3, 0x32, 0xFF])
 def test_record_of_another_version_is_rejected(version: int) -> None:
     with pytest.raises(TamperedError, match="header"):
-        unpack(b"AKS" + bytes([version]) + bytes(40))
+        parse_header(b"AKS" + bytes([version]) + bytes(40))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,7 @@ def test_record_of_another_version_is_rejected(version: int) -> None:
     + [b"AKS" + bytes([version]) + bytes(40) for version in (0, 1, 3, 0xFF)],
 )
 def test_value_without_a_whole_header_has_no_backend(stored: Any) -> None:
-    assert records.header(stored) is None
+    assert records.header_ids(stored) is None
 
 
 # --- ciphers of third parties --------------------------------------------------------------------
@@ -306,9 +309,9 @@ def test_decryption_error_of_a_cipher_passes_unchanged(opens: Opens) -> None:
         (lambda: records.decode_text(b"\xff"), Reason.MALFORMED),
         (lambda: context(("event",), 1.0), Reason.MALFORMED),  # type: ignore[arg-type]
         (lambda: context((1,)), Reason.MALFORMED),  # type: ignore[arg-type]
-        (lambda: unpack(b""), Reason.MISSING),
-        (lambda: unpack(records.MAGIC), Reason.MALFORMED),
-        (lambda: unpack(b"plaintext"), Reason.PLAINTEXT),
+        (lambda: parse_header(b""), Reason.MISSING),
+        (lambda: parse_header(records.MAGIC), Reason.MALFORMED),
+        (lambda: parse_header(b"plaintext"), Reason.PLAINTEXT),
     ],
 )
 def test_error_of_a_malformed_value_has_its_reason(read: Any, reason: Reason) -> None:

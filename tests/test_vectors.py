@@ -319,9 +319,9 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
         staged = StagedKeys(DataKeys(keyring, BACKENDS, 1, 100))
         staged.load([row], ())
         # A rejected data key raises when a record names it.
-        staged.key_of(row.owner, records.pack(row.backend_id, row.id))
+        staged.key_of(row.owner, records.build_header(row.backend_id, row.id))
     if case["expect"] == "ok":
-        _, master_id = records.unpack(row.wrapped)
+        _, master_id = records.parse_header(row.wrapped)
         opened.plaintext = records.open_record(
             row.wrapped, row.context(database_id), masters()[master_id]
         )

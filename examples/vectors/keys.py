@@ -294,7 +294,7 @@ def _data_keys() -> Iterator[Json]:
         "a key of 31 bytes": (b"\x00" + key[:31], "TamperedError", "malformed"),
         "a key of 33 bytes": (b"\x00" + key + b"\x00", "TamperedError", "malformed"),
     }
-    header = records.pack(1, 11)
+    header = records.build_header(1, 11)
     for name, (whole, expect, reason) in wholes.items():
         cipher = FixedAesGcm(MASTERS[11], made(f"wrap with {name}", 12))
         sealed = header + cipher.encrypt(whole, header + row.context(DATABASE_ID))

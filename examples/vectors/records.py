@@ -116,7 +116,7 @@ def _accepted(
 
 def _in_clear(plaintext: bytes) -> bytes:
     """Return a no-op record; *plaintext* includes the flags byte."""
-    return records.pack(CLEAR, KEY_OF[CLEAR]) + plaintext
+    return records.build_header(CLEAR, KEY_OF[CLEAR]) + plaintext
 
 
 def _accept() -> Iterator[Json]:
@@ -269,7 +269,7 @@ def _with_key(record: bytes, key_id: int) -> bytes:
 
 def _forged() -> Iterator[Json]:
     """Yield values that no writer makes."""
-    header, where = records.pack(AES, 1), EVENT.joined()
+    header, where = records.build_header(AES, 1), EVENT.joined()
     event = records.FLAGS + _EVENT_TEXT
     nonce = made("forged", 12)
     another = made("another key", 32)
@@ -285,7 +285,7 @@ def _forged() -> Iterator[Json]:
     for name, (body, expect) in forgeries.items():
         yield _case(name, "an AES-256-GCM header before another body", EVENT,
                     header + body, expect)  # fmt: skip
-    header = records.pack(FERNET, 2)
+    header = records.build_header(FERNET, 2)
     right = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(event, header + where)
     unbound = FixedFernet(_key(2), made("forged", 16), TIME).encrypt(event, b"")
     yield _case("a Fernet token that is bound to no context", "its key derived with empty info",
@@ -390,7 +390,7 @@ def _sealed_whole(name: str, backend: int, plaintext: bytes) -> bytes:
     """Return a record of *plaintext*, which includes the flags byte, or lacks it."""
     if backend == CLEAR:
         return _in_clear(plaintext)
-    header = records.pack(backend, KEY_OF[backend])
+    header = records.build_header(backend, KEY_OF[backend])
     key, associated_data = _key(KEY_OF[backend]), header + EVENT.joined()
     if backend == FERNET:
         return header + FixedFernet(key, made(name, 16), TIME).encrypt(plaintext, associated_data)

@@ -130,9 +130,9 @@ class Forger:
 
     def data_key(self, row: DataKeyRow, edit: Edit) -> bytes:
         """Return `wrapped` of *row*, whose key is that of the stored row with its owner."""
-        master_id = records.unpack(row.wrapped)[1]
+        master_id = records.parse_header(row.wrapped)[1]
         key = unwrap_data_key(self.data_keys[row.id], self.keyring)
-        header = records.pack(1, master_id)
+        header = records.build_header(1, master_id)
         nonce = made(f"wrap of {row.id}", 12)
         return header + _encrypted(
             self.keyring.master(master_id), nonce, edit(records.FLAGS + key),
@@ -143,8 +143,8 @@ class Forger:
         """Return the statement that inserts the key of *row* again, as a key of another id."""
         key = unwrap_data_key(row, self.keyring)
         new = row._replace(id=row.id + 1, generation=row.generation + 10)
-        master_id = records.unpack(row.wrapped)[1]
-        header = records.pack(1, master_id)
+        master_id = records.parse_header(row.wrapped)[1]
+        header = records.build_header(1, master_id)
         context = header + new.context(self.database_id)
         nonce = made("an erased data key", 12)
         wrapped = header + _encrypted(
@@ -155,7 +155,7 @@ class Forger:
     def _update(self, table: str, column: str, where: str, context: bytes, edit: Edit) -> str:
         query = f"SELECT {column} FROM {table} WHERE {where}"
         ((stored,),) = self._rows(query)
-        backend_id, key_id = records.unpack(stored)
+        backend_id, key_id = records.parse_header(stored)
         key = unwrap_data_key(self.data_keys[key_id], self.keyring)
         plaintext = records.open_record(stored, context, _fixed(backend_id, key, ""))
         whole = edit(records.FLAGS + plaintext)
@@ -473,7 +473,7 @@ def _columns(forger: Forger) -> Iterator[Json]:
 
 
 def _key_of(forger: Forger, of: Session) -> int:
-    return records.unpack(forger.session_row(of)["state"])[1]
+    return records.parse_header(forger.session_row(of)["state"])[1]
 
 
 def _keys(forger: Forger) -> Iterator[Json]:
@@ -495,7 +495,7 @@ def _keys(forger: Forger) -> Iterator[Json]:
     statement = forger.user(_owner(user_id=ADA, key_ids=(*key_ids, aes.id, 17)))
     yield _case("user whose row names a data key that is not stored", "it was retired", "get",
                 _VISIT, statement, "ok")  # fmt: skip
-    junk = aes._replace(id=aes.id + 2, generation=7, wrapped=records.pack(1, 1) + bytes(60))
+    junk = aes._replace(id=aes.id + 2, generation=7, wrapped=records.build_header(1, 1) + bytes(60))
     inserted = _insert("secure_data_keys", junk)
     yield _case("data key that does not unwrap", "no record names it", "append", _VISIT, inserted,
                 "ok", not_with=junk.id)  # fmt: skip

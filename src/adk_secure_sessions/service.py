@@ -35,7 +35,14 @@ from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
-from adk_secure_sessions.storage.schema import NEVER, StoredSession, View, bases, sessions, users
+from adk_secure_sessions.storage.schema import (
+    NEVER,
+    SessionWithStates,
+    StoredSession,
+    sessions,
+    snapshots,
+    users,
+)
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
@@ -569,14 +576,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         return SessionPage(self._sessions(app_name, page.views), _position_text(page.next))
 
-    def _by_update(self, app_name: str, views: list[View]) -> ListSessionsResponse:
+    def _by_update(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
         views.sort(
             key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
     def _sessions(
-        self, app_name: str, views: list[View], *, include_state: bool = True
+        self, app_name: str, views: list[SessionWithStates], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
         for view in views:
@@ -889,13 +896,13 @@ def _parse_event_position(after: str | None) -> reads.EventPosition | None:
     return reads.EventPosition(int(match[1], 16), int(match[2], 16), bytes.fromhex(match[3]))
 
 
-def _state(view: View) -> dict[str, Any]:
+def _state(view: SessionWithStates) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
     table, row = sessions.name, stored.id
     try:
         own = loads(stored.overlay)
         if (snapshot := stored.snapshot) is not None and snapshot != no_state:
-            table = bases.name
+            table = snapshots.name
             own = loads(snapshot) | own
         if view.user_state == no_state == view.app_state:
             return own  # as in most listings: a session takes 3% less time
@@ -908,7 +915,7 @@ def _state(view: View) -> dict[str, Any]:
 
 def _session(
     app_name: str,
-    view: View,
+    view: SessionWithStates,
     history: list[Event] | None = None,
     *,
     include_state: bool = True,

@@ -21,7 +21,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     TamperedError,
 )
-from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import rotate_data, verify
 from tests.attacks.databases import also_on
@@ -224,7 +224,7 @@ async def test_data_key_of_another_copy_encrypts_nothing(other: OlderCopy) -> No
     for table in ("apps", "users", "sessions", "bases", "witnesses", "events"):
         column = {"witnesses": "seal", "events": "event"}.get(table, "state")
         records = db.rows(f"SELECT {column} FROM secure_{table}")
-        assert not {unpack(record)[1] for (record,) in records} & inserted
+        assert not {parse_header(record)[1] for (record,) in records} & inserted
 
 
 # --- services that run on ------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     maintenance,
 )
-from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.formats.records import parse_header
 from tests.attacks.databases import also_on
 from tests.attacks.forging import insert_rows
 from tests.attacks.support import (
@@ -447,7 +447,7 @@ def named_by_records(db: Database) -> set[int]:
     columns = dict.fromkeys(("users", "sessions", "bases"), "state")
     columns |= {"events": "event", "witnesses": "seal"}
     return {
-        unpack(record)[1]
+        parse_header(record)[1]
         for table, column in columns.items()
         for (record,) in db.rows(f"SELECT {column} FROM secure_{table}")
     }

@@ -20,7 +20,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.keys.keyring import MasterKeyRow, UnwrappedMaster, wrap_master_key
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
@@ -83,7 +83,7 @@ def keys_of_records(db: Database) -> set[int]:
     columns = dict.fromkeys(("users", "sessions", "bases"), "state")
     columns |= {"events": "event", "witnesses": "seal"}
     return {
-        unpack(record)[1]
+        parse_header(record)[1]
         for table, column in columns.items()
         for (record,) in db.rows(f"SELECT {column} FROM secure_{table}")
     }
@@ -183,7 +183,7 @@ async def test_older_master_with_a_later_time_does_not_wrap_new_keys(
         for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
         if row_id not in before
     ]
-    assert [unpack(wrapped)[1] for wrapped in made] == [newest]
+    assert [parse_header(wrapped)[1] for wrapped in made] == [newest]
     assert any("secure_keyring" in record.getMessage() for record in caplog.records)
 
 
@@ -296,7 +296,7 @@ async def test_retired_master_is_not_used_although_junk_rows_hide_that_its_row_i
         before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
         await create_another(service, db, VISIT._replace(user_id="dave"))
         made = [
-            unpack(wrapped)[1]
+            parse_header(wrapped)[1]
             for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
             if row_id not in before
         ]
@@ -328,7 +328,7 @@ async def test_data_key_under_a_master_for_which_the_key_service_fails_encrypts_
         before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
         await create_another(service, db, VISIT._replace(user_id="dave"))
     made = [
-        unpack(wrapped)[1]
+        parse_header(wrapped)[1]
         for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
         if row_id not in before
     ]
@@ -358,7 +358,7 @@ async def test_row_that_holds_another_key_than_before_is_not_used_by_a_running_s
         before = {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")}
         await create_another(service, db, VISIT._replace(user_id="dave"))
     made = [
-        unpack(wrapped)[1]
+        parse_header(wrapped)[1]
         for row_id, wrapped in db.rows("SELECT id, wrapped FROM secure_data_keys")
         if row_id not in before
     ]

@@ -17,7 +17,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
@@ -82,7 +82,7 @@ async def replace_all(db: Database, *, retiring: bool = True) -> None:
 def named_by_records(data: Dump) -> set[int]:
     """The ids of the data keys that the records in *data* name."""
     tables = ("apps", "users", "sessions", "bases", "events", "witnesses")
-    return {unpack(row[-1])[1] for table in tables for row in data[f"secure_{table}"]}
+    return {parse_header(row[-1])[1] for table in tables for row in data[f"secure_{table}"]}
 
 
 async def assert_whole(db: Database, *backends: EncryptionBackend) -> None:
@@ -268,12 +268,12 @@ async def test_retired_master_replayed_wraps_keys_unless_the_root_key_was_rotate
         assert session == db.session(VISIT)
         await append_delta(service, session, {"step": 1})
     stored = "SELECT state FROM secure_sessions WHERE id = :visit"
-    assert unpack(db.value(stored))[1] != forged.row.id
+    assert parse_header(db.value(stored))[1] != forged.row.id
     forged.insert_user_row(db)
     async with db.service(backend) as service:
         await append_delta(service, session, {"step": 2})
     limit = "the limit is gone: say so in docs/limits.md"
-    assert unpack(db.value(stored))[1] == forged.row.id, limit
+    assert parse_header(db.value(stored))[1] == forged.row.id, limit
 
 
 # --- an attacker makes a rotation skip rows ------------------------------------------------------

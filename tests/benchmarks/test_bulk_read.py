@@ -8,7 +8,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from adk_secure_sessions import AesGcmBackend, Cipher, EncryptedSessionService, FernetBackend
-from adk_secure_sessions.formats.records import open_record, seal, unpack
+from adk_secure_sessions.formats.records import open_record, parse_header, seal
 from tests.benchmarks.budgets import FIELDS_OPENED
 from tests.benchmarks.ciphers import BACKENDS, time_runs
 from tests.benchmarks.deployments import LOCAL, Deployment
@@ -36,7 +36,7 @@ def test_fields(results: Results, name: str) -> None:
     def decrypt_all() -> list[bytes]:
         values = []
         for record, context in zip(records, contexts, strict=True):
-            assert unpack(record) == (backend.backend_id, 1)
+            assert parse_header(record) == (backend.backend_id, 1)
             values.append(open_record(record, context, cipher))
         return values
 

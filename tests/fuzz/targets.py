@@ -39,18 +39,18 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     Cipher,
     OwnerFields,
-    header,
+    build_header,
+    header_ids,
     join_owner,
     join_session,
     open_record,
     open_whole,
     open_without_flags,
-    pack,
+    parse_header,
     split_id,
     split_link,
     split_owner,
     split_session,
-    unpack,
     with_id,
 )
 from adk_secure_sessions.integrations import adk
@@ -92,17 +92,17 @@ def _text(data: bytes) -> str:
 def record(data: bytes) -> None:
     """The header and the ciphertext of a record as they are in a column."""
     cipher = CIPHERS[len(data) % 2]
-    assert header(data) is None or header(data) == unpack(data)
+    assert header_ids(data) is None or header_ids(data) == parse_header(data)
     with suppress(DecryptionError):
-        backend_id, key_id = unpack(data)
-        assert pack(backend_id, key_id) == data[:HEADER_LENGTH]
+        backend_id, key_id = parse_header(data)
+        assert build_header(backend_id, key_id) == data[:HEADER_LENGTH]
         open_record(data, CONTEXT, cipher)
         raise AssertionError("a record is authentic that no key has encrypted")
 
 
 def plaintext(data: bytes) -> None:
     """Any bytes as the plaintext of a record, encrypted with the right key: by a faulty writer."""
-    start = pack(1, 7)
+    start = build_header(1, 7)
     for cipher in CIPHERS:
         stored = start + cipher.encrypt(data, start + CONTEXT)
         with suppress(DecryptionError):

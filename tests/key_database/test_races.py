@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions.formats.records import pack, unpack
+from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.maintenance import erase_user, retire, rotate_data, status, verify
 from tests.faults import Point, with_faults
 from tests.key_database.support import (
@@ -176,7 +176,7 @@ def keys_of_records(pair: Pair) -> set[int]:
     rows = [
         row for table in tables for row in query(pair.data, f"SELECT {tables[table]} FROM {table}")
     ]
-    return {unpack(record)[1] for (record,) in rows}
+    return {parse_header(record)[1] for (record,) in rows}
 
 
 @pytest.mark.parametrize("key", [KEY, None], ids=["with a key", "without a key"])
@@ -221,7 +221,7 @@ async def test_next_rotation_makes_spare_keys_ordinary_unused_keys(files: Pair) 
 async def test_key_that_a_record_names_is_no_spare(files: Pair) -> None:
     """Somebody wrote it into the header of a session, which cannot be decrypted any more."""
     await make_ada_with_spare_keys(files)
-    spare = pack(1, keys_by_generation(files)[-1])
+    spare = build_header(1, keys_by_generation(files)[-1])
     run_sql(files.data, "UPDATE secure_sessions SET state = :record", record=spare + bytes(64))
     async with files.maintained(None) as db:
         assert (await status(db)).spare_keys == 1

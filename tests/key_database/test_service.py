@@ -18,7 +18,7 @@ from adk_secure_sessions import (
     StaticKey,
     UnknownKeyError,
 )
-from adk_secure_sessions.formats.records import unpack
+from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.maintenance import retire, verify
 from tests.faults import Point, with_faults
 from tests.key_database.support import (
@@ -73,7 +73,7 @@ async def test_service_does_all_it_does_without_a_key_database(pair: Pair) -> No
         *query(pair.data, "SELECT state FROM secure_users"),
         *query(pair.data, "SELECT state FROM secure_sessions"),
     ]
-    assert len({unpack(bytes(record)) for (record,) in records}) == pair.owners() == 2
+    assert len({parse_header(bytes(record)) for (record,) in records}) == pair.owners() == 2
 
 
 async def test_data_without_its_key_database_is_rejected(files: Pair, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ async def test_processes_that_are_the_first_of_a_user_agree_on_one_key(pair: Pai
         *query(pair.data, "SELECT state FROM secure_users"),
         *query(pair.data, "SELECT state FROM secure_sessions"),
     ]
-    assert len({unpack(bytes(record)) for (record,) in records}) == pair.owners() == 2
+    assert len({parse_header(bytes(record)) for (record,) in records}) == pair.owners() == 2
 
 
 def create_and_die(say: Say, urls: dict[str, Any]) -> None:

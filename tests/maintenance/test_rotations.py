@@ -22,7 +22,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.errors import ConfigurationError, Reason
-from adk_secure_sessions.formats.records import pack
+from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
@@ -233,7 +233,7 @@ async def test_dry_run_counts_the_records_of_an_owner_once_if_one_names_an_unkno
 ) -> None:
     await fill(file_url, users=["ada"], sessions=1)
     place = sa.make_url(file_url).set(drivername="sqlite")
-    unknown = pack(AES.backend_id, 2**40)
+    unknown = build_header(AES.backend_id, 2**40)
     ((event,),) = query(place, "SELECT event FROM secure_events WHERE seq = 2")
     record = unknown + event[len(unknown) :]
     assert (

@@ -90,7 +90,10 @@ def filled(connection: sa.Connection) -> sa.Connection:
         schema.witnesses,
         *({"tag": tag, "number": number, "seal": b"seal"} for tag, number in tags.items()),
     )
-    add(schema.bases, *({"session_row": n, "revision": 0, "state": b"snapshot"} for n in (3, 103)))
+    add(
+        schema.snapshots,
+        *({"session_row": n, "revision": 0, "state": b"snapshot"} for n in (3, 103)),
+    )
     add(
         schema.events,
         *(

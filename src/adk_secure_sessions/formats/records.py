@@ -280,7 +280,7 @@ def seal_whole(
     cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes
 ) -> bytes:
     """Encrypt *plaintext*, which begins with its flags; return the record, bound to *context*."""
-    start = pack(backend_id, key_id)
+    start = build_header(backend_id, key_id)
     failure = "it returned something that is not bytes"
     try:
         sealed = cipher.encrypt(plaintext, start + context)
@@ -291,12 +291,12 @@ def seal_whole(
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 
 
-def pack(backend_id: int, key_id: int) -> bytes:
+def build_header(backend_id: int, key_id: int) -> bytes:
     """Return the header of the records that data key *key_id* of backend *backend_id* encrypts."""
     return _HEADER.pack(_PREFIX, backend_id, key_id)
 
 
-def unpack(stored: bytes) -> tuple[int, int]:
+def parse_header(stored: bytes) -> tuple[int, int]:
     """Return the backend id and the key id in a record's header, which is not authenticated yet.
 
     SQLite stores any type in any column: in a modified row, *stored* can have another type.
@@ -311,7 +311,7 @@ def unpack(stored: bytes) -> tuple[int, int]:
     return backend_id, key_id
 
 
-def header(stored: object) -> tuple[int, int] | None:
+def header_ids(stored: object) -> tuple[int, int] | None:
     """Return the backend id and the key id in a header; None if *stored* has no valid header.
 
     The header is not authenticated here, so use this function only to count records.
@@ -323,15 +323,15 @@ def header(stored: object) -> tuple[int, int] | None:
 
 
 def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return its content."""
+    """Decrypt a record whose header `parse_header` accepted; return its content."""
     return open_with_flags(stored, context, cipher)[1:]
 
 
 def open_with_flags(
     stored: bytes, context: bytes, cipher: Cipher, unpack: Callable[[bytes], bytes] = expand
 ) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return `FLAGS` and its content, as it was
-    before it was compressed or padded.  *unpack* is called with a plaintext that has other flags.
+    """Decrypt a record whose header `parse_header` accepted; return `FLAGS` and its content, as it
+    was before it was compressed or padded.  *unpack* is called with a plaintext of other flags.
 
     Use this function for events, of which a read may have thousands.  The caller takes slices of
     each result, so removing the flags here would only add a copy.
@@ -353,8 +353,8 @@ def open_with_flags(
 
 
 def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `unpack` accepted; return its plaintext with its own flags,
-    which fit it: `seal_whole` encrypts it again without a change.
+    """Decrypt a record whose header `parse_header` accepted; return its plaintext with its own
+    flags, which fit it: `seal_whole` encrypts it again without a change.
     """
     return open_with_flags(stored, context, cipher, _if_expandable)
 

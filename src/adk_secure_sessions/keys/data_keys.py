@@ -329,7 +329,7 @@ class StagedKeys:
             return False
         newest = known.current.generation
         for one in stored:
-            key = known.by_id.get(records.unpack(one)[1])
+            key = known.by_id.get(records.parse_header(one)[1])
             if key is None or key.generation > newest:
                 return False
         return True
@@ -389,7 +389,7 @@ class StagedKeys:
         Raises the error of the row of the data key, if `load` has rejected it.
         """
         known = self._of(owner)
-        backend_id, key_id = records.unpack(stored)
+        backend_id, key_id = records.parse_header(stored)
         if backend_id not in self._keys.backends:
             raise _not_listed(backend_id)
         if key_id in self._rejected:
@@ -441,7 +441,7 @@ class StagedKeys:
         key = unwrap_data_key(row, keyring)
         if backend is None:
             return None
-        master_id = records.unpack(row.wrapped)[1]
+        master_id = records.parse_header(row.wrapped)[1]
         return DataKey(*row[:-1], master_id, make_cipher(backend, key))
 
 
@@ -466,7 +466,7 @@ def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes)
 
 def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     """Unwrap the data key in *row*, and return its bytes."""
-    backend_id, master_id = records.unpack(row.wrapped)
+    backend_id, master_id = records.parse_header(row.wrapped)
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.formats.records import header
+from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
@@ -16,9 +16,9 @@ from adk_secure_sessions.maintenance.walk import all_data_keys, header_of
 from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
     apps,
-    bases,
     events,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -92,7 +92,7 @@ async def count_records(
     for key, query in _COUNTED:
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
-        walked = sessions.c.id if table in (bases, events) else key
+        walked = sessions.c.id if table in (snapshots, events) else key
         async for span in spans(db.unit.read, walked, db.limits.headers):
             groups = await span.read(db.unit.read, query, key)
             found = await current.of({owner for owner, *_ in groups})
@@ -104,7 +104,7 @@ async def count_records(
                 and (masters is None or can_unwrap(row, masters))
             }
             for owner, start, rows in groups:
-                backend_id, key_id = header(start) or (None, None)
+                backend_id, key_id = header_ids(start) or (None, None)
                 counts[table.name, backend_id] += rows
                 if key_id is not None and key_id == keys.get(owner):
                     newest[table.name, backend_id] += rows
@@ -120,7 +120,7 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
     counts: Counter[tuple[int, int | None]] = Counter()
     async for keys in all_data_keys(db):
         for key in keys:
-            _, master_id = header(key.wrapped) or (None, None)
+            _, master_id = header_ids(key.wrapped) or (None, None)
             counts[key.backend_id, master_id] += 1
         await meter.advance(len(keys))
     return tuple(DataKeyCount(*key, number) for key, number in counts.items())
@@ -177,7 +177,7 @@ _COUNTED = (
     (apps.c.id, _by_owner(apps.c.state, apps, apps.c.tag)),
     (users.c.id, _by_owner(users.c.state, users, users.c.tag)),
     (sessions.c.id, _by_owner(sessions.c.state, _OF_SESSIONS, users.c.tag)),
-    (bases.c.session_row, _of_user(bases.c.state, bases.c.session_row)),
+    (snapshots.c.session_row, _of_user(snapshots.c.state, snapshots.c.session_row)),
     (events.c.session_row, _of_user(events.c.event, events.c.session_row)),
     (witnesses.c.tag, _of_witnesses()),
 )

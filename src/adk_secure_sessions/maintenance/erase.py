@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
-from adk_secure_sessions.formats.records import pack
+from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.inspection import rows_with_tag
@@ -22,13 +22,13 @@ from adk_secure_sessions.storage.features.index_rows import row_of_user
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
-    bases,
     data_keys,
     events,
     indexed,
     keyring,
     migrated,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -151,7 +151,7 @@ async def erase_user(
         data_keys=deleted[data_keys.name],
         users=deleted[users.name],
         sessions=deleted[sessions.name] - len(then.collections),
-        bases=deleted[bases.name],
+        bases=deleted[snapshots.name],
         events=deleted[events.name],
         witnesses=deleted[witnesses.name],
         collections=len(then.collections),
@@ -250,7 +250,7 @@ class _Deletion:
         query = sa.select(c.backend_id, c.id).where(c.owner == self.tag)
         for backend_id, key_id in self.connection.execute(query):
             if backend_id in range(256):  # a header has one byte for the backend id
-                self.headers.add(pack(backend_id, key_id))
+                self.headers.add(build_header(backend_id, key_id))
 
     def delete_keys(self) -> None:
         """Delete all data keys of the user.  This method uses only the table of data keys."""
@@ -291,7 +291,7 @@ class _Deletion:
         for start in range(0, len(found), self.names):
             ids, tags = zip(*found[start : start + self.names], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
-            self._delete(bases, bases.c.session_row.in_(ids))
+            self._delete(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:
                 self._delete(indexed, indexed.c.row_id.in_(ids))
             self._delete(events, events.c.session_row.in_(ids))

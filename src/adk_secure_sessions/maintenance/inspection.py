@@ -7,18 +7,18 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.records import header
+from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.storage.pages import first_rows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     apps,
-    bases,
     data_keys,
     events,
     keyring,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -71,7 +71,7 @@ _RECORDS: dict[str, sa.Column[Any]] = {
     column.table.name: column
     for column in (
         *(table.c.wrapped for table in (keyring, data_keys)),
-        *(table.c.state for table in (apps, users, sessions, bases)),
+        *(table.c.state for table in (apps, users, sessions, snapshots)),
         events.c.event,
         witnesses.c.seal,
     )
@@ -141,7 +141,9 @@ async def record_headers(
     made = []
     for length, start, more, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
-        backend_id, key_id = (None, None) if source is keyring else header(start) or (None, None)
+        backend_id, key_id = (
+            (None, None) if source is keyring else header_ids(start) or (None, None)
+        )
         root_key_id = more if source is keyring else None
         kind = None
         if source is sessions:

@@ -14,7 +14,7 @@ from operator import attrgetter
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
-from adk_secure_sessions.formats.records import header
+from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
@@ -75,7 +75,7 @@ class CurrentKeys:
         found: dict[object, int] = {}
         for table, query in _HEADERS.items():
             for tag, stored in await rows_where(self._db.unit.read, query, table.c.tag, owners):
-                if (parts := header(stored)) is not None:
+                if (parts := header_ids(stored)) is not None:
                     found[tag] = parts[1]
         return found
 
@@ -89,7 +89,7 @@ class CurrentKeys:
         return () if found is None else found[0].key_ids
 
 
-async def check_owner(db: Database, tag: bytes) -> tuple[Owner, reads.Headers] | None:
+async def check_owner(db: Database, tag: bytes) -> tuple[Owner, reads.HeaderCounts] | None:
     """Decrypt the row and the version witness of an app or user; return it with its headers.
 
     Return None if no row has the tag.  Raises one of `UNREADABLE` if one of both is not
@@ -103,7 +103,7 @@ async def check_owner(db: Database, tag: bytes) -> tuple[Owner, reads.Headers] |
             owner = await db.unit.run(check)
             if owner is None or (owner.id, owner.tag) != (row_id, tag):
                 raise TamperedError("its row was removed", reason=Reason.MISSING)
-            return owner, check.headers
+            return owner, check.header_counts
     return None
 
 

@@ -21,11 +21,11 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     INDEX_MARK,
     apps,
-    bases,
     data_keys,
     events,
     indexed,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -166,7 +166,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 
 async def reject_orphans(db: Database) -> None:
     """Raise TamperedError if a row belongs to no session, collection, user or app."""
-    async for table, row, _ in orphans(db, users, sessions, bases, events, witnesses):
+    async for table, row, _ in orphans(db, users, sessions, snapshots, events, witnesses):
         raise TamperedError(
             "the row that it belongs to was removed: restore that row, or delete this one; "
             "`verify` lists all such rows",
@@ -216,7 +216,7 @@ def orphaned_in_index(app_tag: bytes | None = None) -> list[sa.ColumnElement[boo
 _ORPHANS = (
     _orphans(users.c.id, users.c.app_row, apps.c.id),
     _orphans(sessions.c.id, sessions.c.user_row, users.c.id),
-    _orphans(bases.c.session_row, bases.c.session_row, sessions.c.id),
+    _orphans(snapshots.c.session_row, snapshots.c.session_row, sessions.c.id),
     _orphans(events.c.session_row, events.c.session_row, sessions.c.id),
     _orphans(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
     _counted(indexed.c.row_id, *orphaned_in_index()),

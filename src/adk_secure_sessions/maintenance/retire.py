@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
-from adk_secure_sessions.formats.records import pack, unpack
+from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import number_of
@@ -33,11 +33,11 @@ from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     apps,
-    bases,
     data_keys,
     events,
     keyring,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -191,7 +191,7 @@ class _Decrypted(NamedTuple):
 
     rows: list[DataKeyRow]
     named: frozenset[int]
-    headers: reads.Headers
+    headers: reads.HeaderCounts
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Replaced[DataKeyRow]:
@@ -247,7 +247,7 @@ async def _decrypt_owner(db: Database, owner: bytes, rows: list[DataKeyRow]) -> 
                 # Only check that each event can be decrypted.
                 check: reads.CheckSession[None] = reads.CheckSession(who, lambda *_: None)
                 await db.unit.run(check)
-                headers += check.headers
+                headers += check.header_counts
     if not keys.rows_are_authentic(owner, {row.id for row in rows}):
         raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
     return _Decrypted(rows, frozenset(checked.key_ids), headers)
@@ -282,7 +282,7 @@ def _find_unused(
     return keys
 
 
-def _sort_out(decrypted: _Decrypted, headers: reads.Headers | None) -> _Replaced[DataKeyRow]:
+def _sort_out(decrypted: _Decrypted, headers: reads.HeaderCounts | None) -> _Replaced[DataKeyRow]:
     """Divide an owner's replaced data keys.
 
     A key is kept in these cases:
@@ -301,7 +301,9 @@ def _sort_out(decrypted: _Decrypted, headers: reads.Headers | None) -> _Replaced
     by_header: dict[bytes, list[tuple[str, int]]] = {}
     for (table, header), number in (headers | decrypted.headers).items():
         by_header.setdefault(header, []).append((table, number))
-    uses = {row.id: by_header.pop(pack(row.backend_id, row.id), []) for row in decrypted.rows}
+    uses = {
+        row.id: by_header.pop(build_header(row.backend_id, row.id), []) for row in decrypted.rows
+    }
     unknown = list(chain(*by_header.values()))
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
@@ -321,7 +323,7 @@ def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
     connection.execute(_DELETE_KEY, parameters)
 
 
-def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) -> reads.Headers:
+def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) -> reads.HeaderCounts:
     """Count the records of an owner by table and header; *user* is the row id of a user."""
     c = sessions.c
     of_user = c.user_row == user
@@ -333,10 +335,10 @@ def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) ->
             (users.c.state, users.c.tag == owner),
             (c.state, of_user),
             (witnesses.c.seal, witnesses.c.tag.in_(tags)),
-            (bases.c.state, bases.c.session_row.in_(ids)),
+            (snapshots.c.state, snapshots.c.session_row.in_(ids)),
             (events.c.event, events.c.session_row.in_(ids)),
         ]
-    counts: reads.Headers = Counter()
+    counts: reads.HeaderCounts = Counter()
     for column, where in columns:
         found = header_of(column)
         query = sa.select(found, sa.func.count()).where(where).group_by(found)
@@ -368,7 +370,7 @@ async def _count_wrapped(db: Database) -> Counter[int] | None:
         for row in rows:
             try:
                 unwrap_data_key(row, masters)
-                counts[unpack(row.wrapped)[1]] += 1
+                counts[parse_header(row.wrapped)[1]] += 1
             except UNREADABLE:
                 return None
     return counts
@@ -398,11 +400,13 @@ def _retire_masters(
     header = header_of(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
     counts = {header: int(number) for header, number in connection.execute(by_header)}
-    expected = {pack(WRAP_BACKEND_ID, row.id) for row in rows}
+    expected = {build_header(WRAP_BACKEND_ID, row.id) for row in rows}
     unknown = sum(number for header, number in counts.items() if header not in expected)
     kept, unused = [], []
     for row in older:
-        number = max(counts.get(pack(WRAP_BACKEND_ID, row.id), 0), wrapped[row.id]) + unknown
+        number = (
+            max(counts.get(build_header(WRAP_BACKEND_ID, row.id), 0), wrapped[row.id]) + unknown
+        )
         if number:
             kept.append(KeptKey(keyring.name, row.id, ((data_keys.name, number),)))
         else:

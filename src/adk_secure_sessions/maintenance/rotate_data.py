@@ -14,10 +14,10 @@ from adk_secure_sessions.formats.records import (
     FLAGS,
     HEADER_LENGTH,
     binary,
-    header,
+    build_header,
+    header_ids,
     open_whole,
     open_without_flags,
-    pack,
 )
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_events, count_records, count_rows
@@ -217,7 +217,7 @@ class DataRotationRun(Rotation):
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
         # key older than that of the session, so events appended later use the new data key.
         target = self._target(keys, owner.tag)
-        current = pack(target.backend_id, target.id) if target else b""
+        current = build_header(target.backend_id, target.id) if target else b""
         problems = self._problems_of_owner
         async for records in records_of_sessions(self._db, owner, current, problems):
             await self._reencrypt(keys, owner, records)
@@ -241,13 +241,14 @@ class DataRotationRun(Rotation):
         re-encrypted record is read again and decrypted before it is counted.
         """
         target = self._target(keys, owner.tag)
+        new_ids = (target.backend_id, target.id) if target else None
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
         old: list[tuple[Record, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
             table = record.column.table.name
             try:
                 with naming(table, record.name):
-                    if target is None or header(record.stored) != (target.backend_id, target.id):
+                    if target is None or header_ids(record.stored) != new_ids:
                         context = record.column.context(record.ids, record.row)
                         old.append((record, context, _plaintext(keys, owner.tag, record, context)))
             except UNREADABLE as error:

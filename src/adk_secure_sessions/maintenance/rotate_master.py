@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, record_new_key
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.formats.records import header
+from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
     DataKeyRow,
@@ -141,7 +141,7 @@ class _MasterRotationRun(Rotation):
         masters = (await self._db.keys()).keyring
         current = (WRAP_BACKEND_ID, self.done.master_id)
         async for rows in all_data_keys(self._db):
-            await self._wrap([row for row in rows if header(row.wrapped) != current], masters)
+            await self._wrap([row for row in rows if header_ids(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
             await self._require_checkpoint()
 

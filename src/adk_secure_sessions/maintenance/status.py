@@ -30,11 +30,11 @@ from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     apps,
     audit_records,
-    bases,
     data_keys,
     indexed,
     migrated,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -178,7 +178,7 @@ async def status(
     assert survey.database_id is not None, "survey() rejects such a database"
     masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
     rotations = await _unfinished(db, survey)
-    total = await count_rows(db, apps, users, sessions, bases, witnesses, data_keys)
+    total = await count_rows(db, apps, users, sessions, snapshots, witnesses, data_keys)
     meter = Meter(progress, total + await count_events(db), rows_per_second)
     keys = await count_data_keys(db, meter)
     begun = {one.rotation: one.since for one in rotations if one.genuine is not False}

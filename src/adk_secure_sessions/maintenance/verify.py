@@ -46,13 +46,13 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     MigratedRow,
     apps,
-    bases,
     data_keys,
     events,
     indexed,
     migrated,
     naming,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -317,7 +317,7 @@ class _Verifier:
             found = await self._db.unit.run(reads.CheckLocatedSession(who, check))
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
-                with naming(bases.name, session.id):
+                with naming(snapshots.name, session.id):
                     loads(b"{}" if session.snapshot is None else session.snapshot)
                 with naming(sessions.name, session.id):
                     loads(session.overlay)
@@ -352,9 +352,9 @@ def _reject_rollback(row: MigratedRow, version: int | None) -> None:
 
 
 async def _find_orphans(db: Database, problems: Problems, *of_features: sa.Table) -> None:
-    async for table, row, number in orphans(db, bases, events, witnesses, *of_features):
+    async for table, row, number in orphans(db, snapshots, events, witnesses, *of_features):
         details = {
-            bases.name: "it belongs to no session",
+            snapshots.name: "it belongs to no session",
             events.name: f"{number} events belong to no session, or items to no collection",
             witnesses.name: "the app, user or session row that it confirms was removed",
             indexed.name: f"{number} rows of the search index belong to no session and no user: "

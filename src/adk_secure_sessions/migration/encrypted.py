@@ -39,10 +39,10 @@ from adk_secure_sessions.storage.schema import (
     NEVER,
     StoredSession,
     apps,
-    bases,
     events,
     naming,
     sessions,
+    snapshots,
     users,
 )
 from adk_secure_sessions.tracebacks import hides_locals
@@ -207,7 +207,7 @@ async def _content(db: Database, one: SourceSession) -> SessionContent | Unreada
 
 
 def content_of(stored: StoredSession, history: Sequence[SourceEvent]) -> SessionContent:
-    with naming(bases.name, stored.id):
+    with naming(snapshots.name, stored.id):
         snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
     with naming(sessions.name, stored.id):
         state = snapshot | loads(stored.overlay)
@@ -242,7 +242,7 @@ _ANY_COLLECTION = first_rows(sa.select(sessions.c.id).where(_IS_COLLECTION), 1)
 _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
 ).group_by(events.c.session_row)
-_SIZES_OF_SNAPSHOTS = sa.select(bases.c.session_row, sa.func.length(bases.c.state))
+_SIZES_OF_SNAPSHOTS = sa.select(snapshots.c.session_row, sa.func.length(snapshots.c.state))
 _COUNT = (
     sa.select(sa.func.count())
     .select_from(sessions)

@@ -52,13 +52,13 @@ from adk_secure_sessions.storage.schema import (
     UserRow,
     WitnessRow,
     apps,
-    bases,
     data_keys,
     events,
     indexed,
     keyring,
     migrated,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -151,7 +151,7 @@ APP = RowKind(0, AppRow, apps.c)
 USER = RowKind(1, UserRow, users.c)
 WITNESS = RowKind(2, WitnessRow, witnesses.c)
 SESSION = RowKind(3, SessionRow, sessions.c)
-_SNAPSHOT = RowKind(4, SnapshotRow, bases.c)
+_SNAPSHOT = RowKind(4, SnapshotRow, snapshots.c)
 _EVENT = RowKind(5, EventRow, (events.c.seq, events.c.time, events.c.event))
 _KEY = RowKind(6, DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
 _MASTER = RowKind(
@@ -217,7 +217,7 @@ def _session_forms(*history: Select[Any]) -> QueryForms:
         _USER_ROW,
         _witness(_app_tag, _user_tag, _session_tag),
         _session(sessions.c.tag == _session_tag),
-        _SNAPSHOT.select(bases.c.session_row == _SESSION_ID),
+        _SNAPSHOT.select(snapshots.c.session_row == _SESSION_ID),
         *history,
     )
 
@@ -236,7 +236,7 @@ def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
     return _owner_forms(
         WITNESS.select(sessions.c.tag == witnesses.c.tag, mine),
         _session(mine),
-        _SNAPSHOT.select(bases.c.session_row == sessions.c.id, mine),
+        _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, mine),
     )
 
 
@@ -251,7 +251,7 @@ def _listing_of_app() -> QueryForms:
         WITNESS.select(users.c.tag == witnesses.c.tag, of_app),
         WITNESS.select(sessions.c.tag == witnesses.c.tag, of_app).select_from(theirs),
         _session(of_app, source=theirs),
-        _SNAPSHOT.select(bases.c.session_row == sessions.c.id, of_app).select_from(theirs),
+        _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
     ]
     keys = [
         _KEY.select(data_keys.c.owner == _app_tag),
@@ -263,7 +263,7 @@ def _listing_of_app() -> QueryForms:
 
 @functools.cache
 def page_of_sessions(
-    *, of_app: bool, newest: bool, snapshots: bool, found_by: str | None = None
+    *, of_app: bool, newest: bool, with_snapshots: bool, found_by: str | None = None
 ) -> QueryForms:
     """Return the forms of the query for a page of a listing: at most `limit` rows after a position.
 
@@ -307,8 +307,8 @@ def page_of_sessions(
     ]
     if found_by:
         members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
-    if snapshots:
-        members.append(_SNAPSHOT.select(bases.c.session_row.in_(select(page.c.id))))
+    if with_snapshots:
+        members.append(_SNAPSHOT.select(snapshots.c.session_row.in_(select(page.c.id))))
     if not of_app:
         return _forms(*members, _USER_ROW, _witness(_app_tag, _user_tag))
     owners = users.c.id.in_(select(page.c.user_row))
@@ -402,7 +402,7 @@ INSERT_APP = insert(apps)
 INSERT_USER = insert(users)
 INSERT_WITNESS = insert(witnesses)
 INSERT_SESSION = insert(sessions)
-INSERT_SNAPSHOT = insert(bases)
+INSERT_SNAPSHOT = insert(snapshots)
 
 
 def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
@@ -507,8 +507,8 @@ UPDATE_SESSION = _update(sessions, _SESSION_AT, *_CHANGED)
 REPLACE_SESSION = _update(sessions, _SESSION_AT, "id", "created_at", *_CHANGED)
 DELETE_KNOWN_SESSION = delete(sessions).where(*_SESSION_AT)
 UPDATE_SNAPSHOT = _update(
-    bases,
-    [bases.c.session_row == _AT_ID, bases.c.revision == bindparam("at_revision")],
+    snapshots,
+    [snapshots.c.session_row == _AT_ID, snapshots.c.revision == bindparam("at_revision")],
     "revision",
     "state",
 )
@@ -517,7 +517,7 @@ UPDATE_SNAPSHOT = _update(
 DELETE_SESSION = delete(sessions).where(
     sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
 )
-DELETE_SNAPSHOT = delete(bases).where(bases.c.session_row == _AT_ID)
+DELETE_SNAPSHOT = delete(snapshots).where(snapshots.c.session_row == _AT_ID)
 DELETE_EVENTS = delete(events).where(events.c.session_row == _AT_ID)
 DELETE_WITNESS = delete(witnesses).where(witnesses.c.tag == bindparam("at_tag"))
 

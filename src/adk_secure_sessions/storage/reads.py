@@ -34,12 +34,12 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     Identity,
     Owner,
+    SessionWithStates,
     StoredSession,
-    View,
     apps,
-    bases,
     events,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -110,7 +110,9 @@ class GetSession(ReadOperation, Generic[E]):
         self._after = after
         self._caches = caches and self._limit != 0
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
+    async def attempt(
+        self, attempt: Attempt, executors: Executors
+    ) -> tuple[SessionWithStates, list[E]] | None:
         if self._caches:
             known = attempt.cache.histories.get(self.who.session_tag)
             if attempt.keys.operation is not None:
@@ -136,7 +138,7 @@ class GetSession(ReadOperation, Generic[E]):
 
     async def _open(
         self, attempt: Attempt, found: Found, known: History | None = None
-    ) -> tuple[View, list[E]] | None:
+    ) -> tuple[SessionWithStates, list[E]] | None:
         app = sealed_rows.open_app(attempt, found)
         user = sealed_rows.open_user(attempt, found)
         session = sealed_rows.open_session(attempt, found, user)
@@ -145,7 +147,7 @@ class GetSession(ReadOperation, Generic[E]):
         if session.has_expired and not self._finds_expired:
             attempt.cache.histories.drop(session.tag)
             return None
-        view = _view(session, user, app)
+        view = _with_states(session, user, app)
         if not self._caches:
             return view, await self.history(attempt, found, session)
         return view, await self._cached_history(attempt, found, session, known)
@@ -375,7 +377,7 @@ class _Listing(ReadOperation):
         *,
         collections: bool = False,
         with_snapshots: bool = True,
-    ) -> list[View]:
+    ) -> list[SessionWithStates]:
         """Return each session in *found*, or each collection, that has not expired."""
         owners = {user.id: user for user in await self._users(attempt, executors, found)}
         app = sealed_rows.open_app(attempt, found)
@@ -397,7 +399,7 @@ class _Listing(ReadOperation):
                 session = sealed_rows.open_session_row(
                     attempt, found, user, row, with_snapshot=with_snapshots
                 )
-                view = _view(session, user, app)
+                view = _with_states(session, user, app)
                 if (row.base_revision == COLLECTION) == collections and not session.has_expired:
                     views.append(view)
             except DecryptionError as error:
@@ -435,7 +437,7 @@ class _Listing(ReadOperation):
 class ListSessions(_Listing):
     """Read all sessions of a user, or of all users of an app, without events."""
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> list[View]:
+    async def attempt(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
         forms = sql.SESSIONS_OF_APP if self._of_app else sql.SESSIONS_OF_USER
         found = await self._read(attempt, executors, forms)
         return await self._views(attempt, executors, found)
@@ -463,7 +465,7 @@ class Position(NamedTuple):
 class Page(NamedTuple):
     """Sessions of a listing; *next* is the position of the last row, None if no row follows."""
 
-    views: list[View]
+    views: list[SessionWithStates]
     next: Position | None
 
 
@@ -492,7 +494,7 @@ class ListPage(_Listing):
 
     def _forms(self) -> QueryForms:
         return sql.page_of_sessions(
-            of_app=self._of_app, newest=self._newest, snapshots=self._with_state
+            of_app=self._of_app, newest=self._newest, with_snapshots=self._with_state
         )
 
     def _parameters(self, after: Position) -> dict[str, object]:
@@ -504,7 +506,7 @@ class ListPage(_Listing):
         }
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Page:
-        views: list[View] = []
+        views: list[SessionWithStates] = []
         after: Position | None = self._after
         while after is not None:
             part, after = await self._part(attempt, executors, after)
@@ -568,10 +570,10 @@ class UseKeys(ReadOperation, Generic[E]):
 
 
 # The number of records by table and record header.  The header names the backend and the data key.
-Headers = Counter[tuple[str, bytes]]
+HeaderCounts = Counter[tuple[str, bytes]]
 
 
-def _headers(*records: tuple[Table, bytes]) -> Headers:
+def _count_headers(*records: tuple[Table, bytes]) -> HeaderCounts:
     return Counter((table.name, record[:HEADER_LENGTH]) for table, record in records)
 
 
@@ -580,11 +582,11 @@ class CheckOwner(ReadOperation):
 
     Of *who*, only the app and the tag of the owner are used.  `CheckOwner` and `CheckSession` do
     not use the row cache: `verify` must detect a data key that was tampered with after the row was
-    cached.  *headers* is the number of decrypted records.
+    cached.  *header_counts* is the number of decrypted records.
     """
 
     reads_keys = True
-    headers: Headers
+    header_counts: HeaderCounts
 
     def __init__(self, who: Identity, *, of_user: bool = False) -> None:
         super().__init__(who)
@@ -594,37 +596,39 @@ class CheckOwner(ReadOperation):
         found = await self._read(attempt, executors, sql.OWNERS)
         row = found.user if self._of_user else found.app
         owner = sealed_rows.open_uncached(attempt, found, of_user=self._of_user)
-        self.headers = Counter()
+        self.header_counts = Counter()
         if owner and row:
             table = users if self._of_user else apps
             seal = found.witnesses[owner.tag].seal
-            self.headers = _headers((table, row.state), (witnesses, seal))
+            self.header_counts = _count_headers((table, row.state), (witnesses, seal))
         return owner
 
 
 class CheckSession(GetSession[E]):
     """Decrypt a session with all its events, and check that the rows belong together.
 
-    *headers* is the number of decrypted records: the session, its version witness, its snapshot and
-    its events.  *times* are the times of the events, in microseconds since 1970, UTC.
+    *header_counts* is the number of decrypted records: the session, its version witness, its
+    snapshot and its events.  *times* are the times of the events, in microseconds since 1970, UTC.
     """
 
     reads_keys = True
-    headers: Headers
+    header_counts: HeaderCounts
     times: list[int]
 
     def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:
         super().__init__(who, decode, finds_expired=True)
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[View, list[E]] | None:
+    async def attempt(
+        self, attempt: Attempt, executors: Executors
+    ) -> tuple[SessionWithStates, list[E]] | None:
         found = await self._find(attempt, executors)
         opened = await self._open(attempt._replace(cache=RowCache(0)), found)
-        self.headers, self.times = Counter(), [row[EVENT_TIME] for row in found.events]
+        self.header_counts, self.times = Counter(), [row[EVENT_TIME] for row in found.events]
         if opened is not None and (row := found.session):
-            self.headers = _headers(
+            self.header_counts = _count_headers(
                 (sessions, row.state),
                 (witnesses, found.witnesses[row.tag].seal),
-                *((bases, snapshot.state) for snapshot in found.snapshots.values()),
+                *((snapshots, snapshot.state) for snapshot in found.snapshots.values()),
                 *((events, event[EVENT_RECORD]) for event in found.events),
             )
         return opened
@@ -652,6 +656,6 @@ class CheckLocatedSession(ReadOperation, Generic[E]):
         return session, await self._whole.history(attempt, found, session)
 
 
-def _view(session: StoredSession, user: Owner, app: Owner | None) -> View:
+def _with_states(session: StoredSession, user: Owner, app: Owner | None) -> SessionWithStates:
     app = sealed_rows.require_app(app, user)
-    return View(session, user.user_id, app.state, user.state)
+    return SessionWithStates(session, user.user_id, app.state, user.state)

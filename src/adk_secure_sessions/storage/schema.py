@@ -150,7 +150,7 @@ sessions: Table = Table(
     Index("ix_secure_sessions_user_row", "user_row", "id"),
 )
 
-bases: Table = Table(
+snapshots: Table = Table(
     "secure_bases",
     metadata,
     _key_column("session_row"),
@@ -406,7 +406,7 @@ APPS = SealedColumn("app", AppRow, apps, "version", ids=1)
 USERS = SealedColumn("user", UserRow, users, "version", ids=1)
 WITNESSES = SealedColumn("witness", WitnessRow, witnesses, "number", ids=1)
 SESSIONS = SealedColumn("session", SessionRow, sessions, "revision", ids=2)
-SNAPSHOTS = SealedColumn("base", SnapshotRow, bases, "revision", ids=3)
+SNAPSHOTS = SealedColumn("base", SnapshotRow, snapshots, "revision", ids=3)
 EVENTS = SealedColumn("event", EventRow, events, "", ids=3)
 SEALED: tuple[SealedColumn[Any], ...] = (APPS, USERS, WITNESSES, SESSIONS, SNAPSHOTS, EVENTS)
 
@@ -566,7 +566,7 @@ class StoredSession(NamedTuple):
         )  # fmt: skip
 
 
-class View(NamedTuple):
+class SessionWithStates(NamedTuple):
     """A session, and the states of its app and user as JSON."""
 
     session: StoredSession

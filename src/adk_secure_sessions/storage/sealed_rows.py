@@ -50,10 +50,10 @@ from adk_secure_sessions.storage.schema import (
     UserRow,
     WitnessRow,
     apps,
-    bases,
     events,
     naming,
     sessions,
+    snapshots,
     users,
     witnesses,
 )
@@ -262,7 +262,7 @@ def _open_snapshot(
     attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow, link: bytes
 ) -> bytes:
     snapshot = found.snapshots.get(row.id)
-    with naming(bases.name, row.id):
+    with naming(snapshots.name, row.id):
         if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
                 kind = "collection" if row.base_revision == COLLECTION else "session"

@@ -38,9 +38,9 @@ from adk_secure_sessions.storage.schema import (
     AppRow,
     Identity,
     Owner,
+    SessionWithStates,
     StoredSession,
     UserRow,
-    View,
     WitnessRow,
     new_row_key,
     parameters,
@@ -368,7 +368,7 @@ class Write(Generic[T]):
         """Handle a commit whose caller was cancelled while the transaction ran."""
 
 
-class CreateSession(Write[View]):
+class CreateSession(Write[SessionWithStates]):
     """Store a new session, and its app and its user if they are not stored yet.
 
     If the user already has a session with this id, raise DuplicateSession and change nothing.
@@ -402,14 +402,14 @@ class CreateSession(Write[View]):
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_APP, sql.LOCK_USER] if self._app_delta else [sql.LOCK_USER]
 
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: View) -> None:
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: SessionWithStates) -> None:
         owners.cache()
         session = result.session
         # If the answer to an attempt was lost, another task may have appended events since then.
         has_no_events = session.revision == 0
         attempt.cache.put_session(session, self._witness, has_proven_head=has_no_events)
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[View]:
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionWithStates]:
         known = attempt.is_first and attempt.key_source is KeySource.CACHE
         if known and not (self._app_delta or self._user_delta):
             created = yield from self._create_for_known(attempt)
@@ -423,7 +423,7 @@ class CreateSession(Write[View]):
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, found, user)
         if stored and user and app:
-            return View(stored, user.user_id, app.state, user.state)
+            return SessionWithStates(stored, user.user_id, app.state, user.state)
         app = owners.app(found, app, self._app_delta)
         changed = owners.user(found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, changed.id)
@@ -434,9 +434,9 @@ class CreateSession(Write[View]):
             columns = parameters(session.row) | parameters(found.user, "user_")
             row = Change(sql.INSERT_SESSION_OF_USER, columns)
         yield from apply_changes([*owners.changes, row, *rest])
-        return View(session, changed.user_id, app.state, changed.state)
+        return SessionWithStates(session, changed.user_id, app.state, changed.state)
 
-    def _create_for_known(self, attempt: Attempt) -> Steps[View | None]:
+    def _create_for_known(self, attempt: Attempt) -> Steps[SessionWithStates | None]:
         """Create the session without a read, from the cached rows of its app and its user; return
         None if one is not cached, or differs from the stored row.
         """
@@ -447,7 +447,7 @@ class CreateSession(Write[View]):
         columns = parameters(session.row) | known.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_KNOWN, columns), *rest])):
             return None
-        return View(session, known.user.user_id, known.app.state, known.user.state)
+        return SessionWithStates(session, known.user.user_id, known.app.state, known.user.state)
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""

@@ -22,7 +22,7 @@ from adk_secure_sessions.storage.queries import (
     QueryForms,
 )
 from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation
-from adk_secure_sessions.storage.schema import Identity, View
+from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, apply_changes, read_found
@@ -139,7 +139,7 @@ class Lookup:
         self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
-    def matches(self, view: View) -> bool:
+    def matches(self, view: SessionWithStates) -> bool:
         """Return whether the state of *view* has the value.
 
         If a state is malformed, return True, so that the caller finds the error.
@@ -182,7 +182,7 @@ class FindPage(ListPage):
     def _forms(self) -> QueryForms:
         found_by = "user" if self._lookup.of_users else "session"
         return sql.page_of_sessions(
-            of_app=True, newest=self._newest, snapshots=True, found_by=found_by
+            of_app=True, newest=self._newest, with_snapshots=True, found_by=found_by
         )
 
     def _parameters(self, after: Position) -> dict[str, object]:
