@@ -307,12 +307,15 @@ class OwnerChanges:
 class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
-    In the audit trail, *change* says what the transaction changes.
+    In the audit trail, *change* says what the transaction changes.  *locks_rows* is whether each
+    attempt locks the rows before it reads them, and commits all its requests together; otherwise,
+    with asyncpg, each request is committed separately.
     """
 
     reads_keys = False
     writes = True
     change: str
+    locks_rows: bool = False
 
     def __init__(self, who: Identity) -> None:
         self.who = who
@@ -330,8 +333,8 @@ class Write(Generic[T]):
             cache(result)
             self.on_commit_after_cancel(result)
 
-        steps = self._locked_steps if attempt.locks_rows else self.steps
-        transaction, locks = partial(steps, attempt, owners), attempt.locks_rows
+        locks = attempt.locks_rows or self.locks_rows
+        transaction = partial(self._locked_steps if locks else self.steps, attempt, owners)
         result: T
         if access := running_access(executors.data):
             session_id = "" if self.who.is_collection else self.who.session_id

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Change, Executors, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Change, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
@@ -282,6 +282,7 @@ class RewriteItems(Write[StoredSession]):
     """
 
     change = "rewrite"
+    locks_rows = True  # the number of items has no limit, so several requests insert them
 
     def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
         super().__init__(who)
@@ -293,11 +294,6 @@ class RewriteItems(Write[StoredSession]):
         # been committed.  If the next attempt finds one of these row ids, this operation has
         # already replaced the items.
         self._sent: set[int] = set()
-
-    async def attempt(self, attempt: Attempt, executors: Executors) -> StoredSession:
-        # The number of items has no limit, so several requests to the database insert them.  With
-        # asyncpg, each request commits separately, unless `locks_rows` is True.
-        return await super().attempt(attempt._replace(locks_rows=True), executors)
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_SESSION, sql.LOCK_USER]

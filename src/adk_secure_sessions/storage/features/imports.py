@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats.json_text import canonical
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -287,18 +287,12 @@ class ImportSession(_Import[_Outcome]):
         self._times = times
         # One request inserts the events of one group.
         self._groups = list(grouped(events, _length, _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
+        self.locks_rows = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
         # The result of each attempt, by the row id that the attempt has chosen for the session.  An
         # attempt that lost its connection may have been committed.  If the next attempt finds one
         # of these row ids in `secure_migrated`, it returns the result of the earlier attempt.
         self._sent: dict[int, ImportStatus] = {}
-
-    async def attempt(self, attempt: Attempt, executors: Executors) -> _Outcome:
-        # Several requests must be committed together.  With asyncpg, each request would commit
-        # separately, unless `locks_rows` is True.
-        if len(self._groups) > 1:
-            attempt = attempt._replace(locks_rows=True)
-        return await super().attempt(attempt, executors)
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_SESSION, sql.LOCK_USER]

@@ -229,15 +229,12 @@ class CorrectIndexed(Write[int]):
     """
 
     change = "index"
+    locks_rows = True  # nobody may change the state between the read and the changes
 
     def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
         super().__init__(who)
         self._keys = frozenset(keys)
         self._of_user = of_user
-
-    async def attempt(self, attempt: Attempt, executors: Executors) -> int:
-        # No other transaction may change the state between the read and the changes.
-        return await super().attempt(attempt._replace(locks_rows=True), executors)
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_USER] if self._of_user else [sql.LOCK_SESSION]
