@@ -497,9 +497,16 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 
     @accessed("sessions.find")
     async def find_sessions(
-        self, *, app_name: str, key: str, value: object
+        self,
+        *,
+        app_name: str,
+        key: str | None = None,
+        value: object = None,
+        updated_after: float | None = None,
+        updated_before: float | None = None,
     ) -> ListSessionsResponse:
-        """Find the sessions whose state has *value* under *key*, without decrypting others.
+        """Find the sessions whose state has *value* under *key*, without decrypting others, or
+        those that were updated in a period of time, or both.
 
         The sessions of all users of the app are searched.  If the app had sessions before the key
         was in `indexed_state_keys`, run `adk-secure-sessions index fill` before the first search.
@@ -507,10 +514,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
 
         Args:
             app_name: The app's name.
-            key: One of the keys in `indexed_state_keys`.  If the key begins with `user:`, the
-                result contains all sessions of the users whose state has the value.
+            key: One of the keys in `indexed_state_keys`; None to search by time alone.  If the key
+                begins with `user:`, the result contains all sessions of the users whose state has
+                the value.
             value: The value.  It must have the same type in JSON as the stored value: 1, 1.0 and
                 True are three different values.
+            updated_after: Seconds since 1970: find sessions whose last update is at this time or
+                later.
+            updated_before: Seconds since 1970: find sessions whose last update is before this time.
 
         Returns:
             The sessions with their state but without events, least recently updated first.
@@ -518,33 +529,27 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         Raises:
             ConfigurationError: The search index of *key* is not complete, or *key* cannot be
                 indexed: it begins with `app:` or `temp:`.
-            DecryptionError: A session that the search index names cannot be decrypted, and
+            DecryptionError: A session that the search finds cannot be decrypted, and
                 `skip_unreadable_sessions` is False.
-            ValueError: *app_name* is not a string or is too long, or *value* exceeds a limit of
-                states.
+            ValueError: *app_name* is not a string or is too long, *value* exceeds a limit of
+                states, neither a key nor a time is given, or a time is impossible.
         """
-        check_ids(app_name, "", "")
-        page = await self._index.find(
-            app_name,
-            key,
-            _as_stored(value),
-            None,
-            limit=_ALL,
-            newest=False,
-            skip=self._skip,
-        )
+        updated = _period(updated_after, updated_before)
+        page = await self._find(app_name, key, value, updated, None, limit=_ALL, newest=False)
         return self._by_update(app_name, page.views)
 
     @accessed("sessions.find")
     async def find_sessions_page(
         self,
         app_name: str,
-        key: str,
-        value: object,
+        key: str | None = None,
+        value: object = None,
         *,
         limit: int,
         after: str | None = None,
         order: Literal["oldest", "newest"] = "oldest",
+        updated_after: float | None = None,
+        updated_before: float | None = None,
     ) -> SessionPage:
         """Find at most *limit* of the sessions that `find_sessions` finds.
 
@@ -555,26 +560,46 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             key: See `find_sessions`.
             value: See `find_sessions`.
             limit: The number of sessions, 1 to 1000.
-            after: `next` of the page before, with the same *key*, *value* and *order*; None for
-                the first page.
+            after: `next` of the page before, with the same other arguments; None for the first
+                page.
             order: Whether the oldest or the newest session is first.
+            updated_after: See `find_sessions`.
+            updated_before: See `find_sessions`.
 
         Raises:
             ConfigurationError, DecryptionError: See `find_sessions`.
             ValueError: An argument is none of the values above, or exceeds a limit.
         """
-        check_ids(app_name, "", "")
         _check_page(limit, order)
-        page = await self._index.find(
-            app_name,
-            key,
-            _as_stored(value),
-            _parse_position(after),
-            limit=limit,
-            newest=order == "newest",
-            skip=self._skip,
+        updated, position = _period(updated_after, updated_before), _parse_position(after)
+        page = await self._find(
+            app_name, key, value, updated, position, limit=limit, newest=order == "newest"
         )
         return SessionPage(self._sessions(app_name, page.views), _position_text(page.next))
+
+    async def _find(
+        self,
+        app_name: str,
+        key: str | None,
+        value: object,
+        updated: range | None,
+        after: reads.Position | None,
+        *,
+        limit: int,
+        newest: bool,
+    ) -> reads.Page:
+        check_ids(app_name, "", "")
+        options: dict[str, Any] = {
+            "limit": limit, "newest": newest, "skip": self._skip, "updated": updated
+        }  # fmt: skip
+        if key is not None:
+            return await self._index.find(app_name, key, _as_stored(value), after, **options)
+        if updated is None or value is not None:
+            raise ValueError("give key and value, updated_after or updated_before, or all of them")
+        who = await self._unit.identify(app_name)
+        return await self._unit.run(
+            reads.ListPage(who, after, of_app=True, with_state=True, **options)
+        )
 
     def _by_update(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
         views.sort(
@@ -870,6 +895,14 @@ def _check_page(limit: object, order: object) -> None:
 def _as_stored(value: object) -> object:
     """Return *value* as a session's state would contain it after it was stored."""
     return loads(encode({"value": value}))["value"]
+
+
+def _period(after: float | None, before: float | None) -> range | None:
+    """Return the microseconds from *after* until before *before*; None if both are None."""
+    if after is None and before is None:
+        return None
+    first = -(2**63) if after is None else microseconds(after)
+    return range(first, 2**63 - 1 if before is None else microseconds(before))
 
 
 def _position_text(position: reads.Position | None) -> str | None:

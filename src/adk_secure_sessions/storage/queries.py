@@ -90,6 +90,8 @@ _key_tag = bindparam("key_tag", type_=LargeBinary)
 _value_tag = bindparam("value_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
 _known = bindparam("known", type_=BigInteger)
+_updated_from = bindparam("updated_from", type_=BigInteger)
+_updated_until = bindparam("updated_until", type_=BigInteger)
 _after_user = bindparam("after_user", type_=BigInteger)
 _after_row = bindparam("after_row", type_=BigInteger)
 
@@ -263,13 +265,19 @@ def _listing_of_app() -> QueryForms:
 
 @functools.cache
 def page_of_sessions(
-    *, of_app: bool, newest: bool, with_snapshots: bool, found_by: str | None = None
+    *,
+    of_app: bool,
+    newest: bool,
+    with_snapshots: bool,
+    by_time: bool = False,
+    found_by: str | None = None,
 ) -> QueryForms:
     """Return the forms of the query for a page of a listing: at most `limit` rows after a position.
 
     The rows are those of one user or, with *of_app*, of all users of the app, by their users' row
     ids and then their own row ids, which is the order of creation; with *newest*, in reverse.  The
-    parameters `after_user` and `after_row` are the position.
+    parameters `after_user` and `after_row` are the position.  With *by_time*, the page contains
+    only sessions whose last update is at `updated_from` or later, and before `updated_until`.
 
     If *found_by* is `session` or `user`, *of_app* must be True.  The page then contains only the
     sessions that `secure_state_index` lists with `value_tag`, or the sessions of the users that it
@@ -283,6 +291,9 @@ def page_of_sessions(
     else:
         rows = rows.where(user >= _after_user, or_(user > _after_user, own > _after_row))
         rows = rows.order_by(user, own)
+    if by_time:
+        updated = sessions.c.updated_at
+        rows = rows.where(updated >= _updated_from, updated < _updated_until)
     if of_app:
         app_row: ColumnElement[int] = users.c.app_row
         source: FromClause = sessions.join(users, users.c.id == sessions.c.user_row)

@@ -474,6 +474,7 @@ class ListPage(_Listing):
 
     The sessions are in order of creation; *newest* reverses the order.  Sessions of an app are
     sorted by the creation of their user first.  If *with_state* is False, no snapshots are read.
+    If *updated* is given, only sessions are read whose last update is in this range (microseconds).
     """
 
     def __init__(
@@ -486,23 +487,32 @@ class ListPage(_Listing):
         newest: bool,
         with_state: bool,
         skip: bool,
+        updated: range | None = None,
     ) -> None:
         super().__init__(who, of_app=of_app, skip=skip)
+        self._updated = updated
         first = Position(_LAST_ROW, _LAST_ROW) if newest else Position(-1, -1)
         self._after: Position = after or first
         self._limit, self._newest, self._with_state = limit, newest, with_state
 
-    def _forms(self) -> QueryForms:
+    def _forms(self, found_by: str | None = None) -> QueryForms:
         return sql.page_of_sessions(
-            of_app=self._of_app, newest=self._newest, with_snapshots=self._with_state
+            of_app=self._of_app,
+            newest=self._newest,
+            with_snapshots=self._with_state,
+            by_time=self._updated is not None,
+            found_by=found_by,
         )
 
     def _parameters(self, after: Position) -> dict[str, object]:
+        updated = range(0) if self._updated is None else self._updated
         return {
             **self.who.tags(),
             "limit": self._limit + 1,  # the additional row shows that a page follows
             "after_user": after.user_row,
             "after_row": after.row,
+            "updated_from": updated.start,
+            "updated_until": updated.stop,
         }
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Page:

@@ -57,6 +57,7 @@ class SearchIndex:
         limit: int,
         newest: bool,
         skip: bool,
+        updated: range | None,
     ) -> Page:
         """Return at most *limit* sessions of an app whose state contains *key* with *value*.
 
@@ -70,7 +71,9 @@ class SearchIndex:
             if declares:
                 await self.declare_configured(app_name)
             if await self._feature.is_added():
-                operation = FindPage(who, after, lookup, limit=limit, newest=newest, skip=skip)
+                operation = FindPage(
+                    who, after, lookup, limit=limit, newest=newest, skip=skip, updated=updated
+                )
                 try:
                     return await self._unit.run(operation)
                 except NotIndexed:
@@ -173,17 +176,16 @@ class FindPage(ListPage):
         limit: int,
         newest: bool,
         skip: bool,
+        updated: range | None,
     ) -> None:
         super().__init__(
-            who, after, of_app=True, limit=limit, newest=newest, with_state=True, skip=skip
-        )
+            who, after, of_app=True, limit=limit, newest=newest, with_state=True, skip=skip,
+            updated=updated,
+        )  # fmt: skip
         self._lookup = lookup
 
-    def _forms(self) -> QueryForms:
-        found_by = "user" if self._lookup.of_users else "session"
-        return sql.page_of_sessions(
-            of_app=True, newest=self._newest, with_snapshots=True, found_by=found_by
-        )
+    def _forms(self, found_by: str | None = None) -> QueryForms:
+        return super()._forms("user" if self._lookup.of_users else "session")
 
     def _parameters(self, after: Position) -> dict[str, object]:
         tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
