@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -320,6 +322,27 @@ def fork_while_connected(say: Say, url: str) -> None:
 )
 def test_fork_while_connections_are_open_disturbs_neither_parent_nor_child(url: str) -> None:
     assert results((fork_while_connected, url)) == [[9]]
+
+
+def close_in_a_fork_while_a_thread_has_the_lock(say: Say, url: str) -> None:
+    service = open_service(url)
+    asyncio.run(service.prepare_tables())
+    executor: Any = service._unit.executors.data
+
+    def close() -> None:
+        signal.alarm(10)  # ends the child if it waits for the lock
+        asyncio.run(service.close())
+
+    with executor._lock:
+        child = forked(close)
+    asyncio.run(append_to(service, "s"))
+    say(ended(child))
+
+
+@needs_fork
+def test_service_can_be_closed_in_a_process_that_was_forked_during_a_call(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/s.db"
+    assert results((close_in_a_fork_while_a_thread_has_the_lock, url)) == [[0]]
 
 
 def fork_with_database_in_memory(say: Say) -> None:

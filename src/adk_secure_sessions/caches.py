@@ -1,12 +1,11 @@
 """Caches of limited size that remove the least recently used entry."""
 
-import os
 from collections import OrderedDict
 from dataclasses import dataclass
-from threading import Lock
 from typing import Generic, TypeVar
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import hides_locals
 
 K = TypeVar("K")
@@ -82,19 +81,6 @@ class Lru(Generic[K, V]):
         self._entries.pop(key, None)
 
 
-_one_change = Lock()  # in a `SizedLru`, an entry and the total size change together
-
-
-def _renew_lock() -> None:
-    """Create the lock again in a forked process: another thread of the parent may have held it."""
-    global _one_change
-    _one_change = Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
 class SizedLru(Generic[K, V]):
     """A cache whose entries have sizes, at most *limit* in total; several threads may use it."""
 
@@ -102,13 +88,14 @@ class SizedLru(Generic[K, V]):
         self.limit: int = limit
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._size = 0
+        self._one_change = ThreadLock()  # an entry and the total size change together
 
     @property
     def size(self) -> int:
         return self._size
 
     def get(self, key: K) -> V | None:
-        with _one_change:
+        with self._one_change.lock:
             entry = self._entries.get(key)
             if entry is None:
                 return None
@@ -120,7 +107,7 @@ class SizedLru(Generic[K, V]):
 
         A *value* that is larger than the limit is not stored.  Other entries stay.
         """
-        with _one_change:
+        with self._one_change.lock:
             self._remove(key)
             if size > self.limit:
                 return
@@ -131,7 +118,7 @@ class SizedLru(Generic[K, V]):
                 self._size -= removed
 
     def drop(self, key: K) -> None:
-        with _one_change:
+        with self._one_change.lock:
             self._remove(key)
 
     def _remove(self, key: K) -> None:

@@ -1,10 +1,13 @@
-"""Locks for several event loops, waiting for work to end, and context variables for a block."""
+"""Locks for event loops and threads, waiting for work to end, and context variables for a block."""
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
+from threading import Lock
 from typing import Generic, Self, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 
@@ -35,44 +38,61 @@ class LoopLocks:
     def __init__(self) -> None:
         self._locks: dict[_LoopKey, _LoopLock] = {}
 
-    def hold(self, key: Hashable) -> "_Hold":
-        """Return a context manager that holds the lock of *key* during its block.
+    def hold(self, key: Hashable) -> "_LoopLock":
+        """Return the lock of *key*, for `async with`.
 
         Only tasks of the same event loop wait for this lock.
         """
-        return _Hold(self._locks, (asyncio.get_running_loop(), key))
+        loop_key = (asyncio.get_running_loop(), key)
+        return self._locks.get(loop_key) or _LoopLock(self._locks, loop_key)
 
 
 class _LoopLock(asyncio.Lock):
-    users: int = 0  # tasks that hold the lock or wait for it
-
-
-class _Hold:
-    __slots__ = ("_key", "_lock", "_locks")
-
-    def __init__(self, locks: dict[_LoopKey, _LoopLock], key: _LoopKey) -> None:
+    def __init__(self, locks: dict[_LoopKey, "_LoopLock"], key: _LoopKey) -> None:
+        super().__init__()
         self._locks, self._key = locks, key
+        self._users = 0  # tasks that hold the lock or wait for it
 
     async def __aenter__(self) -> None:
-        lock = self._locks.get(self._key)
-        if lock is None:
-            lock = self._locks[self._key] = _LoopLock()
-        self._lock = lock
-        lock.users += 1
+        self._locks[self._key] = self
+        self._users += 1
         try:
-            await lock.acquire()
+            await self.acquire()
         except BaseException:
             self._leave()
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+        self.release()
         self._leave()
 
     def _leave(self) -> None:
-        self._lock.users -= 1
-        if not self._lock.users:
+        self._users -= 1
+        if not self._users:
             del self._locks[self._key]
+
+
+class ThreadLock:
+    """A lock of threads, which is replaced in a forked process.
+
+    The thread that held the lock in the parent does not exist in the child: it would stay locked.
+    """
+
+    def __init__(self) -> None:
+        self.lock: Lock = Lock()
+        _thread_locks.add(self)
+
+
+_thread_locks: "WeakSet[ThreadLock]" = WeakSet()
+
+
+def _replace_locks() -> None:
+    for one in _thread_locks:
+        one.lock = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_replace_locks)
 
 
 async def await_to_end(

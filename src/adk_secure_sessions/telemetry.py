@@ -8,7 +8,6 @@ may encrypt thousands of events.  Therefore an `Operation` object adds up the ti
 and the sums are recorded once, at the end of the operation.
 """
 
-import os
 import sys
 import time
 from bisect import bisect_left
@@ -17,12 +16,12 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from threading import Lock
 from time import perf_counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import starting
 
 if TYPE_CHECKING:
@@ -256,7 +255,7 @@ class Operation:
     def limit(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
         if len(self.values) > _MOST_VALUES:
-            with _adding_up:
+            with _adding_up.lock:
                 number = len(self.values)
                 values = self.values[:number]
                 del self.values[:number]  # keeps what other threads have appended meanwhile
@@ -273,17 +272,7 @@ class Operation:
                 otel.cipher_duration.record(seconds, kind.of_duration[size_class])
 
 
-_adding_up = Lock()
-
-
-def _renew_lock() -> None:
-    """Create the lock again in a forked process: another thread of the parent may have held it."""
-    global _adding_up
-    _adding_up = Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_adding_up = ThreadLock()
 
 
 def _added_up(

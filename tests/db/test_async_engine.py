@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import os
+import signal
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +98,18 @@ def test_child_process_begins_anew_with_an_engine_of_ours_and_cannot_with_anothe
             os._exit(code)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == (0 if owns_engine else 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+def test_child_process_that_was_forked_during_a_call_of_a_thread_can_make_calls() -> None:
+    one = binding(owns_engine=True)
+    with one._one_change.lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 and later warn of forks with several threads
+        child = os.fork()
+        if not child:
+            signal.alarm(10)  # ends the child if it waits for the lock
+            os._exit(not call(one))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 class Closing:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -37,7 +36,7 @@ from adk_secure_sessions.db.protocol import (
     run_in_turn,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.loops import LoopLocks, await_to_end
+from adk_secure_sessions.loops import LoopLocks, ThreadLock, await_to_end
 
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy has no row count of an INSERT
 _KILL_TIMEOUT = 5.0  # seconds
@@ -394,7 +393,7 @@ class LoopBinding:
         self._engine = engine
         self._owns_engine = owns_engine
         self._connections_need_loop = connections_need_loop
-        self._guard = threading.Lock()
+        self._one_change = ThreadLock()  # of the fields below
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._calls = 0  # the number of calls in progress
@@ -403,7 +402,7 @@ class LoopBinding:
     def enter(self) -> bool:
         """Register a call, and return whether it is the first call in its event loop."""
         loop, pid = asyncio.get_running_loop(), os.getpid()
-        with self._guard:
+        with self._one_change.lock:
             is_first = loop is not self._loop or pid != self._pid
             if is_first:
                 self._move(pid)
@@ -412,7 +411,7 @@ class LoopBinding:
         return is_first
 
     def leave(self) -> None:
-        with self._guard:
+        with self._one_change.lock:
             self._calls -= 1
 
     def close_at_end_of_loop(self, close: Callable[[], Awaitable[None]]) -> None:

@@ -216,6 +216,8 @@ class SqliteExecutor:
         return await self._submit(work, reads=not commit, on_engine=True)
 
     async def close(self) -> None:
+        if os.getpid() != self._pid:
+            self._forget_parent()
         with self._lock:
             threads, self._threads = self._threads, []
             if self._finalizer is not None:
@@ -234,7 +236,12 @@ class SqliteExecutor:
         on_engine: bool = False,
     ) -> T:
         if os.getpid() != self._pid:
-            self._after_fork()
+            if self._memory:
+                raise ConfigurationError(
+                    "a database in memory does not survive a fork: "
+                    "create the service in the child process, or use a file"
+                )
+            self._forget_parent()
         job = Job(work, on_engine=on_engine, reads=reads)
         with self._lock:  # otherwise, `close` could end the thread before the job is queued
             threads = self._threads or self._start()
@@ -255,12 +262,8 @@ class SqliteExecutor:
         self._finalizer = weakref.finalize(self, _stop, self._threads)
         return self._threads
 
-    def _after_fork(self) -> None:
-        if self._memory:
-            raise ConfigurationError(
-                "a database in memory does not survive a fork: "
-                "create the service in the child process, or use a file"
-            )
+    def _forget_parent(self) -> None:
+        """Begin anew in a forked process, which has neither the parent's threads nor its locks."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._engine.dispose(close=False)  # closing the connections would break them for the parent

@@ -6,7 +6,6 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 import asyncio
 import hmac
 import os
-import threading
 import unicodedata
 from struct import Struct
 
@@ -17,6 +16,7 @@ from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_key_id
+from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import hides_locals
 
 PASSPHRASE_WRAP = b"\x02"
@@ -26,16 +26,7 @@ _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
 # Derive one key at a time.  Two simultaneous derivations with several lanes (Argon2 threads) may
 # deadlock, because OpenSSL has one pool of threads for both.  Seen with cryptography 50.0.
-_one_at_a_time = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _one_at_a_time
-    _one_at_a_time = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_one_at_a_time = ThreadLock()
 
 
 @hides_locals
@@ -142,7 +133,7 @@ class PassphraseKey(KeyMaterial):
         return cipher
 
     def _derive_once(self, header: bytes) -> Aes256Gcm:
-        with _one_at_a_time:
+        with _one_at_a_time.lock:
             if header not in self._ciphers:
                 self._ciphers[header] = self._derive(header)
             return self._ciphers[header]

@@ -6,7 +6,6 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
+from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import hides_locals
 
 _KEY_BITS = 256
@@ -62,7 +62,7 @@ class _Module:
         self.path = path
         self.pid: int | None = None  # of the process that has initialized the library
         self.failed = False  # whether `held` must initialize the library again
-        self.lock = threading.Lock()
+        self.one_thread = ThreadLock()
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[Any]:
@@ -72,7 +72,7 @@ class _Module:
         """
         import pkcs11
 
-        if not self.lock.acquire(timeout=seconds):
+        if not self.one_thread.lock.acquire(timeout=seconds):
             raise TimeoutError
         try:
             library = pkcs11.lib(self.path)
@@ -87,20 +87,10 @@ class _Module:
             self.pid, self.failed = os.getpid(), False
             yield library
         finally:
-            self.lock.release()
+            self.one_thread.lock.release()
 
 
 _modules: dict[str, _Module] = {}
-
-
-def _renew_locks() -> None:
-    """Replace the locks in a forked process, in which the threads that held them do not exist."""
-    for module in _modules.values():
-        module.lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @hides_locals
