@@ -26,15 +26,17 @@ import asyncio
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.connect import wrapping_executors
+from adk_secure_sessions.db import connect
 from adk_secure_sessions.db.protocol import (
     Apply,
     Disconnected,
@@ -237,6 +239,14 @@ class Faults(NamedTuple):
 
     data: FaultyExecutor
     keys: FaultyExecutor
+
+
+@contextmanager
+def wrapping_executors(wrap: Callable[[Executor], Executor]) -> Iterator[None]:
+    """During the block, new services and commands use *wrap*(executor) instead of each executor."""
+    create = connect._executor
+    with mock.patch.object(connect, "_executor", lambda *options: wrap(create(*options))):
+        yield
 
 
 def with_faults(make: Callable[[], T]) -> tuple[T, Faults]:

@@ -155,6 +155,12 @@ def test_sizes_that_cannot_be_used_are_rejected(name: str, size: Any) -> None:
         Caches(**{name: size})
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan"), "300", None])
+def test_times_that_cannot_be_used_are_rejected(seconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="seconds of Caches must be a number, 0 or more"):
+        Caches(seconds=seconds)
+
+
 # --- whose objects they are ----------------------------------------------------------------------
 
 

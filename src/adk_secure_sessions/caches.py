@@ -29,7 +29,8 @@ class Caches:
             erases a user, this process may use the user's cached data key for this time.
 
     Raises:
-        ConfigurationError: A size is not an integer, or is negative.
+        ConfigurationError: A size is not an integer, `seconds` is not a number, or one of them is
+            negative.
     """
 
     sessions: int = 4096
@@ -42,6 +43,8 @@ class Caches:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 0:
                 raise ConfigurationError(f"{name} of Caches must be an integer, 0 or more")
+        if not isinstance(self.seconds, int | float) or not self.seconds >= 0:  # also not a number
+            raise ConfigurationError("seconds of Caches must be a number, 0 or more")
 
 
 class Lru(Generic[K, V]):

@@ -25,7 +25,6 @@ from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import commands, program, rotate
 from adk_secure_sessions.cli.result_lines import status_lines
 from adk_secure_sessions.cli.wording import WORDING, for_command_line
-from adk_secure_sessions.db.connect import wrapping_executors
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
@@ -47,6 +46,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.maintenance.database import Limits
 from tests.cli.support import Said, begin_trail, on, run
 from tests.clocks import shifted
+from tests.faults import wrapping_executors
 from tests.maintenance.support import OLD, fill, interrupt, query, run_sql
 from tests.pages import ROOT
 

@@ -116,6 +116,12 @@ def test_rejected(name: str, engine: AsyncEngine) -> None:
         executors(*(engine if one == "engine" else one for one in arguments))
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "60"])
+def test_time_limit_that_is_no_positive_number_is_rejected(seconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="read_timeout must be a positive number"):
+        executors_for("sqlite://", None, None, None, {}, seconds)
+
+
 @pytest.mark.parametrize("url", ["sqlite://", "postgresql+asyncpg://u:p@h/d"])
 def test_option_that_sqlalchemy_does_not_know_is_named(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be used with these options.*nonsense"):

@@ -25,7 +25,6 @@ from google.adk.sessions import DatabaseSessionService, Session
 from google.adk.sessions.schemas import v1
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, WrongKeyError
-from adk_secure_sessions.db.connect import wrapping_executors
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import states
@@ -36,7 +35,7 @@ from tests.attacks import needles
 from tests.cli.support import run
 from tests.conformance.samples import CORPUS
 from tests.conformance.values import PLAIN
-from tests.faults import FaultyExecutor, Point
+from tests.faults import FaultyExecutor, Point, wrapping_executors
 from tests.maintenance import conftest
 from tests.maintenance.support import APP, NEW, OLD, START, event, fill, run_sql
 from tests.servers import Server

@@ -3,8 +3,6 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +13,6 @@ from adk_secure_sessions.db.failures import overdue
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
 from adk_secure_sessions.errors import ConfigurationError, install_command
-from adk_secure_sessions.loops import bound
 
 # `sqlalchemy.ext.asyncio` is imported on first use.  It imports SQLAlchemy's ORM, which takes a
 # third of a second.  A SQLite database given by URL does not need it.
@@ -43,9 +40,6 @@ _POOL_TIMEOUT = 30.0  # seconds to wait for a connection; the same as SQLAlchemy
 # connection to the pool after its operation, instead of keeping it.
 _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
 
-Wrap = Callable[[Executor], Executor]
-_wrap: ContextVar[Wrap | None] = ContextVar("wrap", default=None)
-
 
 def executors_for(
     db_url: str | sa.URL | None,
@@ -59,6 +53,7 @@ def executors_for(
 
     *engine_kwargs* are for *db_url*.  *read_timeout* is how many seconds one query may take.
     """
+    check_read_timeout(read_timeout)
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
     if key_db_url is not None and key_db_engine is not None:
@@ -78,12 +73,9 @@ def executors_for(
     )
 
 
-def wrapping_executors(wrap: Wrap) -> AbstractContextManager[object]:
-    """During the block, make `executors_for` return *wrap*(executor) instead of each executor.
-
-    Tests use it to make an executor raise errors, or to write between two statements.
-    """
-    return bound(_wrap, wrap)
+def check_read_timeout(seconds: object) -> None:
+    if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+        raise ConfigurationError("read_timeout must be a positive number of seconds, or None")
 
 
 def _source(name: str, url: object | None, engine: object | None) -> Source:
@@ -152,16 +144,13 @@ def _executor(
     source: Source, engine_kwargs: dict[str, Any], read_timeout: float | None
 ) -> Executor:
     if isinstance(source, sa.URL):
-        executor = _for_url(source, engine_kwargs, read_timeout)
-    elif engine_kwargs:
+        return _for_url(source, engine_kwargs, read_timeout)
+    if engine_kwargs:
         raise ConfigurationError(
             f"{', '.join(sorted(engine_kwargs))}: engine options can be given with db_url, "
             "not with db_engine"
         )
-    else:
-        executor = _for_engine(source, owns_engine=False, read_timeout=read_timeout)
-    wrap = _wrap.get()
-    return executor if wrap is None else wrap(executor)
+    return _for_engine(source, owns_engine=False, read_timeout=read_timeout)
 
 
 def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None) -> Executor:

@@ -33,6 +33,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig, ListSessi
 
 from adk_secure_sessions import audit
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.db.connect import check_read_timeout
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
@@ -105,7 +106,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         copied_sessions: How many sessions this object has copied.
 
     Raises:
-        ConfigurationError: An argument has another type, or *source* is a `Package1x`.
+        ConfigurationError: An argument has another type, *read_timeout* is not positive, or
+            *source* is a `Package1x`.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 "a database of adk-secure-sessions 1.x cannot be the source of a fallback, because "
                 "it is not plaintext: stop the application, and copy the database with `migrate`"
             )
+        check_read_timeout(read_timeout)
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service
