@@ -273,11 +273,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 to the value.
             ConfigurationError: *expires_after* is not a positive time.
         """
-        check_ids(app_name, user_id, "" if session_id is None else session_id)
-        lifetime = self._lifetime if expires_after is None else _lifetime(expires_after)
-        scopes = states.split(state)
         if session_id is None:
             session_id = platform_uuid.new_uuid()
+        check_ids(app_name, user_id, session_id)
+        lifetime = self._lifetime if expires_after is None else _lifetime(expires_after)
+        scopes = states.split(state)
         now = microseconds(platform_time.get_time())
         app_delta = loads(encode(scopes.app, APP_PREFIX))
         user_delta = loads(encode(scopes.user, USER_PREFIX))
@@ -437,7 +437,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long.
         """
         of_user = "" if user_id is None else user_id
-        check_ids(app_name, of_user, "")
+        check_ids(app_name, of_user)
         who = await self._unit.identify(app_name, of_user)
         listing = reads.ListSessions(who, of_app=user_id is None, skip=self._skip)
         return self._by_update(app_name, await self._unit.run(listing))
@@ -479,7 +479,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 values above.
         """
         of_user = "" if user_id is None else user_id
-        check_ids(app_name, of_user, "")
+        check_ids(app_name, of_user)
         _check_page(limit, order)
         position = _parse_position(after)
         listing = reads.ListPage(
@@ -588,7 +588,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         limit: int,
         newest: bool,
     ) -> reads.Page:
-        check_ids(app_name, "", "")
+        check_ids(app_name)
         options: dict[str, Any] = {
             "limit": limit, "newest": newest, "skip": self._skip, "updated": updated
         }  # fmt: skip
@@ -643,7 +643,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             DecryptionError: The user's row was tampered with.
             ValueError: An id is not a string or is too long.
         """
-        check_ids(app_name, user_id, "")
+        check_ids(app_name, user_id)
         who = await self._unit.identify(app_name, user_id)
         _, state = await self._unit.run(reads.GetStates(who))
         return loads(state, "the user's state")
@@ -824,7 +824,9 @@ def reject_unknown_methods(service: type, contract: type) -> None:
 reject_unknown_methods(EncryptedSessionService, BaseSessionService)
 
 
-def check_ids(app_name: object, user_id: object, session_id: object, **more: object) -> None:
+def check_ids(
+    app_name: object, user_id: object = "", session_id: object = "", **more: object
+) -> None:
     """Raise ValueError if an id, or another text in *more*, is not a string or is too long."""
     ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
     for name, value in ids.items():

@@ -265,7 +265,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 the memories have the same id, or an id was deleted with `delete_memory`; nothing
                 was stored.
         """
-        check_ids(app_name, user_id, "")
+        check_ids(app_name, user_id)
         new = list(_from_memories(memories, custom_metadata or {}))
         ids = {one.id for one in new}
         if len(ids) < len(new):
@@ -308,7 +308,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 google-adk stored; or the ranker did not return a sequence of entries that it
                 was given.
         """
-        check_ids(app_name, user_id, "")
+        check_ids(app_name, user_id)
         memory = await self._current(await self._cache(), app_name, user_id)
         if memory is None:
             return SearchMemoryResponse()
@@ -329,7 +329,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         memory by a record without the memory.  If *memory_id* is None or empty, or no memory has
         this id, do nothing.
         """
-        check_ids(app_name, user_id, "")
+        check_ids(app_name, user_id)
         if not memory_id:
             return
 

@@ -267,7 +267,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
                 False.
         """
-        check_ids(app_name, user_id or "", "")
+        check_ids(app_name, user_id or "")
         response = await self._inner.list_sessions(app_name=app_name, user_id=user_id)
         listed: list[Session] = []
         for stored in response.sessions:
@@ -306,7 +306,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             NotImplementedError: The other service does not implement this method.
             DecryptionError: A value was modified or moved, and its data key is known.
         """
-        check_ids(app_name, user_id, "")
+        check_ids(app_name, user_id)
         method = getattr(self._inner, "get_user_state", None)
         if method is None:
             raise NotImplementedError(f"{type(self._inner).__name__} has no get_user_state")
