@@ -459,12 +459,12 @@ def _fork_while_values_are_added_up(say: Say) -> None:
     """Add values up in a child that was forked while another thread did so."""
     with telemetry._adding_up.lock:
         child = os.fork()
-    if not child:
-        operation = telemetry.Operation("append")
-        operation.values += [(telemetry.cipher_kind("a", "encrypt"), 1, 0.0)] * 10**5
-        signal.alarm(30)  # ends a child that waits for ever
-        operation.limit()
-        os._exit(0)
+        if not child:  # in the block: at its end, the child would release the lock itself
+            operation = telemetry.Operation("append")
+            operation.values += [(telemetry.cipher_kind("a", "encrypt"), 1, 0.0)] * 10**5
+            signal.alarm(10)  # ends a child that waits for ever
+            operation.limit()
+            os._exit(0)
     say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
