@@ -23,7 +23,7 @@ from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
-from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.records import LINK_LENGTH, Packing, encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
@@ -752,9 +752,9 @@ async def append_event_to_latest(
     Use it only for an event that does not depend on the events before it.  If its content or its
     state delta was computed from the old session, a stale session must stay an error.
 
-    No lock is held.  After a `StaleSessionError` or an unknown outcome, the session is loaded
-    again.  If it contains an event with the id of *event*, an attempt whose answer was lost has
-    stored it.
+    No lock is held.  After a `StaleSessionError` or an error with `retryable`, the session is
+    loaded again.  If it contains an event with the id of *event*, an attempt whose answer was lost
+    has stored it.  For the same reason, you may repeat a call that failed.
 
     Args:
         service: A service of this package.
@@ -769,7 +769,7 @@ async def append_event_to_latest(
     Raises:
         StaleSessionError: Another writer was faster at each attempt.
         SessionNotFoundError: The session is not stored.
-        DatabaseError, DecryptionError, ValueError: See `EncryptedSessionService.append_event`.
+        SecureSessionError, ValueError: See `EncryptedSessionService.append_event`.
     """
     if attempts < 1:
         raise ValueError("attempts must be 1 or more")
@@ -779,8 +779,8 @@ async def append_event_to_latest(
         try:
             await service.append_event(session, event)
             return session
-        except (StaleSessionError, DatabaseError) as error:
-            if isinstance(error, DatabaseError) and not error.retryable:
+        except (StaleSessionError, SecureSessionError) as error:
+            if isinstance(error, SecureSessionError) and not error.retryable:
                 raise
             failed = error
         temporary = {key: session.state[key] for key in session.state if key.startswith("temp:")}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
@@ -14,17 +15,20 @@ from adk_secure_sessions import (
     AesGcmBackend,
     DatabaseError,
     EncryptedSessionService,
+    SecureSessionError,
     StaleSessionError,
     append_event_to_latest,
 )
 from tests import servers
 from tests.conformance.support import APP, USER, create, each_kind, event, reload
+from tests.faults import Point, lost, with_faults
 from tests.processes import results
 
 kind = each_kind("encrypted-file", "encrypted-postgresql", soak=["encrypted-mariadb"])
 BACKEND = AesGcmBackend(bytes(32))
 WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": "s"}
 PROCESSES, EVENTS = 4, 8
+ATTEMPTS_OF_SERVICE = 6  # before it raises the error of a lost connection
 
 
 def ids(session: Session) -> list[str]:
@@ -59,35 +63,60 @@ async def test_other_writer_that_is_faster_each_time_is_an_error(
         await append_event_to_latest(service, session, event("late"))
 
 
-class Unanswered(EncryptedSessionService):
-    """A mock of a connection that is lost: the service itself repeats what a real one loses."""
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_event_whose_answer_was_lost_is_stored_once(url: sa.URL, is_stored: bool) -> None:
+    service, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))
+    async with service:
+        session = await service.create_session(**WHO)
+        new = event("new")
+        plan = faults.data.after if is_stored else faults.data.before
+        lost_ones = [plan(Point.WRITE, lost(), nth=nth + 1) for nth in range(ATTEMPTS_OF_SERVICE)]
+        latest = await append_event_to_latest(service, session, new)
+        assert lost_ones[-1].happened
+        assert latest is not session
+        assert ids(latest) == ids(await reload(service, latest)) == [new.id]
+        await append_event_to_latest(service, latest, event("next"), attempts=1)
+        assert len(ids(await reload(service, latest))) == 2
 
-    errors: tuple[DatabaseError, ...] = ()
-    stores = True
+
+async def test_call_that_failed_can_be_repeated(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/s.db"
+    service, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))
+    async with service:
+        session = await service.create_session(**WHO)
+        new = event("new", delta={"k": 1, "temp:t": 2})
+        faults.data.after(Point.WRITE, lost(), nth=None)
+        faults.data.before(Point.READ, lost(), nth=None)  # it cannot be loaded again, either
+        with pytest.raises(DatabaseError):
+            await append_event_to_latest(service, session, new)
+        faults.data.forget()
+        latest = await append_event_to_latest(service, session, new)
+        assert latest is not session  # the call that failed had stored the event
+        assert ids(latest) == [new.id]
+        assert latest.state == {"k": 1, "temp:t": 2}
+
+
+class Failing(EncryptedSessionService):
+    """Raises `failure` at the next append, and stores nothing."""
+
+    failure: SecureSessionError | None = None
 
     async def append_event(self, session: Session, event: Event) -> Event:
-        if self.errors:
-            if self.stores:
-                await super().append_event(session.model_copy(deep=True), event)
-            error, self.errors = self.errors[0], ()
-            raise error
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
         return await super().append_event(session, event)
 
 
-@pytest.mark.parametrize("stores", [True, False])
-async def test_event_whose_answer_was_lost_is_stored_once(tmp_path: Path, stores: bool) -> None:
-    async with Unanswered(f"sqlite:///{tmp_path}/s.db", BACKEND) as service:
-        service.stores = stores
+async def test_only_retryable_errors_are_retried(tmp_path: Path) -> None:
+    async with Failing(f"sqlite:///{tmp_path}/s.db", BACKEND) as service:
         session = await service.create_session(**WHO)
-        service.errors = (DatabaseError("lost", retryable=True),)
-        new = event("new")
-        latest = await append_event_to_latest(service, session, new)
-        assert ids(latest) == [new.id]
-        assert ids(await reload(service, latest)) == [new.id]
-        await append_event_to_latest(service, latest, event("next"), attempts=1)
-        service.errors = (DatabaseError("full"),)
+        service.failure = SecureSessionError("too many writers", retryable=True)
+        latest = await append_event_to_latest(service, session, event("new"))
+        service.failure = DatabaseError("full")
         with pytest.raises(DatabaseError, match="full"):
             await append_event_to_latest(service, latest, event("next"))
+        assert len(ids(await reload(service, latest))) == 1
 
 
 def append_some(say: Any, url: str, process: int) -> None:
