@@ -95,6 +95,7 @@ SURFACE = {
     "feature_list",
     "features.audit_trail",
     "features.collections",
+    "features.expiry",
     "features.imports",
     "features.index_rows",
     "features.search_index",

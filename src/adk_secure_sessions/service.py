@@ -30,20 +30,18 @@ from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, 
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections
+from adk_secure_sessions.storage.features.expiry import Expiry
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import (
     NEVER,
-    SessionWithStates,
     StoredSession,
     sessions,
     snapshots,
     users,
 )
-from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
 from adk_secure_sessions.tracebacks import hides_locals
@@ -134,7 +132,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             there is no limit.
         expires_after: How long after its last update a session expires, for sessions that this
             service creates; None if they do not expire.  The last update is the timestamp of the
-            last event.  An expired session acts like a deleted one.  `purge` deletes it.
+            last event.  An expired session acts like a deleted one.  Each `create_session` of a
+            service with this option deletes at most two expired sessions; `purge` deletes all.
         audit: How each access is recorded in the audit log; None for no such records.
         indexed_state_keys: Keys of the state by which `find_sessions` finds sessions, such as
             `["ticket", "user:mrn"]`.  The database then contains keyed hashes of their values,
@@ -191,7 +190,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         self._unit = unit
         self._creates_tables = create_tables
-        self._expiry = Feature(unit, FeatureName.EXPIRY)
+        self._expiry = Expiry(unit, create_index=create_tables)
         self._index = SearchIndex(unit, indexed_state_keys, create_table=create_tables)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
@@ -292,12 +291,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         while True:
             creation = writes.CreateSession(who, app_delta, user_delta, own, now, expires_at)
             try:
-                return _session(app_name, await self._unit.run(creation))
+                created = await self._unit.run(creation)
             except writes.DuplicateSession as duplicate:
                 may_have_expired = duplicate.may_have_expired
-            if not may_have_expired or not await self._unit.run(
-                writes.DeleteSession(who, _has_expired)
-            ):
+            else:
+                if self._lifetime is not None:
+                    await self._expiry.delete_some()
+                return _session(app_name, created)
+            if not may_have_expired or not await self._expiry.delete_if_expired(who):
                 raise AlreadyExistsError("A session with this id already exists.")
 
     @accessed("session.read")
@@ -601,14 +602,16 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             reads.ListPage(who, after, of_app=True, with_state=True, **options)
         )
 
-    def _by_update(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
+    def _by_update(
+        self, app_name: str, views: list[reads.SessionWithStates]
+    ) -> ListSessionsResponse:
         views.sort(
             key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
     def _sessions(
-        self, app_name: str, views: list[SessionWithStates], *, include_state: bool = True
+        self, app_name: str, views: list[reads.SessionWithStates], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
         for view in views:
@@ -856,10 +859,6 @@ def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -
     return Recording(ids, trail)
 
 
-def _has_expired(session: StoredSession) -> bool:
-    return session.has_expired
-
-
 def _lifetime(expires_after: timedelta | None) -> int | None:
     """Return *expires_after* in microseconds."""
     if expires_after is None:
@@ -931,7 +930,7 @@ def _parse_event_position(after: str | None) -> reads.EventPosition | None:
     return reads.EventPosition(int(match[1], 16), int(match[2], 16), bytes.fromhex(match[3]))
 
 
-def _state(view: SessionWithStates) -> dict[str, Any]:
+def _state(view: reads.SessionWithStates) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
     table, row = sessions.name, stored.id
     try:
@@ -950,7 +949,7 @@ def _state(view: SessionWithStates) -> dict[str, Any]:
 
 def _session(
     app_name: str,
-    view: SessionWithStates,
+    view: reads.SessionWithStates,
     history: list[Event] | None = None,
     *,
     include_state: bool = True,

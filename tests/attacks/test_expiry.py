@@ -36,6 +36,16 @@ async def test_expiry_moved_to_the_past_purges_no_session(aes_db: Database) -> N
     assert (found.deleted, found.bad) == (0, 1)
 
 
+async def test_expiry_moved_to_the_past_deletes_no_session_when_one_is_created(
+    aes_db: Database,
+) -> None:
+    aes_db.run(EXPIRED)
+    async with aes_db.service(expires_after=timedelta(days=1)) as service:
+        for number in range(2):
+            await service.create_session(app_name=VISIT.app_name, user_id=f"new {number}")
+    assert aes_db.value("SELECT count(*) FROM secure_sessions WHERE id = :visit") == 1
+
+
 async def test_expiry_moved_away_revives_no_session(aes_db: Database) -> None:
     ids: dict[str, Any] = VISIT._replace(session_id="short")._asdict()
     async with aes_db.service() as service:

@@ -5,6 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "encrypted+postgresql://u:p%40w@db:5432/chat?sslmode=require&key=env:A&also_key=file:/x%26y"
         "&backend=fernet&also_backend=aesgcm&key_db=sqlite:///keys.db&blobs=s3://bucket/prefix"
         "&allow_http=true&audit_ids=blind&compression=zlib&padding=padme"
-        "&cache_events=1000&audit_table=true"
+        "&cache_events=1000&audit_table=true&expires_after=90d"
         "&indexed_state_key=ticket&indexed_state_key=user:mrn"
     )
     assert tuple(parsed) == (
@@ -98,6 +99,7 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         Caches(events=1000),
         ("ticket", "user:mrn"),
         Packing("zlib", "padme"),
+        timedelta(days=90),
     )
     assert "p%40w" not in repr(parsed)
 

@@ -6,13 +6,14 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
-from adk_secure_sessions.maintenance import verify
+from adk_secure_sessions.maintenance import purge, verify
 from adk_secure_sessions.migration import Migration, Selection, compare, migrate
 from adk_secure_sessions.migration.encrypted_sessions import EncryptedSessions
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
@@ -110,10 +111,25 @@ async def test_expiry_is_copied(file_url: str) -> None:
     async with database(file_url) as db:
         assert (await compare(source, db)).clean
         for name in expiries:
-            source.put("ada", name, updated_at=now - 1_000_000)
+            source.put("ada", name, updated_at=now - 1_000_000, expires_at=now + 7200 * 1_000_000)
         assert (await compare(source, db)).different == 2
     assert await stored(file_url, "ada", "later") is not None
     assert await stored(file_url, "ada", "expired") is None
+
+
+async def test_copies_may_expire_though_the_source_does_not(file_url: str) -> None:
+    source = MemorySource()
+    now = time.time_ns() // 1000
+    source.put("ada", "old", updated_at=now - 3600 * 1_000_000)
+    source.put("ada", "new", updated_at=now)
+    source.put("ada", "own", updated_at=now - 3600 * 1_000_000, expires_at=now + 3600 * 1_000_000)
+    assert (await copy(source, file_url, expires_after=timedelta(minutes=30))).succeeded
+    assert await stored(file_url, "ada", "old") is None
+    assert await stored(file_url, "ada", "new") is not None
+    assert await stored(file_url, "ada", "own") is not None
+    async with database(file_url) as db:
+        assert (await compare(source, db)).clean
+        assert (await purge(db)).deleted == 1
 
 
 async def test_times_that_are_not_possible_are_bad(file_url: str) -> None:

@@ -1,7 +1,7 @@
 """The commands that copy sessions from another database, compare both, and erase the source."""
 
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from adk_secure_sessions.cli.later import Database, migration
 from adk_secure_sessions.cli.options import (
     TO,
     on_database,
+    parse_age,
     parse_time,
     with_all,
     with_dry_run,
@@ -106,6 +107,13 @@ def migrate() -> None:
     type=click.FloatRange(min=0, min_open=True),
     help="Copy at most this many events per second.",
 )
+@click.option(
+    "--expires-after",
+    type=parse_age,
+    metavar="AGE",
+    help="How long after its last update a copied session expires.  A number and a unit: s, m, h, "
+    "d or w.  Example: 90d.",
+)
 @with_dry_run
 @with_packing
 @with_all(*_OF_SELECTION, *_OF_SOURCE)
@@ -115,6 +123,7 @@ def copy(
     skip_bad: bool,
     delete_gone: bool,
     events_per_second: float | None,
+    expires_after: timedelta | None,
     dry_run: bool,
     app: str | None,
     since: datetime | None,
@@ -139,6 +148,7 @@ def copy(
         skip_bad=skip_bad,
         delete_gone=delete_gone,
         events_per_second=events_per_second,
+        expires_after=expires_after,
         show_ids=show_ids,
     )
     done = _run(db, of_source, "migrate", work, again=None if dry_run else AGAIN)

@@ -1,7 +1,6 @@
 """Define the options that several commands share, and create databases and backends from them."""
 
 import functools
-import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
 from adk_secure_sessions.cli.later import maintenance
 from adk_secure_sessions.cli.program import Common, one_line_errors
+from adk_secure_sessions.formats import times
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 _BACKENDS = click.Choice(NAMES)
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 with_speed: Decorator = click.option(
     "--rows-per-second",
@@ -36,10 +35,9 @@ with_dry_run: Decorator = click.option(
 
 
 def parse_age(value: str) -> timedelta:
-    match = re.fullmatch(r"(\d{1,6})([smhdw])", value)
-    if match is None:
+    if (age := times.parse_age(value)) is None:
         raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
-    return timedelta(**{_UNITS[match[2]]: int(match[1])})
+    return age
 
 
 def parse_time(value: str) -> datetime:

@@ -1,10 +1,18 @@
 """Convert times to microseconds since 1970, UTC, which is how the database stores times."""
 
 import math
+import re
 from datetime import UTC, datetime, timedelta
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def parse_age(text: str) -> timedelta | None:
+    """Return the age in *text*, such as `90d`; None if it is not a number and a unit."""
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text, re.ASCII)
+    return None if match is None else timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 def microseconds(timestamp: float) -> int:

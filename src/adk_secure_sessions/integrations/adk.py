@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from datetime import timedelta
 from difflib import get_close_matches
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -26,6 +27,7 @@ from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_f
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
+from adk_secure_sessions.formats.times import parse_age
 from adk_secure_sessions.loops import bound
 from adk_secure_sessions.service import EncryptedSessionService
 from adk_secure_sessions.tracebacks import hides_locals
@@ -85,6 +87,15 @@ def _text(name: str, value: str) -> str:
     return value
 
 
+def _age(name: str, value: str) -> timedelta:
+    if (age := parse_age(value)) is None or not age:
+        raise ConfigurationError(
+            f"the option {name!r} of the URI must be a number and a unit: s, m, h, d or w, "
+            "such as 90d"
+        )
+    return age
+
+
 _name = _one_of(*NAMES)
 # The options of this package, and what converts their texts.  A text, which may be a key, is in no
 # error.
@@ -100,6 +111,7 @@ _OPTIONS: dict[str, Callable[[str, str], Any]] = {
     "audit_table": _one_of("true"),
     "cache_events": _bytes,
     "compression": _one_of(*COMPRESSIONS),
+    "expires_after": _age,
     "indexed_state_key": _text,
     "padding": _one_of(*PADDINGS),
 }
@@ -109,7 +121,7 @@ _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the pr
 
 
 class ServiceUri(NamedTuple):
-    """The parts of a URI; the last four are arguments of `EncryptedSessionService`."""
+    """The parts of a URI; the last five are arguments of `EncryptedSessionService`."""
 
     db_url: str
     backends: tuple[str, ...]  # names; the first one writes, and the others only decrypt
@@ -121,6 +133,7 @@ class ServiceUri(NamedTuple):
     cache: Caches = Caches()
     indexed_state_keys: tuple[str, ...] = ()
     packing: Packing = Packing()
+    expires_after: timedelta | None = None
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -175,6 +188,7 @@ def parse(uri: str) -> ServiceUri:
         Caches(events=once["cache_events"] or 0),
         tuple(ours["indexed_state_key"]),
         Packing(once["compression"], once["padding"]),
+        once["expires_after"],
     )
 
 
@@ -297,6 +311,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
                 cache=uri.cache,
                 indexed_state_keys=uri.indexed_state_keys,
                 packing=uri.packing,
+                expires_after=uri.expires_after,
             )
             _close_on_sigterm()
             _services[which] = service

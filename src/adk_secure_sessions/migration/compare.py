@@ -292,7 +292,8 @@ def differences(
             fields.append("state")
         if content.updated_at != copy.updated_at:
             fields.append("updated_at")
-        if content.expires_at != copy.expires_at:
+        # `migrate` may have given the copy an expiry that the source does not have.
+        if content.expires_at not in (None, copy.expires_at):
             fields.append("expires_at")
     if content.created_at != copy.created_at:
         fields.append("created_at")

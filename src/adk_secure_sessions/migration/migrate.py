@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -115,6 +116,7 @@ async def migrate(
     show_ids: bool = False,
     progress: Progress | None = None,
     events_per_second: float | None = None,
+    expires_after: timedelta | None = None,
 ) -> Migration:
     """Copy sessions from *source* into *db*, and then the states of users and apps.
 
@@ -137,6 +139,8 @@ async def migrate(
         show_ids: Put readable ids into the findings, not only blind indexes.
         progress: Called with the number of sessions done, and the number of all.
         events_per_second: The maximum number of events to copy per second.
+        expires_after: How long after its last update a copied session expires that does not expire
+            in the source.
 
     Raises:
         ConfigurationError: The source or the target cannot be used.  Or *delete_gone* is given
@@ -171,6 +175,7 @@ async def migrate(
         Meter(None, 0, events_per_second),
         writes=not dry_run,
         skip_bad=skip_bad or dry_run,
+        lifetime=None if expires_after is None else expires_after // timedelta(microseconds=1),
     )
     try:
         await run.copy()
@@ -196,6 +201,7 @@ class _Run:
     limit: Meter  # of the events per second
     writes: bool
     skip_bad: bool
+    lifetime: int | None  # microseconds
 
     def __post_init__(self) -> None:
         self.is_erased = False  # whether `erase_source` may have deleted rows of the source
@@ -239,6 +245,9 @@ class _Run:
         except ValueError:
             await self._report_bad(pair, TOO_LARGE)
             return
+        expires_at = content.expires_at
+        if expires_at is None and self.lifetime is not None:
+            expires_at = content.updated_at + self.lifetime
         status = pair.status
         is_older = status is ImportStatus.OLDER
         if is_older and self.is_erased and not await self._has_copy(pair, content):
@@ -255,7 +264,7 @@ class _Run:
                         updated_at=content.updated_at,
                         source_version=pair.session.version,
                         replace=is_older,
-                        expires_at=content.expires_at,
+                        expires_at=expires_at,
                     )
             except ValueError as error:
                 if isinstance(error, SecureSessionError):

@@ -90,6 +90,7 @@ _key_tag = bindparam("key_tag", type_=LargeBinary)
 _value_tag = bindparam("value_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
 _known = bindparam("known", type_=BigInteger)
+_now = bindparam("now", type_=BigInteger)
 _updated_from = bindparam("updated_from", type_=BigInteger)
 _updated_until = bindparam("updated_until", type_=BigInteger)
 _after_user = bindparam("after_user", type_=BigInteger)
@@ -281,7 +282,8 @@ def page_of_sessions(
 
     If *found_by* is `session` or `user`, *of_app* must be True.  The page then contains only the
     sessions that `secure_state_index` lists with `value_tag`, or the sessions of the users that it
-    lists.  The query also reads the mark of `key_tag`.
+    lists.  The query also reads the mark of `key_tag`.  If it is `expiry`, the page contains the
+    sessions that have expired at the time `now`, and begins with the first one that did.
     """
     user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
     rows = select(own, sessions.c.user_row, sessions.c.tag)
@@ -299,7 +301,12 @@ def page_of_sessions(
         source: FromClause = sessions.join(users, users.c.id == sessions.c.user_row)
         if found_by:
             has_value = indexed.c.value_tag == _value_tag
-            if found_by == "session":
+            if found_by == "expiry":
+                expires_at = sessions.c.expires_at
+                is_session = sessions.c.base_revision != literal_column(str(COLLECTION))
+                rows = rows.where(expires_at <= _now, is_session)
+                rows = rows.order_by(None).order_by(expires_at)
+            elif found_by == "session":
                 rows = rows.where(own.in_(select(indexed.c.row_id).where(has_value)))
             else:
                 row = index_row_of_user(indexed.c.row_id)  # its own inverse
@@ -316,7 +323,7 @@ def page_of_sessions(
         WITNESS.select(witnesses.c.tag.in_(select(page.c.tag))),
         _session(source=page.join(sessions, sessions.c.id == page.c.id)),
     ]
-    if found_by:
+    if found_by in ("session", "user"):
         members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
     if with_snapshots:
         members.append(_SNAPSHOT.select(snapshots.c.session_row.in_(select(page.c.id))))

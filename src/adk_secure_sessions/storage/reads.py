@@ -34,7 +34,6 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     Identity,
     Owner,
-    SessionWithStates,
     StoredSession,
     apps,
     events,
@@ -42,6 +41,9 @@ from adk_secure_sessions.storage.schema import (
     snapshots,
     users,
     witnesses,
+)
+from adk_secure_sessions.storage.schema import (
+    SessionWithStates as SessionWithStates,
 )
 from adk_secure_sessions.storage.unit_of_work import read_data_keys
 
@@ -377,8 +379,9 @@ class _Listing(ReadOperation):
         *,
         collections: bool = False,
         with_snapshots: bool = True,
+        expired: bool = False,
     ) -> list[SessionWithStates]:
-        """Return each session in *found*, or each collection, that has not expired."""
+        """Return each session in *found*, or each collection, that has not, or has, expired."""
         owners = {user.id: user for user in await self._users(attempt, executors, found)}
         app = sealed_rows.open_app(attempt, found)
         views = []
@@ -400,7 +403,8 @@ class _Listing(ReadOperation):
                     attempt, found, user, row, with_snapshot=with_snapshots
                 )
                 view = _with_states(session, user, app)
-                if (row.base_revision == COLLECTION) == collections and not session.has_expired:
+                is_wanted = session.has_expired == expired
+                if is_wanted and (row.base_revision == COLLECTION) == collections:
                     views.append(view)
             except DecryptionError as error:
                 self._skip_or_raise(error)

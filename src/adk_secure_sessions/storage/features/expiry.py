@@ -1,0 +1,129 @@
+"""Expiry without a command: each new session deletes at most two sessions that have expired."""
+
+import logging
+import time
+from functools import partial
+
+import sqlalchemy as sa
+
+from adk_secure_sessions import telemetry
+from adk_secure_sessions.db.dialects import dialect_of
+from adk_secure_sessions.db.protocol import Executors
+from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.storage.attempts import Attempt
+from adk_secure_sessions.storage.feature_list import Feature
+from adk_secure_sessions.storage.queries import QueryForms
+from adk_secure_sessions.storage.reads import ListPage, Position
+from adk_secure_sessions.storage.schema import (
+    COLLECTION,
+    Identity,
+    SessionWithStates,
+    StoredSession,
+    apps,
+    sessions,
+    users,
+)
+from adk_secure_sessions.storage.survey import FeatureName
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.writes import DeleteSession
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+INDEX = "ix_secure_sessions_expires_at"
+_AT_ONCE = 2
+_NOW: sa.BindParameter[int] = sa.bindparam("now", type_=sa.BigInteger)
+# The names of the apps are authenticated when their sessions are decrypted.
+_APPS_OF_EXPIRED = (
+    sa.select(apps.c.app_name)
+    .select_from(sessions)
+    .join(users, users.c.id == sessions.c.user_row)
+    .join(apps, apps.c.id == users.c.app_row)
+    .where(sessions.c.expires_at <= _NOW)
+    .where(sessions.c.base_revision != sa.literal_column(str(COLLECTION)))
+    .order_by(sessions.c.expires_at)
+    .limit(sa.literal_column(str(_AT_ONCE)))
+    .offset(sa.literal_column("0"))  # otherwise, it would be a parameter on SQLite
+)
+
+
+class Expiry:
+    """Adds the feature of sessions that may expire, and deletes expired ones.
+
+    Without the index on `expires_at`, nothing is deleted: the search would read all sessions.  If
+    the index is missing, it is created, or not if *create_index* is False.
+    """
+
+    def __init__(self, unit: UnitOfWork, *, create_index: bool) -> None:
+        self._unit = unit
+        self._feature = Feature(unit, FeatureName.EXPIRY)
+        self._create_index = create_index
+        self._has_index: bool | None = None  # None: not known yet
+
+    async def ensure(self) -> None:
+        await self._feature.ensure()
+
+    async def delete_some(self) -> None:
+        """Delete at most two expired sessions.  An error is logged and counted: the next session
+        that is created tries again.
+        """
+        try:
+            if self._has_index is None:
+                self._has_index = False  # after an error, another attempt would fail, too
+                work = partial(_ensure_index, may_create=self._create_index)
+                self._has_index = await self._unit.change(work)
+            if self._has_index:
+                await self._delete_some()
+        except (SecureSessionError, ValueError) as error:
+            telemetry.count_retry("expiry")
+            logger.warning("expired sessions were not deleted: %s", error)
+
+    async def _delete_some(self) -> None:
+        now = time.time_ns() // 1000
+        rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now})
+        for name in {row[0] for row in rows}:
+            app_name = bytes(name).decode()
+            who = await self._unit.identify(app_name)
+            for view in await self._unit.run(_ListExpired(who, now)):
+                ids = (app_name, view.user_id, view.session.session_id)
+                await self.delete_if_expired(await self._unit.identify(*ids))
+
+    async def delete_if_expired(self, who: Identity) -> bool:
+        """Delete the session if it has expired by now; return whether."""
+        return await self._unit.run(DeleteSession(who, _has_expired))
+
+
+def _has_expired(session: StoredSession) -> bool:
+    return session.has_expired
+
+
+class _ListExpired(ListPage):
+    """Read at most two sessions of an app that have expired."""
+
+    def __init__(self, who: Identity, now: int) -> None:
+        super().__init__(
+            who, None, of_app=True, limit=_AT_ONCE - 1, newest=False, with_state=False, skip=False
+        )
+        self._now = now
+
+    def _forms(self, found_by: str | None = None) -> QueryForms:
+        return super()._forms("expiry")
+
+    def _parameters(self, after: Position) -> dict[str, object]:
+        return super()._parameters(after) | {"now": self._now}
+
+    async def attempt(  # type: ignore[override]
+        self, attempt: Attempt, executors: Executors
+    ) -> list[SessionWithStates]:
+        found = await self._read(attempt, executors, self._forms(), self._parameters(self._after))
+        return await self._views(attempt, executors, found, with_snapshots=False, expired=True)
+
+
+def _ensure_index(connection: sa.Connection, *, may_create: bool) -> bool:
+    """Return whether the index on `expires_at` exists, perhaps after creating it."""
+    with dialect_of(connection).exclusively(connection):
+        indexes = sa.inspect(connection).get_indexes(sessions.name)
+        if any(one["name"] == INDEX for one in indexes):
+            return True
+        if may_create:
+            connection.exec_driver_sql(f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)")
+        return may_create

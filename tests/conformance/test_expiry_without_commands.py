@@ -1,0 +1,127 @@
+"""Each new session of a service with `expires_after` deletes at most two that have expired."""
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import URL
+
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.integrations.adk import parse
+from adk_secure_sessions.storage.features import expiry
+from adk_secure_sessions.storage.schema import StoredSession, sessions
+from tests.conformance.services import KEY
+from tests.conformance.support import APP, USER, each_kind
+from tests.conformance.test_expiry import Later, later
+
+__all__ = ["later"]  # a fixture
+kind = each_kind("encrypted-file", "encrypted-mariadb", "encrypted-postgresql")
+HOUR = timedelta(hours=1)
+WHO: dict[str, Any] = {"app_name": APP, "user_id": USER}
+
+
+def expiring(url: URL, **options: Any) -> EncryptedSessionService:
+    name = url.render_as_string(hide_password=False)
+    return EncryptedSessionService(name, AesGcmBackend(KEY), expires_after=10 * HOUR, **options)
+
+
+async def stored(service: EncryptedSessionService) -> int:
+    """Return the number of stored sessions, also of those that have expired."""
+    query = sa.select(sa.func.count()).select_from(sessions)
+    number: int = (await service._unit.read(query, {}))[0][0]
+    return number
+
+
+async def test_new_session_deletes_two_that_have_expired(url: URL, later: Later) -> None:
+    async with expiring(url) as service:
+        for number in range(5):
+            await service.create_session(**WHO, session_id=f"old {number}", expires_after=HOUR)
+        large = {"large": "x" * 20_000}
+        other = {"app_name": "other app", "user_id": "u"}
+        await service.create_session(**other, state=large, expires_after=HOUR)
+        assert await stored(service) == 6
+        later(2 * HOUR)
+        for left in (5, 4, 3, 4):  # one more each time, and two less as long as there are some
+            await service.create_session(**WHO)
+            assert await stored(service) == left
+        found = await service.list_sessions(**WHO)
+        assert len(found.sessions) == 4
+
+
+async def test_session_that_is_used_meanwhile_is_kept(
+    url: URL, later: Later, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with expiring(url) as service, expiring(url) as other:
+        await service.create_session(**WHO, expires_after=HOUR)
+        later(2 * HOUR)
+        condition = expiry._has_expired
+
+        def is_used_now(stored: StoredSession) -> bool:
+            return condition(stored._replace(expires_at=2**62))
+
+        monkeypatch.setattr(expiry, "_has_expired", is_used_now)
+        await other.create_session(**WHO)
+        assert await stored(service) == 2
+
+
+async def test_other_services_delete_nothing(url: URL, later: Later) -> None:
+    name = url.render_as_string(hide_password=False)
+    async with EncryptedSessionService(name, AesGcmBackend(KEY)) as service:
+        await service.prepare_tables()
+        await service._unit.change(_drop_index)  # a server has the tables of other tests
+        await service.create_session(**WHO, expires_after=HOUR)
+        later(2 * HOUR)
+        await service.create_session(**WHO)
+        assert await stored(service) == 2
+        indexes = await service._unit.change(_indexes, commit=False)
+        assert expiry.INDEX not in indexes
+
+
+async def test_without_an_index_nothing_is_deleted(url: URL, later: Later) -> None:
+    async with expiring(url) as service:
+        await service.create_session(**WHO)
+        await service._unit.change(_drop_index)
+    async with expiring(url, create_tables=False) as service:
+        await service.create_session(**WHO, expires_after=HOUR)
+        later(2 * HOUR)
+        await service.create_session(**WHO)
+        assert await stored(service) == 3
+    async with expiring(url) as service:
+        await service.create_session(**WHO)
+        assert await stored(service) == 3
+        assert expiry.INDEX in await service._unit.change(_indexes, commit=False)
+
+
+def _indexes(connection: sa.Connection) -> set[str | None]:
+    return {one["name"] for one in sa.inspect(connection).get_indexes("secure_sessions")}
+
+
+def _drop_index(connection: sa.Connection) -> None:
+    if expiry.INDEX in _indexes(connection):
+        of = " ON secure_sessions" if connection.dialect.name in ("mysql", "mariadb") else ""
+        connection.execute(sa.text(f"DROP INDEX {expiry.INDEX}{of}"))
+
+
+async def test_error_of_a_deletion_is_logged_and_not_raised(
+    url: URL, later: Later, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with expiring(url) as service:
+        await service.create_session(**WHO, expires_after=HOUR)
+        await service._unit.change(lambda c: c.execute(sa.text("DELETE FROM secure_witnesses")))
+    later(2 * HOUR)
+    async with expiring(url) as service:
+        with caplog.at_level(logging.WARNING, "adk_secure_sessions"):
+            await service.create_session(app_name="new", user_id="new")
+        assert "expired sessions were not deleted: secure_users row" in caplog.text
+        assert await stored(service) == 2
+
+
+def test_uri_has_the_option() -> None:
+    uri = "encrypted+sqlite:///./s.db?key=env:KEY"
+    assert parse(f"{uri}&expires_after=90d").expires_after == timedelta(days=90)
+    assert parse(uri).expires_after is None
+    for text in ("", "90", "0d", "1y", "-1d"):
+        with pytest.raises(ConfigurationError, match="90d"):
+            parse(f"{uri}&expires_after={text}")
