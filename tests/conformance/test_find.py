@@ -46,6 +46,7 @@ from tests.faults import Point, lost, with_faults
 ON_SERVERS = [
     "test_each_write_keeps_the_index",
     "test_sessions_are_found_by_a_value_of_their_state",
+    "test_sessions_are_found_by_value_and_time",
 ]
 kind = each_kind(
     "encrypted-file",
@@ -177,6 +178,28 @@ async def test_pages_find_each_session_once(opened: Opened, db: Database) -> Non
     for wrong in ({"limit": 0}, {"limit": 1, "order": "?"}, {"limit": 1, "after": "?"}):
         with pytest.raises(ValueError, match="must be"):
             await service.find_sessions_page(APP, "ticket", True, **wrong)
+
+
+async def test_sessions_are_found_by_value_and_time(opened: Opened, db: Database) -> None:
+    service = await opened()
+    for number, ticket in enumerate((7, 7, 8, 7, 7)):
+        session = await create(service, f"s{number}", "bob", ticket=ticket, user_mrn="B")
+        await service.append_event(session, event(timestamp=START + number))
+    await fill(db)
+    for key, value, expected in (
+        ("ticket", 7, ["s1", "s3"]),
+        ("user:mrn", "B", ["s1", "s2", "s3"]),
+        ("user:mrn", "C", []),
+    ):
+        search: dict[str, Any] = {"updated_after": START + 1, "updated_before": START + 4}
+        search |= {"key": key, "value": value}
+        response = await service.find_sessions(app_name=APP, **search)
+        assert [session.id for session in response.sessions] == expected
+        page = await service.find_sessions_page(APP, limit=2, **search)
+        assert [session.id for session in page.sessions] == expected[:2]
+        if page.next is not None:
+            page = await service.find_sessions_page(APP, limit=2, after=page.next, **search)
+            assert [session.id for session in page.sessions] == expected[2:]
 
 
 async def test_search_is_rejected_until_the_index_was_filled(opened: Opened, db: Database) -> None:
