@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from adk_secure_sessions import maintenance, migration
 from adk_secure_sessions.integrations.artifact_blobs import BlobCheck, BlobPurge
+from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
 from adk_secure_sessions.maintenance.inspection import Location, RecordHeader
 from adk_secure_sessions.migration import Export
 from adk_secure_sessions.results import Result
@@ -59,6 +60,7 @@ OUTPUTS: dict[str, list[Any]] = {
     "migrate copy": [DRY_RUN, migration.Migration],
     "migrate compare": [migration.Comparison],
     "migrate erase-source": [DRY_RUN, migration.SourceErasure],
+    "migrate artifacts": [DRY_RUN, ArtifactMigration],
     "export": [Export],
     "audit export": [maintenance.AuditExport],
     "vacuum": [maintenance.Vacuum],

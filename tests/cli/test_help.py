@@ -69,6 +69,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     run("keygen", "--output", "new.key")
     Path("artifacts").mkdir()
+    Path("adk-artifacts/apps").mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS", "false")
     shutil.copytree(ROOT / "examples" / "adk_agent", "agents")
@@ -84,6 +85,7 @@ def test_examples_in_the_help_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "migrate copy",
         "migrate compare",
         "migrate erase-source",
+        "migrate artifacts",
         "vacuum",
         "export",
         "erase-user",

@@ -30,6 +30,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "migrate copy": ["--from", "sqlite:///adk.db"],
     "migrate compare": ["--from", "sqlite:///adk.db"],
     "migrate erase-source": ["--from", "sqlite:///adk.db", "--dry-run"],
+    "migrate artifacts": ["copy", "--from", "adk-artifacts", "--store", "artifacts"],
     "audit export": ["--output", "trail.jsonl"],
     "purge audit": ["--older-than", "90d"],
     "index fill": ["--app", "clinic", "n"],
@@ -78,9 +79,10 @@ def arguments(name: str, url: str, key: str | None = "env:OLD_KEY") -> list[str]
 
 @pytest.fixture(autouse=True)
 def _adk_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source of `migrate`: google-adk's tables."""
+    """The sources of `migrate`: google-adk's tables, and its directory of artifacts."""
     monkeypatch.chdir(tmp_path)
     make_adk_tables(tmp_path / "adk.db")
+    (tmp_path / "adk-artifacts" / "apps").mkdir(parents=True)
 
 
 @pytest.fixture

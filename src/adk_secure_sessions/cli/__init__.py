@@ -9,6 +9,7 @@ from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     commands,
     export,
     migrate,
+    migrate_artifacts,
     purge,
     rotate,
     search_index,

@@ -27,24 +27,34 @@ with_confirm: Callable[[Command], Command] = click.option(
 )
 
 
-def require_confirmation(found: "Description", name: str | None, change: str) -> None:
+def require_confirmation(
+    found: "Description",
+    name: str | None,
+    change: str,
+    *,
+    kind: str = "database",
+    unit: str = "session",
+) -> None:
     """Raise an error unless the user names the database *found*: the URL may be a wrong one.
 
     Args:
         found: The database.
         name: The value of --confirm.  If it is None, ask on the terminal.
         change: What the command does to the database, such as `erase the user`.
+        kind: What *found* is, if it is no database: `directory` or `bucket`.
+        unit: What `found.sessions` counts.
     """
+    described = f"the {kind} {_described(found, unit)}"
     if name is None and sys.stdin.isatty():
-        click.echo(without_controls(_described(found)), err=True)
-        question = f"To {change}, enter the name of the database"
+        click.echo(without_controls(described), err=True)
+        question = f"To {change}, enter the name of the {kind}"
         if found.server is None:
-            question = f"To {change}, enter the path of the file"
+            question = f"To {change}, enter the path of the {_PATHS.get(kind, kind)}"
         if not _is_name(found, click.prompt(question, default="", show_default=False, err=True)):
-            raise Declined("nothing was changed: this is not the name of the database")
+            raise Declined(f"nothing was changed: this is not the name of the {kind}")
     elif name is None or not _is_name(found, name):
         raise Failure(
-            f"nothing was changed: to {change}, give its name with --confirm; {_described(found)}",
+            f"nothing was changed: to {change}, give its name with --confirm; {described}",
             "NotConfirmed",
         )
 
@@ -55,7 +65,10 @@ def _is_name(found: "Description", name: str) -> bool:
     return name == found.name
 
 
-def _described(found: "Description") -> str:
+_PATHS = {"database": "file"}  # the path of a SQLite database is that of a file
+
+
+def _described(found: "Description", unit: str) -> str:
     where = "" if found.server is None else f" on {found.server}"
     last = "" if found.updated_at is None else f", last updated {utc_text(found.updated_at)}"
-    return f"the database {found.name}{where} has {counted(found.sessions, 'session')}{last}"
+    return f"{found.name}{where} has {counted(found.sessions, unit)}{last}"

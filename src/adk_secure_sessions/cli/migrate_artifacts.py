@@ -1,0 +1,92 @@
+"""The command that copies artifacts of google-adk, compares both sides, and erases the source."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
+from adk_secure_sessions.cli.later import Database
+from adk_secure_sessions.cli.migrate import migrate
+from adk_secure_sessions.cli.options import (
+    TO,
+    on_database,
+    open_store,
+    with_dry_run,
+    with_packing,
+    with_store,
+)
+from adk_secure_sessions.cli.output import finish
+from adk_secure_sessions.cli.program import AGAIN, opened
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
+
+_UNREACHABLE = (
+    "not erased, because no command can reach them: backups, snapshots and other copies of the "
+    "file system, and the disk's blocks of deleted files"
+)
+
+
+@migrate.command("artifacts")
+@click.argument("action", type=click.Choice(["copy", "compare", "erase-source"]))
+@click.option(
+    "--from",
+    "source",
+    required=True,
+    metavar="DIRECTORY",
+    help="Directory of google-adk's FileArtifactService.",
+)
+@click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes.")
+@with_confirm
+@with_dry_run
+@with_packing
+@with_store(required=True)
+@on_database(url=TO)
+def artifacts(
+    db: Database,
+    as_json: bool,
+    action: Any,
+    source: str,
+    store: str,
+    allow_http: bool,
+    confirm: str | None,
+    dry_run: bool,
+    show_ids: bool,
+) -> None:
+    """Copy artifacts of google-adk, compare both sides, or compare and then erase the source.
+
+    Run `copy` again to continue.  Exits 1 if an artifact could not be copied, if both sides
+    differ, or if an artifact of the source was kept.
+
+    \b
+    Example:
+      adk-secure-sessions migrate artifacts copy --from ./adk-artifacts \\
+          --to sqlite:///sessions.db --store ./artifacts --key file:root.key
+    """
+    from adk_secure_sessions.integrations.artifact_migration import migrate_artifacts
+    from adk_secure_sessions.integrations.artifact_sources import FileArtifacts
+    from adk_secure_sessions.maintenance.database import Description
+
+    place = open_store(store, allow_http)
+    assert place is not None
+    with opened(db, again=None if dry_run or action == "compare" else AGAIN) as call:
+        found = FileArtifacts(source)
+        if action == "erase-source" and not dry_run:
+            described = Description(None, found.name, call(found.count()), None)
+            change = "delete the artifacts of the source"
+            require_confirmation(described, confirm, change, kind=found.kind, unit="artifact")
+        work = migrate_artifacts(found, db, place, action, dry_run=dry_run, show_ids=show_ids)
+        done = call(work)
+    finish(done, as_json, _notes(action, done, dry_run), dry_run=dry_run)
+
+
+def _notes(action: str, done: "ArtifactMigration", dry_run: bool) -> Iterator[str]:
+    if done.copied and not dry_run:
+        yield f"in {done.seconds:.1f} s"
+    if action == "copy" and done.succeeded and not dry_run:
+        yield "the copy is up to date; next: `migrate artifacts compare` compares both sides"
+    elif action == "erase-source" and not (done.succeeded or done.deleted or done.changed):
+        yield "nothing was deleted; next: run `migrate artifacts copy`, then this again"
+    elif action == "erase-source" and done.deleted and not dry_run:
+        yield _UNREACHABLE

@@ -1,0 +1,301 @@
+"""Copy artifacts of google-adk into the encrypted artifact service, compare, and erase the source.
+
+A version in the target has the number, the time, the metadata and the type of the version in the
+source.  So the target itself tells what was copied, and a later run continues there.
+"""
+
+import codecs
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from typing import Literal, NamedTuple, TypeAlias
+
+from adk_secure_sessions.audit import command
+from adk_secure_sessions.errors import DecryptionError, SecureSessionError
+from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.integrations.artifact_sources import (
+    ArtifactSource,
+    SourceArtifact,
+    SourceVersion,
+)
+from adk_secure_sessions.integrations.artifact_versions import (
+    Version,
+    collection_name,
+    new_item,
+    version_count,
+    versions_of,
+)
+from adk_secure_sessions.integrations.object_store import AnyStore, opened
+from adk_secure_sessions.maintenance import Database, init
+from adk_secure_sessions.maintenance.problems import Listed
+from adk_secure_sessions.migration.walk import Fingerprints, Workers, packed
+from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.service import check_ids
+from adk_secure_sessions.storage.features.collections import Collection, Collections
+from adk_secure_sessions.tracebacks import hides_locals
+
+# The maximum number of artifacts that are copied or compared at the same time, and of bytes of
+# memory that they take.  A larger artifact takes _LARGEST bytes, because its content is a stream.
+_AT_ONCE, _BYTES, _LARGEST = 16, 64 * 2**20, 32 * 2**20
+
+Action: TypeAlias = Literal["copy", "compare", "erase-source"]
+
+
+class ArtifactFinding(NamedTuple):
+    """An artifact that needs attention.
+
+    Attributes:
+        tag: The blind index of the artifact in the target, in hexadecimal; empty without a target.
+        reason: What was found, without content.
+        app_name: The app; None, like the other ids, unless readable ids were requested.
+        user_id: The user.
+        session_id: The session; None for an artifact of the user.
+        filename: The name of the artifact.
+    """
+
+    tag: str
+    reason: str
+    app_name: str | None = None
+    user_id: str | None = None
+    session_id: str | None = None
+    filename: str | None = None
+
+    def __repr__(self) -> str:  # without the ids
+        return f"<artifact {self.tag}: {self.reason}>"
+
+    @property
+    def line(self) -> str:
+        ids = ", ".join(repr(name) for name in self[2:] if name is not None)
+        return f"artifact {self.tag or '(unknown)'}{ids and f' ({ids})'}: {self.reason}"
+
+
+@dataclass
+class ArtifactMigration(Result):
+    """The result of `migrate_artifacts`; after a dry run, the expected result.
+
+    Attributes:
+        copied: How many artifacts were copied, or got versions.
+        versions: How many versions were copied.
+        size: How many bytes were copied.
+        equal: How many artifacts have the same versions on both sides.  `copy` compares all but the
+            contents.
+        erased: How many artifacts are those of users that `erase-user` has erased in the target.
+        missing: How many artifacts were not copied, or not in the latest version.
+        different: How many artifacts have other versions in the target, or cannot be decrypted.
+        bad: How many artifacts of the source cannot be read or stored.
+        deleted: How many artifacts were deleted in the source.
+        changed: How many artifacts were kept, because they have changed since the comparison.
+        findings: The first 1000 artifacts that are missing, different or bad.
+        seconds: How long the run took.
+    """
+
+    copied: int = count("artifact", "copied", changes=True)
+    versions: int = count("version", "copied", changes=True)
+    size: int = count("byte", "copied", changes=True)
+    equal: int = count("artifact", "equal on both sides", always=True)
+    erased: int = count("artifact", "of users who were erased in the target, and not copied")
+    missing: int = count("artifact", "not copied, or not in the latest version", wrong=True)
+    different: int = count("artifact", "different in the target, and kept there", wrong=True)
+    bad: int = count("artifact", "cannot be read or stored", wrong=True)
+    deleted: int = count("artifact", "deleted in the source", changes=True)
+    changed: int = count("artifact", "changed since the comparison, and kept", wrong=True)
+    findings: tuple[ArtifactFinding, ...] = listing("missing", "different", "bad")
+    seconds: float = 0.0
+
+
+@command
+async def migrate_artifacts(
+    source: ArtifactSource,
+    db: Database,
+    store: AnyStore,
+    action: Action,
+    *,
+    dry_run: bool = False,
+    show_ids: bool = False,
+) -> ArtifactMigration:
+    """Copy all artifacts of *source*, compare both sides, or compare and then erase the source.
+
+    A content is copied as a stream.  If an artifact cannot be copied, the run lists it and
+    continues.  If a run is interrupted, call this function again.
+
+    Args:
+        source: A `FileArtifacts`.
+        db: The target, with every backend whose records it may contain.
+        store: The store of the contents, as services use it.
+        action: `copy` copies the versions that the target does not have.  `compare` compares every
+            version and its content.  `erase-source` does the same and, if everything is equal,
+            deletes the artifacts that have not changed since.
+        dry_run: Report what would be done, but change nothing.
+        show_ids: Put readable ids into the findings, not only blind indexes.
+
+    Raises:
+        ConfigurationError: The source, the target or the store cannot be used.
+        WrongKeyError: The root keys do not decrypt the keyring.
+        DatabaseError: The target raised an error.
+        ArtifactStoreError: The store or the source failed.
+    """
+    began = time.monotonic()
+    if action == "copy" and not dry_run:
+        await init(db)
+        await db.imports.prepare_imports()  # from now on, `erase-user` stores tombstones
+    run = _ArtifactRun(db, store, action, dry_run, show_ids, await db.is_new())
+    async with Workers(_AT_ONCE, _BYTES) as workers:
+        async for one in source.artifacts():
+            size = max((version.size for version in one.versions), default=0)
+            await workers.start(partial(run.visit, one), min(size, _LARGEST))
+    done = run.done
+    done.findings = tuple(run.findings.kept)
+    if action == "erase-source" and done.succeeded and dry_run:
+        done.deleted = done.equal + done.erased
+    elif action == "erase-source" and done.succeeded:
+        async for one in source.artifacts():
+            if one.problem is None and packed(*one.stamp) in run.finished:
+                await source.delete(one)
+                done.deleted += 1
+            else:
+                done.changed += 1
+    done.seconds = time.monotonic() - began
+    return done
+
+
+@hides_locals
+class _ArtifactRun:
+    """One run of `migrate_artifacts`.  If *is_new*, the target does not exist."""
+
+    def __init__(
+        self,
+        db: Database,
+        store: AnyStore,
+        action: Action,
+        dry_run: bool,
+        show_ids: bool,
+        is_new: bool,
+    ) -> None:
+        self.done: ArtifactMigration = ArtifactMigration()
+        self.findings: Listed[ArtifactFinding] = Listed()
+        self.finished: Fingerprints = Fingerprints()  # equal artifacts, and those of erased users
+        self._db = db
+        self._collections = Collections(db.unit)
+        self._store = opened(store)
+        self._action = action
+        self._dry_run = dry_run
+        self._show_ids = show_ids
+        self._is_new = is_new and action == "copy"
+
+    async def visit(self, one: SourceArtifact) -> None:
+        try:
+            if one.problem is not None:
+                raise _Bad(one.problem)
+            check_ids(one.app_name, one.user_id, one.session_id or "", filename=one.filename)
+            if await self._is_erased(one):
+                self.done.erased += 1
+                self.finished.add(packed(*one.stamp))
+            else:
+                await self._visit(one, await self._stored(one))
+        except DecryptionError:
+            self.done.different += 1
+            await self._report(one, "it cannot be decrypted in the target: run `verify`")
+        except ValueError as error:
+            if isinstance(error, SecureSessionError):
+                raise
+            self.done.bad += 1
+            text = str(error) if isinstance(error, _Bad) else "a value exceeds a limit"
+            await self._report(one, text)
+
+    async def _visit(self, one: SourceArtifact, stored: list[Version]) -> None:
+        copies = self._action == "copy"
+        new = one.versions[len(stored) :]
+        if new and not copies:
+            self.done.missing += 1
+            await self._report(one, "it was not copied, or not in its latest version")
+            return
+        for version, copy in zip(one.versions, stored, strict=False):
+            if not (_is_same(version, copy) and (copies or await self._has_content(version, copy))):
+                self.done.different += 1
+                await self._report(one, f"version {version.number} differs in the target")
+                return
+        for version in new:
+            if not self._dry_run:
+                await self._save(one, version)
+            self.done.versions += 1
+            self.done.size += version.size
+        self.done.copied += bool(new)
+        self.done.equal += not new
+        self.finished.add(packed(*one.stamp))
+
+    async def _is_erased(self, one: SourceArtifact) -> bool:
+        ids = (one.app_name, one.user_id)
+        found = None if self._is_new else (await self._db.imports.imported_states([ids])).get(ids)
+        return found is not None and found.is_tombstone
+
+    async def _stored(self, one: SourceArtifact) -> list[Version]:
+        if self._is_new:
+            return []
+        found = await self._collections.get(one.app_name, one.user_id, _collection(one))
+        return versions_of(found) if found else []
+
+    async def _save(self, one: SourceArtifact, version: SourceVersion) -> None:
+        prefix = (await self._collections.database_id()).hex()
+        blob = await self._store.blobs(prefix).write(_content(version))
+        values = {"part": version.part, "metadata": version.metadata, "time": version.time}
+
+        def item(found: Collection) -> bytes:
+            if (version_count(found) if found.size else 0) != version.number:
+                raise _Bad("a service has saved a version in the target meanwhile")
+            return encode_item(new_item(values, blob, found))
+
+        await self._collections.append(one.app_name, one.user_id, _collection(one), item)
+
+    async def _has_content(self, version: SourceVersion, copy: Version) -> bool:
+        assert copy.blob is not None
+        content = self._store.blobs(copy.blob.prefix, create=False).read(copy.blob)
+        return await _digest(_content(version)) == await _digest(content)
+
+    async def _report(self, one: SourceArtifact, reason: str) -> None:
+        tag = b""
+        if not self._is_new:
+            who = await self._db.unit.identify(one.app_name, one.user_id, _collection(one), True)
+            tag = who.session_tag
+        ids = (one.app_name, one.user_id, one.session_id, one.filename) if self._show_ids else ()
+        self.findings.append(ArtifactFinding(tag.hex(), reason, *ids))
+
+
+class _Bad(ValueError):
+    """An artifact cannot be copied; the text is the reason of a finding."""
+
+
+def _collection(one: SourceArtifact) -> str:
+    return collection_name(one.session_id, one.filename)
+
+
+def _is_same(version: SourceVersion, copy: Version) -> bool:
+    """Return whether all is equal, except that the contents are not read."""
+    values = (version.part, version.metadata, version.time, version.size)
+    return values == (copy.part, copy.metadata, copy.time, copy.blob and copy.blob.size)
+
+
+async def _content(version: SourceVersion) -> AsyncIterator[bytes]:
+    """Yield the content.  The encrypted service could not read a text that is not UTF-8."""
+    size, decoder = 0, codecs.getincrementaldecoder("utf-8")()
+    is_text = "text" in version.part
+    try:
+        async for piece in version.pieces():
+            size += len(piece)
+            if is_text:
+                decoder.decode(piece)
+            yield piece
+        if is_text:
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise _Bad(f"version {version.number} is a text that is not UTF-8") from None
+    if size != version.size:
+        raise _Bad("it has changed while it was read: run this again")
+
+
+async def _digest(pieces: AsyncIterator[bytes]) -> bytes:
+    digest = sha256()
+    async for piece in pieces:
+        digest.update(piece)
+    return digest.digest()

@@ -1,0 +1,230 @@
+"""Read artifacts where google-adk's own artifact services have stored them.
+
+google-adk's interface cannot list apps and users, so the paths of the directory are listed.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, BinaryIO, TypeVar
+
+from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError
+from adk_secure_sessions.formats.json_text import JsonObject
+
+T = TypeVar("T")
+
+_PIECE = 2**20  # the number of bytes that are read at once
+_USER = "user:"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SourceVersion:
+    """A version of an artifact: *part* is a `Part` as JSON values, without its bytes or text."""
+
+    number: int
+    part: JsonObject
+    metadata: JsonObject
+    time: float  # seconds since 1970
+    stamp: str  # differs after each change of the content
+    size: int  # bytes
+    open: Callable[[], BinaryIO]
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the content."""
+        file = await _in_thread(self.open)
+        try:
+            while piece := await _in_thread(file.read, _PIECE):
+                yield piece
+        finally:
+            file.close()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SourceArtifact:
+    """An artifact of the source.  If *problem* is not None, it says why it cannot be copied."""
+
+    app_name: str
+    user_id: str
+    session_id: str | None  # None for an artifact of the user, whose name begins with `user:`
+    filename: str
+    versions: Sequence[SourceVersion]
+    problem: str | None
+    delete: Callable[[], None]  # deletes these versions, and none that was saved since
+
+    @property
+    def stamp(self) -> tuple[str, ...]:
+        """Texts of which one differs after each change of the artifact."""
+        ids = (self.app_name, self.user_id, self.session_id or "", self.filename)
+        return *ids, *(one.stamp for one in self.versions)
+
+
+class ArtifactSource(ABC):
+    """Artifacts in plaintext: a *kind* of place, such as `directory`, and its *name*."""
+
+    kind: str
+    name: str
+
+    async def artifacts(self) -> AsyncIterator[SourceArtifact]:
+        """Yield all artifacts, which are read one after another in a thread."""
+        walk = self._walk()
+        while (found := await _in_thread(next, walk, None)) is not None:
+            yield found
+
+    async def count(self) -> int:
+        return sum([bool(one.versions) async for one in self.artifacts()])
+
+    async def delete(self, artifact: SourceArtifact) -> None:
+        await _in_thread(artifact.delete)
+
+    @abstractmethod
+    def _walk(self) -> Iterator[SourceArtifact]: ...
+
+
+async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except OSError as error:  # its text quotes a path, which contains ids
+        raise ArtifactStoreError(
+            f"the source cannot be used: {error.strerror}; check the permissions, and that no "
+            "process writes to the source"
+        ) from None
+
+
+def gap_in(numbers: Sequence[int]) -> str | None:
+    """Say which of the version numbers, which are sorted, is the first one that is missing."""
+    missing = next((n for n, found in enumerate(numbers) if n != found), None)
+    if missing is None:
+        return None
+    return (
+        f"version {missing} is missing, but later versions exist, whose numbers would change: "
+        f"add a version {missing} to the source, or delete the artifact there"
+    )
+
+
+class FileArtifacts(ArtifactSource):
+    """The directory of google-adk's `FileArtifactService`.
+
+    An artifact gets the name with which its latest version was saved.  The names of users'
+    artifacts begin with `user:`, also if they were saved without a session.
+
+    Args:
+        root_dir: The `root_dir` of the service.
+
+    Raises:
+        ConfigurationError: The directory does not have the form of that service.
+    """
+
+    kind = "directory"
+
+    def __init__(self, root_dir: str | os.PathLike[str]) -> None:
+        self._root = Path(root_dir).expanduser().resolve()
+        self.name: str = str(self._root)
+        if (self._root / "users").exists():
+            raise ConfigurationError(
+                "an older google-adk has stored artifacts in the source, whose directory 'users' "
+                "names no app: move it to apps/NAME/users, with the name of the app"
+            )
+        if not (self._root / "apps").is_dir():
+            raise ConfigurationError(
+                "the source is not the directory of a FileArtifactService, because it has no "
+                "directory 'apps': check the path"
+            )
+
+    def _walk(self) -> Iterator[SourceArtifact]:
+        for app in _directories(self._root / "apps"):
+            for user in _directories(app / "users"):
+                yield from _scope(user / "artifacts", app.name, user.name, None)
+                for session in _directories(user / "sessions"):
+                    yield from _scope(session / "artifacts", app.name, user.name, session.name)
+
+
+def _directories(path: Path) -> list[Path]:
+    """Return the directories in *path*, sorted.  A link, which may lead anywhere, is an error."""
+    found = sorted(path.iterdir()) if path.is_dir() else []
+    if any(one.is_symlink() for one in (path, *found)):
+        raise ConfigurationError(
+            "the source contains a symbolic link: replace the link by the directory that it names"
+        )
+    return [one for one in found if one.is_dir()]
+
+
+def _scope(root: Path, *ids: Any) -> Iterator[SourceArtifact]:
+    left = [root]
+    while left:
+        directory = left.pop()
+        below = _directories(directory)
+        left += [one for one in below if one.name != "versions"]
+        if directory / "versions" in below:
+            yield _artifact(root, directory, *ids)
+
+
+def _artifact(
+    root: Path, directory: Path, app_name: str, user_id: str, session_id: str | None
+) -> SourceArtifact:
+    path, parent = directory.relative_to(root).as_posix(), directory / "versions"
+    # google-adk saves a version in a directory with another name, and renames it at the end.
+    numbers = sorted(int(one.name) for one in _directories(parent) if one.name.isdecimal())
+    name, versions, problem = path, [], gap_in(numbers)
+    try:
+        for number in [] if problem else numbers:
+            name, version = _version(parent / str(number), number)
+            versions.append(version)
+    except (OSError, KeyError, TypeError, ValueError):  # the texts of these errors quote values
+        problem = f"version {len(versions)} has no content, or no readable metadata.json"
+    if _path_of(name) != path or (session_id is not None and name.startswith(_USER)):
+        problem = "its metadata.json has the name of another artifact"
+    if session_id is None and not name.startswith(_USER):
+        name = _USER + name
+    delete = partial(_delete, parent, [one.number for one in versions], root)
+    return SourceArtifact(app_name, user_id, session_id, name, versions, problem, delete)
+
+
+def _version(directory: Path, number: int) -> tuple[str, SourceVersion]:
+    """Return the name with which a version was saved, and the version."""
+    values = json.loads((directory / "metadata.json").read_bytes())
+    part: JsonObject = {"text": ""}
+    if mime_type := values.get("mimeType"):
+        part = {"inline_data": {"mime_type": mime_type}}
+        if (display_name := values.get("displayName")) is not None:
+            part["inline_data"]["display_name"] = display_name
+    # The file of the content has the last part of the artifact's path as its name.  Do not use the
+    # URI in metadata.json: an attacker may have changed the URI to that of any file.
+    path = directory / directory.parent.parent.name
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError
+    stamp = f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    metadata, time = dict(values.get("customMetadata") or {}), float(values["createTime"])
+    read = partial(_open, path)
+    return str(values["fileName"]), SourceVersion(
+        number, part, metadata, time, stamp, found.st_size, read
+    )
+
+
+def _open(path: Path) -> BinaryIO:
+    no_link = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_link))
+
+
+def _path_of(name: str) -> str:
+    """Return the path that google-adk makes of the name of an artifact."""
+    bare = name.removeprefix(_USER).strip()
+    path = PurePosixPath(PureWindowsPath(bare).as_posix() if "\\" in bare else bare).as_posix()
+    return "artifact" if path == "." else path
+
+
+def _delete(parent: Path, numbers: Sequence[int], root: Path) -> None:
+    """Delete versions and unfinished versions, and then the directories that are empty."""
+    for name in (*map(str, numbers), *(one.name for one in parent.glob(".*.pending"))):
+        shutil.rmtree(parent / name)
+    for directory in (parent, *parent.parents):
+        if directory == root or any(directory.iterdir()):
+            return
+        directory.rmdir()
