@@ -179,6 +179,23 @@ async def test_every_access_has_a_record(service: EncryptedSessionService, url: 
     assert await problems(url) == []
 
 
+async def test_expired_session_that_is_deleted_has_a_record_of_its_own(url: sa.URL) -> None:
+    async with service_of(url, expires_after=timedelta(hours=1)) as service:
+        short = timedelta(seconds=1)
+        await service.create_session(**IDS, expires_after=short)
+        await asyncio.sleep(1.1)
+        await service.create_session(app_name="clinic", user_id="bob", session_id="of bob")
+    records = await trail(url, "session.create", "session.expire")
+    found = [(one["event"], one["user"], one["session"], one.get("change")) for one in records]
+    assert [(event, change) for event, *_, change in found] == [
+        ("session.create", "create"),
+        ("session.create", "create"),
+        ("session.expire", "delete"),
+    ]
+    (ada, _, expired) = found
+    assert ada[1:3] == expired[1:3]
+
+
 async def test_log_and_table_have_the_same_record(
     service: EncryptedSessionService, url: sa.URL, heads: Callable[[], list[str]]
 ) -> None:

@@ -296,10 +296,20 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 may_have_expired = duplicate.may_have_expired
             else:
                 if self._lifetime is not None:
-                    await self._expiry.delete_some()
+                    await self._expiry.delete_some(
+                        lambda of: self._delete_expired(
+                            app_name=of.app_name, user_id=of.user_id, session_id=of.session_id
+                        )
+                    )
                 return _session(app_name, created)
             if not may_have_expired or not await self._expiry.delete_if_expired(who):
                 raise AlreadyExistsError("A session with this id already exists.")
+
+    @accessed("session.expire")
+    async def _delete_expired(self, *, app_name: str, user_id: str, session_id: str) -> None:
+        """Delete an expired session of any user, with an audit record of its own."""
+        who = await self._unit.identify(app_name, user_id, session_id)
+        await self._expiry.delete_if_expired(who)
 
     @accessed("session.read")
     async def get_session(

@@ -43,6 +43,8 @@ async def test_expiry_moved_to_the_past_deletes_no_session_when_one_is_created(
     async with aes_db.service(expires_after=timedelta(days=1)) as service:
         for number in range(2):
             await service.create_session(app_name=VISIT.app_name, user_id=f"new {number}")
+        aes_db.run("UPDATE secure_apps SET app_name = 'text' WHERE id = :clinic")
+        await service.create_session(app_name="another app", user_id="new")
     assert aes_db.value("SELECT count(*) FROM secure_sessions WHERE id = :visit") == 1
 
 

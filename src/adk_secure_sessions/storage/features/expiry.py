@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import sqlalchemy as sa
@@ -62,9 +63,10 @@ class Expiry:
     async def ensure(self) -> None:
         await self._feature.ensure()
 
-    async def delete_some(self) -> None:
-        """Delete at most two expired sessions.  An error is logged and counted: the next session
-        that is created tries again.
+    async def delete_some(self, delete: Callable[[Identity], Awaitable[object]]) -> None:
+        """Call *delete*, which calls `delete_if_expired`, for at most two expired sessions.
+
+        An error is logged and counted: the next session that is created tries again.
         """
         try:
             if self._has_index is None:
@@ -72,20 +74,21 @@ class Expiry:
                 work = partial(_ensure_index, may_create=self._create_index)
                 self._has_index = await self._unit.change(work)
             if self._has_index:
-                await self._delete_some()
+                await self._delete_some(delete)
         except (SecureSessionError, ValueError) as error:
             telemetry.count_retry("expiry")
             logger.warning("expired sessions were not deleted: %s", error)
 
-    async def _delete_some(self) -> None:
+    async def _delete_some(self, delete: Callable[[Identity], Awaitable[object]]) -> None:
         now = time.time_ns() // 1000
         rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now})
-        for name in {row[0] for row in rows}:
-            app_name = bytes(name).decode()
+        # On SQLite, a modified name may have any type: `verify` reports it.
+        for name in {row[0] for row in rows if isinstance(row[0], bytes)}:
+            app_name = name.decode()
             who = await self._unit.identify(app_name)
             for view in await self._unit.run(_ListExpired(who, now)):
                 ids = (app_name, view.user_id, view.session.session_id)
-                await self.delete_if_expired(await self._unit.identify(*ids))
+                await delete(await self._unit.identify(*ids))
 
     async def delete_if_expired(self, who: Identity) -> bool:
         """Delete the session if it has expired by now; return whether."""
