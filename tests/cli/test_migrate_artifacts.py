@@ -1,6 +1,7 @@
 """`migrate artifacts`: what it prints, when it asks, and its exit status."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,12 @@ def test_nothing_is_erased_unless_both_sides_are_equal(saved: Path) -> None:
     assert "different in the target, and kept there: 1 artifact\nnothing was deleted" in said.stdout
     said = migrate("compare", "--show-ids")
     assert "('clinic', 'ada', 'user:needle'): version 1 differs in the target" in said.stdout
+
+
+def test_bucket_needs_the_client_of_google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
+    source = ["--from", "gs://bucket", "--store", "artifacts"]
+    url = on("sqlite:///sessions.db", command="migrate")
+    said = run("migrate", "artifacts", "copy", *source, *url)
+    assert (said.code, "google-cloud-storage: install it" in said.stderr) == (2, True)

@@ -1,29 +1,33 @@
 """`migrate artifacts`: from google-adk's own artifact service into the encrypted one."""
 
 import asyncio
+import io
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from google.adk.artifacts import FileArtifactService
+from google.adk.artifacts import FileArtifactService, GcsArtifactService
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, EncryptedSessionService
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration, migrate_artifacts
-from adk_secure_sessions.integrations.artifact_sources import FileArtifacts
+from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
 from adk_secure_sessions.maintenance import Database, erase_user
 from tests.integrations.blob_files import contents
 from tests.maintenance.support import OLD
 
 BACKEND = AesGcmBackend(OLD)
-ADA = {"app_name": "clinic", "user_id": "ada"}
-SCAN = {**ADA, "session_id": "s1", "filename": "scans/é.png"}
-NOTE = {**ADA, "session_id": "s1", "filename": "scans"}
-PROFILE = {**ADA, "session_id": None, "filename": "user:profile"}
+ADA: dict[str, Any] = {"app_name": "clinic", "user_id": "ada"}
+SCAN: dict[str, Any] = {**ADA, "session_id": "s1", "filename": "scans/é.png"}
+NOTE: dict[str, Any] = {**ADA, "session_id": "s1", "filename": "scans"}
+PROFILE: dict[str, Any] = {**ADA, "session_id": None, "filename": "user:profile"}
 
 
 def blob(data: bytes, name: str | None = None) -> types.Part:
@@ -39,10 +43,10 @@ def root(tmp_path: Path) -> Path:
         adk = FileArtifactService(root)
         metadata = {"doctor": "bob", "n": [1, None]}
         await adk.save_artifact(**SCAN, artifact=blob(b"one"), custom_metadata=metadata)
-        await adk.save_artifact(**SCAN, artifact=blob(b"", "scan.png"))  # type: ignore[arg-type]
-        await adk.save_artifact(**NOTE, artifact=types.Part(text="needle €"))  # type: ignore[arg-type]
+        await adk.save_artifact(**SCAN, artifact=blob(b"", "scan.png"))
+        await adk.save_artifact(**NOTE, artifact=types.Part(text="needle €"))
         bare = {**PROFILE, "filename": "profile"}  # google-adk lists it as an artifact of the user
-        await adk.save_artifact(**bare, artifact=types.Part(text=""))  # type: ignore[arg-type]
+        await adk.save_artifact(**bare, artifact=types.Part(text=""))
 
     asyncio.run(fill())
     return root
@@ -105,15 +109,15 @@ async def test_copy_goes_on_where_it_ended_and_keeps_what_services_saved(
     assert (await migrate(root, file_url, store, "erase-source")).deleted == 0
     done = await migrate(root, file_url, store, "copy")
     assert (done.copied, done.versions, done.equal) == (1, 1, 2)
-    assert await target.save_artifact(**NOTE, artifact=types.Part(text="new")) == 1  # type: ignore[arg-type]
+    assert await target.save_artifact(**NOTE, artifact=types.Part(text="new")) == 1
     assert (await migrate(root, file_url, store, "compare")).succeeded
     # Both sides have saved a version 1.
-    await FileArtifactService(root).save_artifact(**NOTE, artifact=types.Part(text="other"))  # type: ignore[arg-type]
+    await FileArtifactService(root).save_artifact(**NOTE, artifact=types.Part(text="other"))
     done = await migrate(root, file_url, store, "copy", show_ids=True)
     assert (done.different, done.copied, done.succeeded) == (1, 0, False)
     (finding,) = done.findings
     assert finding[1:] == ("version 1 differs in the target", "clinic", "ada", "s1", "scans")
-    part = await target.load_artifact(**NOTE)  # type: ignore[arg-type]
+    part = await target.load_artifact(**NOTE)
     assert part is not None
     assert part.text == "new"
 
@@ -168,7 +172,7 @@ async def test_artifact_that_changes_after_the_comparison_is_kept(
         async def artifacts(self) -> AsyncIterator[Any]:
             self.walks += 1
             if self.walks == 2:
-                await FileArtifactService(root).save_artifact(**NOTE, artifact=blob(b"new"))  # type: ignore[arg-type]
+                await FileArtifactService(root).save_artifact(**NOTE, artifact=blob(b"new"))
             async for one in super().artifacts():
                 yield one
 
@@ -244,3 +248,145 @@ async def test_dry_run_writes_nothing(root: Path, file_url: str, store: Path) ->
     done = await migrate(root, file_url, store, "copy", dry_run=True)
     assert next(iter(done.lines(True))) == "would be copied: 3 artifacts, 4 versions, 13 bytes"
     assert not Path(file_url.partition(":///")[2]).exists()
+
+
+# --- buckets: a fake of the client, because no server that imitates Google's is available ---------
+
+
+class FakeBlob:
+    """The attributes and methods of `google.cloud.storage.Blob` that the source uses."""
+
+    def __init__(self, bucket: "FakeClient", name: str) -> None:
+        self.bucket, self.name = bucket, name
+        self.metadata: dict[str, str] | None = None
+        self.content_type: str | None = None
+        self.data = b""
+        self.size = 0
+        self.time_created = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
+        self.generation = 0
+
+    def upload_from_string(
+        self, data: str | bytes, content_type: str | None, if_generation_match: int
+    ) -> None:
+        self.data = data.encode() if isinstance(data, str) else data
+        self.size, self.content_type, self.generation = len(self.data), content_type, 7
+        self.bucket.blobs[self.name] = self
+
+    def download_as_bytes(self) -> bytes:
+        return self.data
+
+    def open(self, mode: str, *, if_generation_match: int) -> io.BytesIO:
+        assert (mode, if_generation_match) == ("rb", self.generation)
+        return io.BytesIO(self.data)
+
+    def delete(self, *, if_generation_match: int) -> None:
+        assert if_generation_match == self.generation
+        del self.bucket.blobs[self.name]
+
+
+class FakeClient:
+    """A client, and its only bucket.  It lists the objects by name, as the service does."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, FakeBlob] = {}
+
+    def blob(self, name: str) -> FakeBlob:
+        return FakeBlob(self, name)
+
+    def get_blob(self, name: str) -> FakeBlob | None:
+        return self.blobs.get(name)
+
+    def list_blobs(self, bucket: object, prefix: str = "") -> list[FakeBlob]:
+        return [self.blobs[name] for name in sorted(self.blobs) if name.startswith(prefix)]
+
+
+class FakeGcsService(GcsArtifactService):
+    """google-adk's service, which names the objects, with the fake client."""
+
+    def __init__(self, client: FakeClient) -> None:
+        self.bucket_name = "bucket"
+        self.storage_client = self.bucket = client
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    """A bucket with nested names, more than ten versions, and every kind of part."""
+    cloud = ModuleType("google.cloud")
+    cloud.exceptions = ModuleType("google.cloud.exceptions")  # type: ignore[attr-defined]
+    cloud.exceptions.PreconditionFailed = KeyError
+    monkeypatch.setitem(sys.modules, "google.cloud", cloud)
+    monkeypatch.setitem(sys.modules, "google.cloud.exceptions", cloud.exceptions)
+    client = FakeClient()
+    service = FakeGcsService(client)
+
+    async def fill() -> None:
+        for number in range(12):
+            await service.save_artifact(**NOTE, artifact=blob(b"%d" % number))
+        below = {**NOTE, "filename": "scans/1"}
+        await service.save_artifact(**below, artifact=blob(b"x", "name"), custom_metadata={"a": 1})
+        await service.save_artifact(**PROFILE, artifact=types.Part(text="needle €"))
+        uris = (
+            "gs://other/file",
+            "artifact://apps/clinic/users/ada/artifacts/user:profile/versions/0",
+        )
+        for uri in uris:
+            part = types.Part(file_data=types.FileData(file_uri=uri, mime_type="image/png"))
+            await service.save_artifact(
+                **{**ADA, "session_id": "s2", "filename": "f"}, artifact=part
+            )
+
+    asyncio.run(fill())
+    client.blob("other/object").upload_from_string(b"", None, 0)
+    client.blob("a/b/c/d/e").upload_from_string(b"", None, 0)
+    return client
+
+
+async def test_bucket_is_copied_compared_and_erased(
+    client: FakeClient, file_url: str, store: Path, target: EncryptedArtifactService
+) -> None:
+    async def bucket(action: Any) -> ArtifactMigration:
+        async with Database(file_url, BACKEND) as db:
+            return await migrate_artifacts(GcsArtifacts("bucket", client), db, store, action)
+
+    done = await bucket("copy")
+    assert (done.copied, done.versions, done.succeeded) == (4, 16, True)
+    service = FakeGcsService(client)
+    for name, count in (("scans", 12), ("scans/1", 1), ("user:profile", 1), ("f", 2)):
+        ids: Any = {**ADA, "session_id": "s2" if name == "f" else "s1", "filename": name}
+        found = await target.list_artifact_versions(**ids)
+        expected = await service.list_artifact_versions(**ids)
+        assert len(found) == len(expected) == count
+        for one, other in zip(found, expected, strict=True):
+            for field in ("version", "create_time", "custom_metadata"):
+                assert getattr(one, field) == getattr(other, field)
+            # The encrypted service gives no type to a reference to another artifact.
+            assert one.mime_type == (None if (name, one.version) == ("f", 1) else other.mime_type)
+            part = await target.load_artifact(**ids, version=one.version)
+            assert part == await service.load_artifact(**ids, version=one.version)
+    assert (await bucket("compare")).equal == 4
+    assert (await bucket("copy")).equal == 4
+    client.blobs["clinic/ada/s1/scans/3"].data = b"x"
+    assert (await bucket("erase-source")).deleted == 0
+    client.blobs["clinic/ada/s1/scans/3"].data = b"3"
+    done = await bucket("erase-source")
+    assert (done.deleted, sorted(client.blobs)) == (4, ["a/b/c/d/e", "other/object"])
+
+
+async def test_gap_in_a_bucket_is_named_and_refused(
+    client: FakeClient, file_url: str, store: Path
+) -> None:
+    del client.blobs["clinic/ada/s1/scans/10"]
+    async with Database(file_url, BACKEND) as db:
+        done = await migrate_artifacts(GcsArtifacts("bucket", client), db, store, "copy")
+    (finding,) = done.findings
+    assert (done.bad, done.copied, "version 10 is missing" in finding.reason) == (1, 3, True)
+
+
+async def test_error_of_the_bucket_quotes_no_name(client: FakeClient, monkeypatch: Any) -> None:
+    def fail(bucket: object) -> None:
+        raise RuntimeError("clinic/ada/needle")
+
+    monkeypatch.setattr(client, "list_blobs", fail)
+    with pytest.raises(ArtifactStoreError, match="RuntimeError") as caught:
+        await GcsArtifacts("bucket", client).count()
+    assert "needle" not in str(caught.value)

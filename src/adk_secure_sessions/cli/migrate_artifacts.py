@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _UNREACHABLE = (
     "not erased, because no command can reach them: backups, snapshots and other copies of the "
-    "file system, and the disk's blocks of deleted files"
+    "file system or the bucket, earlier versions and soft-deleted objects that the bucket keeps, "
+    "and the disk's blocks of deleted files"
 )
 
 
@@ -34,8 +35,9 @@ _UNREACHABLE = (
     "--from",
     "source",
     required=True,
-    metavar="DIRECTORY",
-    help="Directory of google-adk's FileArtifactService.",
+    metavar="SOURCE",
+    help="Where google-adk has stored artifacts: the directory of a FileArtifactService, or "
+    "gs://BUCKET of a GcsArtifactService.",
 )
 @click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes.")
 @with_confirm
@@ -65,15 +67,17 @@ def artifacts(
           --to sqlite:///sessions.db --store ./artifacts --key file:root.key
     """
     from adk_secure_sessions.integrations.artifact_migration import migrate_artifacts
-    from adk_secure_sessions.integrations.artifact_sources import FileArtifacts
+    from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
     from adk_secure_sessions.maintenance.database import Description
 
     place = open_store(store, allow_http)
     assert place is not None
     with opened(db, again=None if dry_run or action == "compare" else AGAIN) as call:
-        found = FileArtifacts(source)
+        is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
+        found = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
         if action == "erase-source" and not dry_run:
-            described = Description(None, found.name, call(found.count()), None)
+            server = "Google Cloud Storage" if is_bucket else None
+            described = Description(server, found.name, call(found.count()), None)
             change = "delete the artifacts of the source"
             require_confirmation(described, confirm, change, kind=found.kind, unit="artifact")
         work = migrate_artifacts(found, db, place, action, dry_run=dry_run, show_ids=show_ids)

@@ -121,7 +121,7 @@ async def migrate_artifacts(
     continues.  If a run is interrupted, call this function again.
 
     Args:
-        source: A `FileArtifacts`.
+        source: A `FileArtifacts` or a `GcsArtifacts`.
         db: The target, with every backend whose records it may contain.
         store: The store of the contents, as services use it.
         action: `copy` copies the versions that the target does not have.  `compare` compares every
@@ -237,8 +237,10 @@ class _ArtifactRun:
         return versions_of(found) if found else []
 
     async def _save(self, one: SourceArtifact, version: SourceVersion) -> None:
-        prefix = (await self._collections.database_id()).hex()
-        blob = await self._store.blobs(prefix).write(_content(version))
+        blob = None
+        if version.open is not None:
+            prefix = (await self._collections.database_id()).hex()
+            blob = await self._store.blobs(prefix).write(_content(version))
         values = {"part": version.part, "metadata": version.metadata, "time": version.time}
 
         def item(found: Collection) -> bytes:
@@ -249,7 +251,8 @@ class _ArtifactRun:
         await self._collections.append(one.app_name, one.user_id, _collection(one), item)
 
     async def _has_content(self, version: SourceVersion, copy: Version) -> bool:
-        assert copy.blob is not None
+        if copy.blob is None:
+            return True
         content = self._store.blobs(copy.blob.prefix, create=False).read(copy.blob)
         return await _digest(_content(version)) == await _digest(content)
 
@@ -272,7 +275,8 @@ def _collection(one: SourceArtifact) -> str:
 
 def _is_same(version: SourceVersion, copy: Version) -> bool:
     """Return whether all is equal, except that the contents are not read."""
-    values = (version.part, version.metadata, version.time, version.size)
+    size = None if version.open is None else version.size
+    values = (version.part, version.metadata, version.time, size)
     return values == (copy.part, copy.metadata, copy.time, copy.blob and copy.blob.size)
 
 

@@ -1,6 +1,7 @@
 """Read artifacts where google-adk's own artifact services have stored them.
 
-google-adk's interface cannot list apps and users, so the paths of the directory are listed.
+google-adk's interface cannot list apps and users.  So these sources list the paths of a directory,
+or the names of the objects in a bucket.
 """
 
 import asyncio
@@ -12,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO, TypeVar
 
-from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError
+from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.json_text import JsonObject
 
 T = TypeVar("T")
@@ -34,10 +36,11 @@ class SourceVersion:
     time: float  # seconds since 1970
     stamp: str  # differs after each change of the content
     size: int  # bytes
-    open: Callable[[], BinaryIO]
+    open: Callable[[], BinaryIO] | None  # None for a part that refers to a file
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the content."""
+        assert self.open is not None
         file = await _in_thread(self.open)
         try:
             while piece := await _in_thread(file.read, _PIECE):
@@ -90,10 +93,13 @@ class ArtifactSource(ABC):
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
     try:
         return await asyncio.to_thread(call, *arguments)
-    except OSError as error:  # its text quotes a path, which contains ids
+    except SecureSessionError:
+        raise
+    except Exception as error:  # its text quotes a path or the name of an object, which contain ids
+        reason = getattr(error, "strerror", None) or type(error).__name__
         raise ArtifactStoreError(
-            f"the source cannot be used: {error.strerror}; check the permissions, and that no "
-            "process writes to the source"
+            f"the source cannot be used: {reason}; check the permissions, and that no process "
+            "writes to the source"
         ) from None
 
 
@@ -228,3 +234,90 @@ def _delete(parent: Path, numbers: Sequence[int], root: Path) -> None:
         if directory == root or any(directory.iterdir()):
             return
         directory.rmdir()
+
+
+class GcsArtifacts(ArtifactSource):
+    """The bucket of google-adk's `GcsArtifactService`.
+
+    Objects whose names do not have the form of that service are ignored.
+
+    Args:
+        bucket_name: The name of the bucket.
+        client: A `google.cloud.storage.Client`.  By default, a new one finds its credentials in the
+            environment, as in google-adk's service.
+
+    Raises:
+        ConfigurationError: google-cloud-storage is not installed, or there are no credentials.
+    """
+
+    kind = "bucket"
+
+    def __init__(self, bucket_name: str, client: Any = None) -> None:
+        self.name: str = bucket_name
+        self._client = _new_client() if client is None else client
+
+    def _walk(self) -> Iterator[SourceArtifact]:
+        # The names are sorted, so the objects of one session are adjacent.  The versions of one
+        # artifact are not: "doc/1" and "doc/2" are of "doc", and between them is "doc/1/0".
+        listed = self._client.list_blobs(self.name)
+        for scope, blobs in groupby(listed, lambda one: one.name.split("/", 3)[:3]):
+            found: dict[str, dict[int, Any]] = {}
+            for blob in blobs:
+                name, _, number = "/".join(blob.name.split("/", 3)[3:]).rpartition("/")
+                if name and number.isascii() and number.isdecimal():
+                    found.setdefault(name, {})[int(number)] = blob
+            for name, by_number in sorted(found.items()):
+                app_name, user_id, session_id = scope
+                ids = (app_name, user_id, None if name.startswith(_USER) else session_id, name)
+                numbers = sorted(by_number)
+                versions = [_blob_version(by_number[number], number) for number in numbers]
+                delete = partial(_delete_blobs, list(by_number.values()))
+                yield SourceArtifact(*ids, versions, gap_in(numbers), delete)
+
+
+def _new_client() -> Any:
+    try:
+        from google.cloud import storage  # type: ignore[import-untyped,attr-defined,unused-ignore]
+
+        return storage.Client()
+    except ImportError:
+        raise ConfigurationError(
+            "a bucket of artifacts of google-adk needs the package google-cloud-storage: install it"
+        ) from None
+    except Exception as error:
+        raise ConfigurationError(
+            f"the bucket of the source cannot be opened ({type(error).__name__}): check the "
+            "credentials of Google Cloud"
+        ) from None
+
+
+def _blob_version(blob: Any, number: int) -> SourceVersion:
+    stored = dict(blob.metadata or {})
+    file_uri = stored.get("adkFileUri") or stored.get("file_uri")
+    display_name, is_text = stored.get("adkDisplayName"), stored.get("adkIsText") == "true"
+    mime_type = blob.content_type
+    if file_uri:
+        of_file = stored.get("adkFileMimeType")
+        is_reference = file_uri.startswith("artifact://")
+        mime_type = of_file if of_file or is_reference else mime_type
+        part: JsonObject = {"file_data": {"file_uri": file_uri}}
+    else:
+        part = {"text": ""} if is_text else {"inline_data": {}}
+    for values in () if "text" in part else part.values():
+        values |= {"mime_type": mime_type} if mime_type else {}
+        values |= {"display_name": display_name} if display_name else {}
+    internal = ("adkDisplayName", "adkIsText", "adkFileUri", "adkFileMimeType", "file_uri")
+    return SourceVersion(
+        number,
+        part,
+        {name: value for name, value in stored.items() if name not in internal},
+        blob.time_created.timestamp(),
+        str(blob.generation),
+        blob.size,
+        None if file_uri else partial(blob.open, "rb", if_generation_match=blob.generation),
+    )
+
+
+def _delete_blobs(blobs: Sequence[Any]) -> None:
+    for blob in blobs:
+        blob.delete(if_generation_match=blob.generation)
