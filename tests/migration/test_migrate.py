@@ -215,7 +215,7 @@ async def test_what_a_service_wrote_is_never_overwritten(url: str) -> None:
     assert await stored(url, "bob", "s0") is None
     again = await copy(source, url, show_ids=True)
     assert numbers(again) == numbers(done)
-    assert (APP, "bob", "mine") in [one[3:] for one in again.findings]
+    assert (APP, "bob", "mine") in [one[3:6] for one in again.findings]
 
 
 async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import DecryptionError, SecureSessionError
@@ -29,8 +29,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 )
 from adk_secure_sessions.integrations.object_store import AnyStore, opened
 from adk_secure_sessions.maintenance import Database, init
-from adk_secure_sessions.maintenance.problems import Listed
-from adk_secure_sessions.migration.walk import Fingerprints, Workers, packed
+from adk_secure_sessions.migration.walk import Finding, Findings, Fingerprints, Workers, packed
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.collections import Collection, Collections
@@ -41,34 +40,6 @@ from adk_secure_sessions.tracebacks import hides_locals
 _AT_ONCE, _BYTES, _LARGEST = 16, 64 * 2**20, 32 * 2**20
 
 Action: TypeAlias = Literal["copy", "compare", "erase-source"]
-
-
-class ArtifactFinding(NamedTuple):
-    """An artifact that needs attention.
-
-    Attributes:
-        tag: The blind index of the artifact in the target, in hexadecimal; empty without a target.
-        reason: What was found, without content.
-        app_name: The app; None, like the other ids, unless readable ids were requested.
-        user_id: The user.
-        session_id: The session; None for an artifact of the user.
-        filename: The name of the artifact.
-    """
-
-    tag: str
-    reason: str
-    app_name: str | None = None
-    user_id: str | None = None
-    session_id: str | None = None
-    filename: str | None = None
-
-    def __repr__(self) -> str:  # without the ids
-        return f"<artifact {self.tag}: {self.reason}>"
-
-    @property
-    def line(self) -> str:
-        ids = ", ".join(repr(name) for name in self[2:] if name is not None)
-        return f"artifact {self.tag or '(unknown)'}{ids and f' ({ids})'}: {self.reason}"
 
 
 @dataclass
@@ -101,7 +72,7 @@ class ArtifactMigration(Result):
     bad: int = count("artifact", "cannot be read or stored", wrong=True)
     deleted: int = count("artifact", "deleted in the source", changes=True)
     changed: int = count("artifact", "changed since the comparison, and kept", wrong=True)
-    findings: tuple[ArtifactFinding, ...] = listing("missing", "different", "bad")
+    findings: tuple[Finding, ...] = listing("missing", "different", "bad")
     seconds: float = 0.0
 
 
@@ -174,14 +145,13 @@ class _ArtifactRun:
         is_new: bool,
     ) -> None:
         self.done: ArtifactMigration = ArtifactMigration()
-        self.findings: Listed[ArtifactFinding] = Listed()
+        self.findings: Findings = Findings(with_ids=show_ids)
         self.finished: Fingerprints = Fingerprints()  # equal artifacts, and those of erased users
         self._db = db
         self._collections = Collections(db.unit)
         self._store = opened(store)
         self._action = action
         self._dry_run = dry_run
-        self._show_ids = show_ids
         self._is_new = is_new and action == "copy"
 
     async def visit(self, one: SourceArtifact) -> None:
@@ -261,8 +231,8 @@ class _ArtifactRun:
         if not self._is_new:
             who = await self._db.unit.identify(one.app_name, one.user_id, _collection(one), True)
             tag = who.session_tag
-        ids = (one.app_name, one.user_id, one.session_id, one.filename) if self._show_ids else ()
-        self.findings.append(ArtifactFinding(tag.hex(), reason, *ids))
+        ids = (one.app_name, one.user_id, one.session_id, one.filename)
+        self.findings.add(tag, reason, *ids)
 
 
 class _Bad(ValueError):

@@ -268,16 +268,18 @@ def packed(*texts: str) -> bytes:
 
 
 class Finding(NamedTuple):
-    """A session, or the state of a user or an app, that needs attention.
+    """A session, the state of a user or an app, or an artifact, that needs attention.
 
     Attributes:
-        kind: `session`, `user` or `app`.
+        kind: `session`, `user`, `app` or `artifact`.
         tag: The blind index, in hexadecimal, in the target or, of an export, in the database that
             is read; empty if the target has no keys yet, or if the ids cannot be decrypted.
         reason: What was found, without content.
         app_name: The app; None unless readable ids were requested.
         user_id: The user; None for an app, or unless readable ids were requested.
-        session_id: The session; None for a user or an app, or unless readable ids were requested.
+        session_id: The session; None for a user, an app or an artifact of a user, or unless
+            readable ids were requested.
+        filename: The name of an artifact; None otherwise, or unless readable ids were requested.
     """
 
     kind: str
@@ -286,6 +288,7 @@ class Finding(NamedTuple):
     app_name: str | None = None
     user_id: str | None = None
     session_id: str | None = None
+    filename: str | None = None
 
     def __repr__(self) -> str:  # without the ids
         return f"<{self.kind} {self.tag}: {self.reason}>"
@@ -303,7 +306,7 @@ class Findings(Listed[Finding]):
         super().__init__()
         self._with_ids = with_ids
 
-    def add(self, tag: bytes, reason: str, *ids: str) -> None:
-        """Add a finding; *ids* are the app name, the user id and the session id, or fewer."""
-        kind = ("app", "user", "session")[len(ids) - 1]
+    def add(self, tag: bytes, reason: str, *ids: str | None) -> None:
+        """Add a finding; *ids* are the app, the user, the session and the name, or fewer."""
+        kind = ("app", "user", "session", "artifact")[len(ids) - 1]
         self.append(Finding(kind, tag.hex(), reason, *(ids if self._with_ids else ())))
