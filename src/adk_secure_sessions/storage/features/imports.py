@@ -287,7 +287,7 @@ class ImportSession(_Import[_Outcome]):
         self._times = times
         # One request inserts the events of one group.
         self._groups = list(grouped(events, _length, _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
-        self.locks_rows = len(self._groups) > 1
+        self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
         # The result of each attempt, by the row id that the attempt has chosen for the session.  An
         # attempt that lost its connection may have been committed.  If the next attempt finds one
