@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from google.adk.artifacts import FileArtifactService
 from google.adk.sessions import DatabaseSessionService
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, Audit, EncryptedArtifactService, SecureSessionError
 from adk_secure_sessions.errors import TamperedError, WrongKeyError
 from adk_secure_sessions.integrations import artifact_blobs, blob_rotation
+from adk_secure_sessions.integrations.artifact_migration import migrate_artifacts
+from adk_secure_sessions.integrations.artifact_sources import FileArtifacts
 from adk_secure_sessions.maintenance import (
     Database,
     Erasure,
@@ -96,6 +99,11 @@ async def _erase_source(db: Database, directory: Path) -> object:
         return await erase_source(source, db)
 
 
+async def _migrate_artifacts(db: Database, directory: Path) -> object:
+    source = FileArtifacts(directory / "adk-artifacts")
+    return await migrate_artifacts(source, db, directory / "blobs", "copy")
+
+
 async def _export(db: Database, directory: Path) -> object:
     async with AdkTarget(f"sqlite:///{directory}/exported.db") as target:
         return await export_to_adk(db, target)
@@ -131,6 +139,7 @@ COMMANDS: dict[str, Command] = {
         lambda db, directory: record_headers(db, "secure_users"), only_reads=True
     ),
     "debug lookup": Command(lambda db, directory: lookup(db, APP, "ada"), only_reads=True),
+    "migrate artifacts": Command(_migrate_artifacts),
     "migrate compare": Command(_compare, before=(_migrate,)),
     "migrate copy": Command(_migrate),
     "migrate erase-source": Command(_erase_source, before=(_migrate,)),
@@ -184,6 +193,11 @@ async def fill(directory: Path) -> None:
             await artifacts.save_artifact(
                 app_name=APP, user_id=user, session_id="s", filename="f", artifact=part
             )
+    plain = FileArtifactService(str(directory / "adk-artifacts"))
+    for name in ("a", "b"):
+        await plain.save_artifact(
+            app_name=APP, user_id="carol", filename=f"user:{name}", artifact=part
+        )
     adk = DatabaseSessionService(f"sqlite+aiosqlite:///{directory}/adk.db")
     for user in ("carol", "dave"):
         await fill_adk(adk, [said()], app_name=APP, user_id=user)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class SourceArtifact:
         return *ids, *(one.stamp for one in self.versions)
 
 
+@hides_locals
 class ArtifactSource(ABC):
     """Artifacts in plaintext: a *kind* of place, such as `directory`, and its *name*."""
 
@@ -114,6 +116,7 @@ def gap_in(numbers: Sequence[int]) -> str | None:
     )
 
 
+@hides_locals
 class FileArtifacts(ArtifactSource):
     """The directory of google-adk's `FileArtifactService`.
 
@@ -236,6 +239,7 @@ def _delete(parent: Path, numbers: Sequence[int], root: Path) -> None:
         directory.rmdir()
 
 
+@hides_locals
 class GcsArtifacts(ArtifactSource):
     """The bucket of google-adk's `GcsArtifactService`.
 

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executors
-from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.errors import DatabaseError, SecureSessionError
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import QueryForms
@@ -69,15 +69,23 @@ class Expiry:
         An error is logged and counted: the next session that is created tries again.
         """
         try:
-            if self._has_index is None:
-                self._has_index = False  # after an error, another attempt would fail, too
-                work = partial(_ensure_index, may_create=self._create_index)
-                self._has_index = await self._unit.change(work)
-            if self._has_index:
+            if await self._index_exists():
                 await self._delete_some(delete)
-        except (SecureSessionError, ValueError) as error:
+        except Exception as error:  # the new session is stored: its call must not fail
             telemetry.count_retry("expiry")
-            logger.warning("expired sessions were not deleted: %s", error)
+            text = error if isinstance(error, SecureSessionError) else type(error).__name__
+            logger.warning("expired sessions were not deleted: %s", text)
+
+    async def _index_exists(self) -> bool:
+        if self._has_index is None:
+            work = partial(_ensure_index, may_create=self._create_index)
+            try:
+                self._has_index = await self._unit.change(work)
+            except DatabaseError as error:
+                if not error.retryable:  # perhaps the account may not create indexes
+                    self._has_index = False
+                raise
+        return self._has_index
 
     async def _delete_some(self, delete: Callable[[Identity], Awaitable[object]]) -> None:
         now = time.time_ns() // 1000
