@@ -22,6 +22,7 @@ from pydantic_core import from_json
 
 OVERLAY_LIMIT = 8 * 1024  # bytes; a larger state goes to `secure_bases`, as in our service
 Row = Sequence[Any]
+_KEY = bytes(range(32))  # the same for floors that share a database
 
 # Parameters are numbered as in SQLite; PostgreSQL writes $1 instead of ?1.
 # They are the tags: ?1 of the app, ?2 of the user, ?3 of the session.
@@ -97,7 +98,7 @@ class Floor(BaseSessionService):
     def __init__(self) -> None:
         self._known: dict[str, _KnownSession] = {}
         self._last_row = 0
-        self._cipher = AESGCM(AESGCM.generate_key(256))
+        self._cipher = AESGCM(_KEY)
 
     async def create_session(
         self,
