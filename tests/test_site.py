@@ -138,7 +138,7 @@ def test_picture_shows_real_rows_of_two_databases(site: Path) -> None:
     assert [one for one in made if "ya29" in one or "allergic" in one]
     ciphertext = re.compile("[0-9a-f]{30,}( …)?")
     visible = [[one for one in texts if not ciphertext.fullmatch(one)] for texts in (made, readme)]
-    assert visible[0] == visible[1], "make the copy of the README anew: docs/hooks/two_databases.py"
+    assert visible[0] == visible[1], "make the README's copy again: docs/hooks/two_databases.py"
     assert set(made) != set(readme), "the picture was not made by this build"
 
 

@@ -296,17 +296,13 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 may_have_expired = duplicate.may_have_expired
             else:
                 if self._lifetime is not None:
-                    await self._expiry.delete_some(
-                        lambda of: self._delete_expired(
-                            app_name=of.app_name, user_id=of.user_id, session_id=of.session_id
-                        )
-                    )
+                    await self._expiry.delete_some(self._delete_expired)
                 return _session(app_name, created)
             if not may_have_expired or not await self._expiry.delete_if_expired(who):
                 raise AlreadyExistsError("A session with this id already exists.")
 
     @accessed("session.expire")
-    async def _delete_expired(self, *, app_name: str, user_id: str, session_id: str) -> None:
+    async def _delete_expired(self, app_name: str, user_id: str, session_id: str) -> None:
         """Delete an expired session of any user, with an audit record of its own."""
         who = await self._unit.identify(app_name, user_id, session_id)
         await self._expiry.delete_if_expired(who)
@@ -372,7 +368,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         after: str | None = None,
         order: Literal["oldest", "newest"] = "oldest",
     ) -> EventPage:
-        """Read at most *limit* events of a session; the cost depends on *limit* alone.
+        """Read at most *limit* events of a session; the cost does not depend on how many it has.
 
         Each page must join the page before: the position in *after* contains the random link by
         which the next event names the event before it.  So over all pages, each event is returned
@@ -922,22 +918,26 @@ def _position_text(position: reads.Position | None) -> str | None:
 
 def _parse_position(after: str | None) -> reads.Position | None:
     """Return the position in *after*, which is `SessionPage.next` of the page before, or None."""
-    if after is None:
-        return None
-    match = _POSITION.fullmatch(after) if isinstance(after, str) else None
-    if match is None:
-        raise ValueError("after must be `next` of the page before")
-    return reads.Position(int(match[1], 16), int(match[2], 16))
+    match = _match(_POSITION, after)
+    return match and reads.Position(int(match[1], 16), int(match[2], 16))
 
 
 def _parse_event_position(after: str | None) -> reads.EventPosition | None:
     """Return the position in *after*, which is `EventPage.next` of the page before, or None."""
+    match = _match(_EVENT_POSITION, after)
+    return match and reads.EventPosition(
+        int(match[1], 16), int(match[2], 16), bytes.fromhex(match[3])
+    )
+
+
+def _match(form: re.Pattern[str], after: str | None) -> re.Match[str] | None:
+    """Return the match of *after*; None if it is None, because this is the first page."""
     if after is None:
         return None
-    match = _EVENT_POSITION.fullmatch(after) if isinstance(after, str) else None
+    match = form.fullmatch(after) if isinstance(after, str) else None
     if match is None:
         raise ValueError("after must be `next` of the page before")
-    return reads.EventPosition(int(match[1], 16), int(match[2], 16), bytes.fromhex(match[3]))
+    return match
 
 
 def _state(view: reads.SessionWithStates) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The sources are written by google-adk's own services.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -182,22 +182,30 @@ async def test_nothing_is_deleted_unless_both_sides_are_equal(
     assert rows(source_url) == [6, 19, 1, 2]
 
 
+async def erased_with_a_write_after_the_comparison(
+    source_url: str, target_url: str, write: Callable[[], Awaitable[object]]
+) -> SourceErasure:
+    async with AdkTables(source_url) as source, database(target_url) as db:
+        complete = db.imports.complete_migration
+
+        async def complete_and_write(*, source_is_erased: bool = False) -> None:
+            await complete(source_is_erased=source_is_erased)
+            if source_is_erased:
+                await write()
+
+        db.imports.complete_migration = complete_and_write  # type: ignore[method-assign]
+        return await erase_source(source, db)
+
+
 @_SERVERS_LATER
 async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
     source_url: str, target_url: str
 ) -> None:
     await fill(source_url)
     await copied(source_url, target_url)
-    async with AdkTables(source_url) as source, database(target_url) as db:
-        complete = db.imports.complete_migration
-
-        async def complete_after_a_write(*, source_is_erased: bool = False) -> None:
-            await complete(source_is_erased=source_is_erased)
-            if source_is_erased:
-                await write_more(source_url, "ada", "s1")
-
-        db.imports.complete_migration = complete_after_a_write  # type: ignore[method-assign]
-        done = await erase_source(source, db)
+    done = await erased_with_a_write_after_the_comparison(
+        source_url, target_url, lambda: write_more(source_url, "ada", "s1")
+    )
     assert (numbers(done), done.changed, done.succeeded) == ((0, 0, 0), True, False)
     assert rows(source_url) == [6, 19, 1, 2]
     await copied(source_url, target_url)
@@ -210,22 +218,19 @@ async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_c
     source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
     await fill(source_url, sessions=1)
     await copied(source_url, target_url)
-    async with AdkTables(source_url) as source, database(target_url) as db:
-        complete = db.imports.complete_migration
 
-        async def complete_after_a_write(*, source_is_erased: bool = False) -> None:
-            await complete(source_is_erased=source_is_erased)
-            if source_is_erased:
-                with closing(sqlite3.connect(tmp_path / "adk.db")) as connection, connection:
-                    connection.execute(
-                        "INSERT INTO sessions (app_name, user_id, id, state, create_time, "
-                        "update_time) SELECT app_name, user_id, CAST(id AS BLOB), state, "
-                        "create_time, update_time FROM sessions"
-                    )
+    async def add_ids_that_are_not_text() -> None:
+        with closing(sqlite3.connect(tmp_path / "adk.db")) as connection, connection:
+            connection.execute(
+                "INSERT INTO sessions (app_name, user_id, id, state, create_time, update_time) "
+                "SELECT app_name, user_id, CAST(id AS BLOB), state, create_time, update_time "
+                "FROM sessions"
+            )
 
-        db.imports.complete_migration = complete_after_a_write  # type: ignore[method-assign]
-        with pytest.raises(ConfigurationError, match="not text in UTF-8"):
-            await erase_source(source, db)
+    with pytest.raises(ConfigurationError, match="not text in UTF-8"):
+        await erased_with_a_write_after_the_comparison(
+            source_url, target_url, add_ids_that_are_not_text
+        )
     assert rows(source_url) == [4, 6, 1, 2]
 
 

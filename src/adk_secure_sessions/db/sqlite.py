@@ -263,7 +263,7 @@ class SqliteExecutor:
         return self._threads
 
     def _forget_parent(self) -> None:
-        """Begin anew in a forked process, which has neither the parent's threads nor its locks."""
+        """Start again in a forked process, which has neither the parent's threads nor its locks."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._engine.dispose(close=False)  # closing the connections would break them for the parent

@@ -91,6 +91,10 @@ _value_tag = bindparam("value_tag", type_=LargeBinary)
 _limit = bindparam("limit", type_=BigInteger)
 _known = bindparam("known", type_=BigInteger)
 _now = bindparam("now", type_=BigInteger)
+# The condition that a session, and no collection, has expired at the time `now`.
+HAS_EXPIRED: ColumnElement[bool] = and_(
+    sessions.c.expires_at <= _now, sessions.c.base_revision != literal_column(str(COLLECTION))
+)
 _updated_from = bindparam("updated_from", type_=BigInteger)
 _updated_until = bindparam("updated_until", type_=BigInteger)
 _after_user = bindparam("after_user", type_=BigInteger)
@@ -302,10 +306,7 @@ def page_of_sessions(
         if found_by:
             has_value = indexed.c.value_tag == _value_tag
             if found_by == "expiry":
-                expires_at = sessions.c.expires_at
-                is_session = sessions.c.base_revision != literal_column(str(COLLECTION))
-                rows = rows.where(expires_at <= _now, is_session)
-                rows = rows.order_by(None).order_by(expires_at)
+                rows = rows.where(HAS_EXPIRED).order_by(None).order_by(sessions.c.expires_at)
             elif found_by == "session":
                 rows = rows.where(own.in_(select(indexed.c.row_id).where(has_value)))
             else:

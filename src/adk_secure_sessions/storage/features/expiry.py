@@ -13,10 +13,9 @@ from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DatabaseError, SecureSessionError
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.queries import QueryForms
+from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms
 from adk_secure_sessions.storage.reads import ListPage, Position
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
     Identity,
     SessionWithStates,
     StoredSession,
@@ -30,17 +29,17 @@ from adk_secure_sessions.storage.writes import DeleteSession
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+Delete = Callable[[str, str, str], Awaitable[object]]
+
 INDEX = "ix_secure_sessions_expires_at"
 _AT_ONCE = 2
-_NOW: sa.BindParameter[int] = sa.bindparam("now", type_=sa.BigInteger)
 # The names of the apps are authenticated when their sessions are decrypted.
 _APPS_OF_EXPIRED = (
     sa.select(apps.c.app_name)
     .select_from(sessions)
     .join(users, users.c.id == sessions.c.user_row)
     .join(apps, apps.c.id == users.c.app_row)
-    .where(sessions.c.expires_at <= _NOW)
-    .where(sessions.c.base_revision != sa.literal_column(str(COLLECTION)))
+    .where(HAS_EXPIRED)
     .order_by(sessions.c.expires_at)
     .limit(sa.literal_column(str(_AT_ONCE)))
     .offset(sa.literal_column("0"))  # otherwise, it would be a parameter on SQLite
@@ -63,8 +62,9 @@ class Expiry:
     async def ensure(self) -> None:
         await self._feature.ensure()
 
-    async def delete_some(self, delete: Callable[[Identity], Awaitable[object]]) -> None:
-        """Call *delete*, which calls `delete_if_expired`, for at most two expired sessions.
+    async def delete_some(self, delete: Delete) -> None:
+        """Call *delete*, which calls `delete_if_expired`, with the ids of at most two expired
+        sessions.
 
         An error is logged and counted: the next session that is created tries again.
         """
@@ -87,7 +87,7 @@ class Expiry:
                 raise
         return self._has_index
 
-    async def _delete_some(self, delete: Callable[[Identity], Awaitable[object]]) -> None:
+    async def _delete_some(self, delete: Delete) -> None:
         now = time.time_ns() // 1000
         rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now})
         # On SQLite, a modified name may have any type: `verify` reports it.
@@ -95,8 +95,7 @@ class Expiry:
             app_name = name.decode()
             who = await self._unit.identify(app_name)
             for view in await self._unit.run(_ListExpired(who, now)):
-                ids = (app_name, view.user_id, view.session.session_id)
-                await delete(await self._unit.identify(*ids))
+                await delete(app_name, view.user_id, view.session.session_id)
 
     async def delete_if_expired(self, who: Identity) -> bool:
         """Delete the session if it has expired by now; return whether."""
