@@ -50,6 +50,18 @@ async def test_new_session_deletes_two_that_have_expired(url: URL, later: Later)
         assert len(found.sessions) == 4
 
 
+async def test_two_sessions_are_deleted_though_those_of_two_apps_have_expired(
+    url: URL, later: Later
+) -> None:
+    async with expiring(url) as service:
+        for number in range(6):
+            who: dict[str, Any] = {"app_name": f"app {number % 2}", "user_id": "u"}
+            await service.create_session(**who, expires_after=HOUR)
+        later(2 * HOUR)
+        await service.create_session(**WHO)
+        assert await stored(service) == 5
+
+
 async def test_session_that_is_used_meanwhile_is_kept(
     url: URL, later: Later, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,14 +88,15 @@ class Expiry:
         return self._has_index
 
     async def _delete_some(self, delete: Delete) -> None:
-        now = time.time_ns() // 1000
+        now, left = time.time_ns() // 1000, _AT_ONCE
         rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now})
         # On SQLite, a modified name may have any type: `verify` reports it.
         for name in {row[0] for row in rows if isinstance(row[0], bytes)}:
             app_name = name.decode()
             who = await self._unit.identify(app_name)
-            for view in await self._unit.run(_ListExpired(who, now)):
+            for view in (await self._unit.run(_ListExpired(who, now)))[:left]:
                 await delete(app_name, view.user_id, view.session.session_id)
+                left -= 1
 
     async def delete_if_expired(self, who: Identity) -> bool:
         """Delete the session if it has expired by now; return whether."""
