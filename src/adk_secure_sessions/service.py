@@ -401,7 +401,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             raise SessionNotFoundError("Session not found.")
         following = found.next
         text = following and f"{following.session_row:x}.{following.seq:x}.{following.link.hex()}"
-        return EventPage(found.events, text)
+        return EventPage(found.items, text)
 
     async def iterate_events(
         self,
@@ -443,11 +443,13 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 False.  The message names the session's row.
             ValueError: An id is not a string or is too long.
         """
-        of_user = "" if user_id is None else user_id
-        check_ids(app_name, of_user)
-        who = await self._unit.identify(app_name, of_user)
-        listing = reads.ListSessions(who, of_app=user_id is None, skip=self._skip)
-        return self._by_update(app_name, await self._unit.run(listing))
+        if user_id is None:
+            page = await self._list(app_name, None, reads.PageOptions(_ALL, skip=self._skip))
+            return self._by_update(app_name, page.items)
+        check_ids(app_name, user_id)
+        who = await self._unit.identify(app_name, user_id)
+        listed = await self._unit.run(reads.ListSessions(who, skip=self._skip))
+        return self._by_update(app_name, listed)
 
     @accessed("sessions.list")
     async def list_sessions_page(
@@ -485,21 +487,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long, or another argument is none of the
                 values above.
         """
-        of_user = "" if user_id is None else user_id
-        check_ids(app_name, of_user)
         _check_page(limit, order)
-        position = _parse_position(after)
-        listing = reads.ListPage(
-            await self._unit.identify(app_name, of_user),
-            position,
-            of_app=user_id is None,
-            limit=limit,
-            newest=order == "newest",
-            with_state=include_state,
-            skip=self._skip,
-        )
-        page = await self._unit.run(listing)
-        listed = self._sessions(app_name, page.views, include_state=include_state)
+        position, newest = _parse_position(after), order == "newest"
+        options = reads.PageOptions(limit, position, newest, include_state, skip=self._skip)
+        page = await self._list(app_name, user_id, options)
+        listed = self._sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, _position_text(page.next))
 
     @accessed("sessions.find")
@@ -542,8 +534,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 states, neither a key nor a time is given, or a time is impossible.
         """
         updated = _period(updated_after, updated_before)
-        page = await self._find(app_name, key, value, updated, None, limit=_ALL, newest=False)
-        return self._by_update(app_name, page.views)
+        options = reads.PageOptions(_ALL, updated=updated, skip=self._skip)
+        page = await self._find(app_name, key, value, options)
+        return self._by_update(app_name, page.items)
 
     @accessed("sessions.find")
     async def find_sessions_page(
@@ -578,35 +571,29 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above, or exceeds a limit.
         """
         _check_page(limit, order)
-        updated, position = _period(updated_after, updated_before), _parse_position(after)
-        page = await self._find(
-            app_name, key, value, updated, position, limit=limit, newest=order == "newest"
-        )
-        return SessionPage(self._sessions(app_name, page.views), _position_text(page.next))
+        position, newest = _parse_position(after), order == "newest"
+        updated = _period(updated_after, updated_before)
+        options = reads.PageOptions(limit, position, newest, updated=updated, skip=self._skip)
+        page = await self._find(app_name, key, value, options)
+        return SessionPage(self._sessions(app_name, page.items), _position_text(page.next))
 
     async def _find(
-        self,
-        app_name: str,
-        key: str | None,
-        value: object,
-        updated: range | None,
-        after: reads.Position | None,
-        *,
-        limit: int,
-        newest: bool,
-    ) -> reads.Page:
-        check_ids(app_name)
-        options: dict[str, Any] = {
-            "limit": limit, "newest": newest, "skip": self._skip, "updated": updated
-        }  # fmt: skip
+        self, app_name: str, key: str | None, value: object, options: reads.PageOptions
+    ) -> reads.PageOfSessions:
         if key is not None:
-            return await self._index.find(app_name, key, _as_stored(value), after, **options)
-        if updated is None or value is not None:
+            check_ids(app_name)
+            return await self._index.find(app_name, key, _as_stored(value), options)
+        if options.updated is None or value is not None:
             raise ValueError("give key and value, updated_after or updated_before, or all of them")
-        who = await self._unit.identify(app_name)
-        return await self._unit.run(
-            reads.ListPage(who, after, of_app=True, with_state=True, **options)
-        )
+        return await self._list(app_name, None, options)
+
+    async def _list(
+        self, app_name: str, user_id: str | None, options: reads.PageOptions
+    ) -> reads.PageOfSessions:
+        of_user = "" if user_id is None else user_id
+        check_ids(app_name, of_user)
+        who = await self._unit.identify(app_name, of_user)
+        return await self._unit.run(reads.ListPage(who, options, of_app=user_id is None))
 
     def _by_update(
         self, app_name: str, views: list[reads.SessionWithStates]

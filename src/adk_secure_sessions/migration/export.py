@@ -322,10 +322,8 @@ async def _write_lines(run: _Exporting, write: Callable[[bytes], object]) -> Non
     async for ids, state in run.readable_states():
         if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
             who = await unit.identify(ids[0], ids[1])
-            first = reads.ListPage(
-                who, None, of_app=False, limit=1, newest=False, with_state=False, skip=True
-            )
-            if not (await unit.run(first)).views:
+            options = reads.PageOptions(1, with_state=False, skip=True)
+            if not (await unit.run(reads.ListPage(who, options, of_app=False))).items:
                 run.done.states += await write_line(ids, None)
 
 

@@ -247,27 +247,6 @@ def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
     )
 
 
-def _listing_of_app() -> QueryForms:
-    """Return the forms of the query for the sessions of all users of an app."""
-    of_app = users.c.app_row == _APP_ID
-    theirs = sessions.join(users, users.c.id == sessions.c.user_row)
-    members = [
-        _APP_ROW,
-        USER.select(of_app),
-        _witness(_app_tag),
-        WITNESS.select(users.c.tag == witnesses.c.tag, of_app),
-        WITNESS.select(sessions.c.tag == witnesses.c.tag, of_app).select_from(theirs),
-        _session(of_app, source=theirs),
-        _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
-    ]
-    keys = [
-        _KEY.select(data_keys.c.owner == _app_tag),
-        _KEY.select(data_keys.c.owner == users.c.tag, of_app),
-        _master(),
-    ]
-    return {False: union_all(*members), True: union_all(*members, *keys)}
-
-
 @functools.cache
 def page_of_sessions(
     *,
@@ -366,7 +345,6 @@ SESSION_WITH_EVENTS_BETWEEN = _forms(
 )
 SESSIONS_OF_USER = _listing()
 COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == literal_column(str(COLLECTION)))
-SESSIONS_OF_APP = _listing_of_app()
 OWNERS = _owner_forms()
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
 # a row says whether a session or a state was imported before.

@@ -14,7 +14,7 @@ from adk_secure_sessions.errors import DatabaseError, SecureSessionError
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms
-from adk_secure_sessions.storage.reads import ListPage, Position
+from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
 from adk_secure_sessions.storage.schema import (
     Identity,
     SessionWithStates,
@@ -111,21 +111,19 @@ class _ListExpired(ListPage):
     """Read at most two sessions of an app that have expired."""
 
     def __init__(self, who: Identity, now: int) -> None:
-        super().__init__(
-            who, None, of_app=True, limit=_AT_ONCE - 1, newest=False, with_state=False, skip=False
-        )
+        super().__init__(who, PageOptions(_AT_ONCE - 1, with_state=False))
         self._now = now
 
     def _forms(self, found_by: str | None = None) -> QueryForms:
         return super()._forms("expiry")
 
-    def _parameters(self, after: Position) -> dict[str, object]:
+    def _parameters(self, after: Position | None) -> dict[str, object]:
         return super()._parameters(after) | {"now": self._now}
 
     async def attempt(  # type: ignore[override]
         self, attempt: Attempt, executors: Executors
     ) -> list[SessionWithStates]:
-        found = await self._read(attempt, executors, self._forms(), self._parameters(self._after))
+        found = await self._read(attempt, executors, self._forms(), self._parameters(None))
         return await self._views(attempt, executors, found, with_snapshots=False, expired=True)
 
 

@@ -21,7 +21,13 @@ from adk_secure_sessions.storage.queries import (
     Found,
     QueryForms,
 )
-from adk_secure_sessions.storage.reads import ListPage, Page, Position, ReadOperation
+from adk_secure_sessions.storage.reads import (
+    ListPage,
+    PageOfSessions,
+    PageOptions,
+    Position,
+    ReadOperation,
+)
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
@@ -52,17 +58,12 @@ class SearchIndex:
         app_name: str,
         key: str,
         value: object,
-        after: Position | None,
-        *,
-        limit: int,
-        newest: bool,
-        skip: bool,
-        updated: range | None,
-    ) -> Page:
-        """Return at most *limit* sessions of an app whose state contains *key* with *value*.
+        options: PageOptions,
+    ) -> PageOfSessions:
+        """Return a page of the sessions of an app whose state contains *key* with *value*.
 
         *key* is a key of the session's state, or `user:` and a key of the user's state.  *value* is
-        a JSON value, as it would be stored.  The other arguments are those of `ListPage`.
+        a JSON value, as it would be stored.
         """
         index_rows.check_key(key)
         who = await self._unit.identify(app_name)
@@ -71,11 +72,8 @@ class SearchIndex:
             if declares:
                 await self.declare_configured(app_name)
             if await self._feature.is_added():
-                operation = FindPage(
-                    who, after, lookup, limit=limit, newest=newest, skip=skip, updated=updated
-                )
                 try:
-                    return await self._unit.run(operation)
+                    return await self._unit.run(FindPage(who, options, lookup))
                 except NotIndexed:
                     pass
         raise ConfigurationError(
@@ -161,39 +159,28 @@ class Lookup:
 
 
 class FindPage(ListPage):
-    """Read at most *limit* sessions whose state has the value of *lookup*; see `ListPage`.
+    """Read a page of the sessions of an app whose state has the value of *lookup*.
 
     The index is not authenticated, so the state of each session that it lists is compared.  The
     page says nothing about sessions that the index does not list.
     """
 
-    def __init__(
-        self,
-        who: Identity,
-        after: Position | None,
-        lookup: Lookup,
-        *,
-        limit: int,
-        newest: bool,
-        skip: bool,
-        updated: range | None,
-    ) -> None:
-        super().__init__(
-            who, after, of_app=True, limit=limit, newest=newest, with_state=True, skip=skip,
-            updated=updated,
-        )  # fmt: skip
+    def __init__(self, who: Identity, options: PageOptions, lookup: Lookup) -> None:
+        super().__init__(who, options)
         self._lookup = lookup
 
     def _forms(self, found_by: str | None = None) -> QueryForms:
         return super()._forms("user" if self._lookup.of_users else "session")
 
-    def _parameters(self, after: Position) -> dict[str, object]:
+    def _parameters(self, after: Position | None) -> dict[str, object]:
         tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
         return super()._parameters(after) | tags
 
-    async def _part(self, attempt: Attempt, executors: Executors, position: Position) -> Page:
+    async def _part(
+        self, attempt: Attempt, executors: Executors, position: Position | None
+    ) -> PageOfSessions:
         page = await super()._part(attempt, executors, position)
-        return page._replace(views=list(filter(self._lookup.matches, page.views)))
+        return page._replace(items=list(filter(self._lookup.matches, page.items)))
 
     def _check(self, attempt: Attempt, found: Found) -> None:
         index = attempt.keys.keyring.index
