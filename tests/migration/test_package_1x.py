@@ -299,33 +299,9 @@ async def test_service_names_the_tables_of_1x(
     writer.session("ada", "s", events=1)
     writer.engine.dispose()
     (message,) = await warnings_of_service(url, caplog)
-    assert "tables of adk-secure-sessions 1.x" in message
+    assert "of adk-secure-sessions 1.x" in message
     async with Package1x(url, [KEY]) as of:
         assert len(await contents(of)) == 1
-
-
-@pytest.mark.parametrize("state", ["'{}'", "''", "x'80049500'"])
-async def test_service_does_not_take_a_plaintext_state_for_one_of_1x(
-    state: str, file: Path, writer: Writer, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer.session("ada", "s0", events=0)
-    writer.session("ada", "s1", events=0)
-    writer.run(f"UPDATE sessions SET state = {state} WHERE id = 's1'")
-    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
-    assert "some states are encrypted by adk-secure-sessions 1.x" in message
-    caplog.clear()
-    writer.run(f"UPDATE sessions SET state = {state}")
-    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
-    assert "ADK's own tables (sessions, events), which are plaintext" in message
-
-
-async def test_service_opens_beside_a_table_of_another_program(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with closing(sqlite3.connect(file)) as connection:
-        connection.executescript("CREATE TABLE sessions (a); CREATE TABLE events (a)")
-    (message,) = await warnings_of_service(f"sqlite+aiosqlite:///{file}", caplog)
-    assert "ADK's own tables" in message
 
 
 @pytest.mark.no_tables

@@ -17,7 +17,6 @@ from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.db.dialects import already_exists, dialect_of
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
-from adk_secure_sessions.formats.envelopes_1x import is_envelope
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
@@ -48,7 +47,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 # How often `open_database` surveys a database before it fails.  It surveys again after each step,
 # and other processes may create tables and keys at the same time.
 _ATTEMPTS = 8
-_SAMPLES = 20  # the number of rows of ADK's tables that `_are_of_1x` reads
 # How many marks of `secure_state_index` a process reads when it opens the database.  An attacker
 # may have inserted any number.
 _MAX_MARKS = 1000
@@ -92,7 +90,7 @@ async def open_database(
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
             await _make(executors.data, Part.DATA, data, marks, [])
         else:
-            await _warn(executors.data, data, backends.stores_plaintext)
+            _warn(data, backends.stores_plaintext)
             return opened
     raise SecureSessionError(
         "the database kept changing while it was opened: try again", retryable=True
@@ -249,40 +247,14 @@ def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> b
     return False
 
 
-async def _warn(executor: Executor, survey: Survey, writes_plaintext: bool) -> None:
+def _warn(survey: Survey, writes_plaintext: bool) -> None:
     if survey.adk_tables:
-        are_of_1x = await executor.run(_are_of_1x, commit=False)
-        if are_of_1x:
-            logger.warning(
-                "this database also holds tables of adk-secure-sessions 1.x (sessions, events): "
-                "their states and events are encrypted with other keys, and their ids and times "
-                "are plaintext; `migrate` copies them"
-            )
-        elif are_of_1x is None:
-            logger.warning(
-                "this database also holds the tables sessions and events, in which some states are "
-                "encrypted by adk-secure-sessions 1.x and others are plaintext, as in ADK's own "
-                "tables; their ids and times are plaintext"
-            )
-        else:
-            logger.warning(
-                "this database also holds ADK's own tables (sessions, events), which are plaintext"
-            )
+        logger.warning(
+            "this database also holds the tables sessions and events of ADK, which are plaintext, "
+            "or of adk-secure-sessions 1.x, whose ids and times are plaintext: `migrate copy` "
+            "copies them"
+        )
     if survey.has_plaintext_records and not writes_plaintext:
         logger.warning(
             "this database holds, or once held, plaintext records written by NoOpBackend"
         )
-
-
-def _are_of_1x(connection: sa.Connection) -> bool | None:
-    """Return whether adk-secure-sessions 1.x encrypted the first rows of the table `sessions`; None
-    if only some of them.
-    """
-    start = sa.func.substr(sa.cast(sa.column("state"), sa.String), 1, 4)
-    query = sa.select(start).select_from(sa.table("sessions")).limit(_SAMPLES)
-    try:
-        starts = connection.execute(query).scalars().all()
-    except sa.exc.DBAPIError:  # another program created the table, or we may not read it
-        return False
-    found = {is_envelope(start or "") for start in starts}
-    return None if len(found) == 2 else found == {True}
