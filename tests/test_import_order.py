@@ -23,7 +23,7 @@ LAYERS = (
     {"backends", "testing"},
     {"db"},
     {"storage"},
-    {"service", "maintenance"},
+    {"service", "listings", "maintenance"},
     {"migration"},
     {"integrations"},
     {"cli"},

@@ -44,10 +44,9 @@ if TYPE_CHECKING:
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
     from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
+    from adk_secure_sessions.listings import EventPage, SessionPage
     from adk_secure_sessions.service import (
         EncryptedSessionService,
-        EventPage,
-        SessionPage,
         StaleSessionError,
         append_event_to_latest,
     )
@@ -104,8 +103,8 @@ _MODULES = {
     "EncryptedMemoryService": "integrations.memory",
     "EncryptedSessionWrapper": "integrations.wrapper",
     "EncryptedSessionService": "service",
-    "EventPage": "service",
-    "SessionPage": "service",
+    "EventPage": "listings",
+    "SessionPage": "listings",
     "StaleSessionError": "service",
     "append_event_to_latest": "service",
 }

@@ -1,11 +1,10 @@
 """`EncryptedSessionService`, which implements ADK's `BaseSessionService`."""
 
 import logging
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple, Never
+from typing import Any, Literal, Never
 
 import sqlalchemy as sa
 from google.adk.errors.already_exists_error import AlreadyExistsError
@@ -25,9 +24,19 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.records import LINK_LENGTH, Packing, encode_text
+from adk_secure_sessions.formats.records import Packing, encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
 from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.listings import (
+    EventPage,
+    SessionPage,
+    check_page,
+    event_position_text,
+    page_options,
+    parse_event_position,
+    period,
+    position_text,
+)
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
@@ -57,42 +66,14 @@ except ImportError:  # google-adk before 2.7 raises a plain ValueError
 logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
-MAX_PAGE = 1000  # sessions or events
 
 _ALL = 2**40  # no app has as many sessions
-_ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
 _NO_SESSION = writes.Expected(-1, -1)
-_POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
-_EVENT_POSITION = re.compile(rf"{_ROW_ID}\.([0-9a-f]{{1,10}})\.([0-9a-f]{{{2 * LINK_LENGTH}}})")
 
 STALE = (
     "The session has been modified in storage since it was loaded. "
     "Please reload the session before appending more events."
 )
-
-
-class SessionPage(NamedTuple):
-    """A part of a listing, which `EncryptedSessionService.list_sessions_page` returns.
-
-    Attributes:
-        sessions: The sessions, without events.
-        next: The value of *after* for the next page; None if this is the last page.
-    """
-
-    sessions: list[Session]
-    next: str | None
-
-
-class EventPage(NamedTuple):
-    """A part of a session's events, which `EncryptedSessionService.list_events_page` returns.
-
-    Attributes:
-        events: The events.
-        next: The value of *after* for the next page; None if this is the last page.
-    """
-
-    events: list[Event]
-    next: str | None
 
 
 @hides_locals
@@ -174,12 +155,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         backends = register(backend, additional_backends)
         executors = executors_for(
-            db_url,
-            db_engine,
-            key_db_url,
-            key_db_engine,
-            engine_kwargs,
-            read_timeout,
+            db_url, db_engine, key_db_url, key_db_engine, engine_kwargs, read_timeout
         )
         unit = UnitOfWork(
             executors,
@@ -391,17 +367,15 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above, or an id is too long.
         """
         check_ids(app_name, user_id, session_id)
-        _check_page(limit, order)
+        check_page(limit, order)
         who = await self._unit.identify(app_name, user_id, session_id)
-        position, newest = _parse_event_position(after), order == "newest"
+        position, newest = parse_event_position(after), order == "newest"
         found = await self._unit.run(
             reads.ListEvents(who, events.decode, position, limit=limit, newest=newest)
         )
         if found is None:
             raise SessionNotFoundError("Session not found.")
-        following = found.next
-        text = following and f"{following.session_row:x}.{following.seq:x}.{following.link.hex()}"
-        return EventPage(found.items, text)
+        return EventPage(found.items, event_position_text(found.next))
 
     async def iterate_events(
         self,
@@ -487,12 +461,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long, or another argument is none of the
                 values above.
         """
-        _check_page(limit, order)
-        position, newest = _parse_position(after), order == "newest"
-        options = reads.PageOptions(limit, position, newest, include_state, skip=self._skip)
+        options = page_options(limit, after, order, with_state=include_state, skip=self._skip)
         page = await self._list(app_name, user_id, options)
         listed = self._sessions(app_name, page.items, include_state=include_state)
-        return SessionPage(listed, _position_text(page.next))
+        return SessionPage(listed, position_text(page.next))
 
     @accessed("sessions.find")
     async def find_sessions(
@@ -533,7 +505,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: *app_name* is not a string or is too long, *value* exceeds a limit of
                 states, neither a key nor a time is given, or a time is impossible.
         """
-        updated = _period(updated_after, updated_before)
+        updated = period(updated_after, updated_before)
         options = reads.PageOptions(_ALL, updated=updated, skip=self._skip)
         page = await self._find(app_name, key, value, options)
         return self._by_update(app_name, page.items)
@@ -570,12 +542,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ConfigurationError, DecryptionError: See `find_sessions`.
             ValueError: An argument is none of the values above, or exceeds a limit.
         """
-        _check_page(limit, order)
-        position, newest = _parse_position(after), order == "newest"
-        updated = _period(updated_after, updated_before)
-        options = reads.PageOptions(limit, position, newest, updated=updated, skip=self._skip)
+        updated = period(updated_after, updated_before)
+        options = page_options(limit, after, order, updated=updated, skip=self._skip)
         page = await self._find(app_name, key, value, options)
-        return SessionPage(self._sessions(app_name, page.items), _position_text(page.next))
+        return SessionPage(self._sessions(app_name, page.items), position_text(page.next))
 
     async def _find(
         self, app_name: str, key: str | None, value: object, options: reads.PageOptions
@@ -879,52 +849,9 @@ def _parse_marker(marker: str) -> writes.Expected:
         return _NO_SESSION
 
 
-def _check_page(limit: object, order: object) -> None:
-    if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
-        raise ValueError(f"limit must be an integer from 1 to {MAX_PAGE}")
-    if order not in ("oldest", "newest"):
-        raise ValueError('order must be "oldest" or "newest"')
-
-
 def _as_stored(value: object) -> object:
     """Return *value* as a session's state would contain it after it was stored."""
     return loads(encode({"value": value}))["value"]
-
-
-def _period(after: float | None, before: float | None) -> range | None:
-    """Return the microseconds from *after* until before *before*; None if both are None."""
-    if after is None and before is None:
-        return None
-    first = -(2**63) if after is None else microseconds(after)
-    return range(first, 2**63 - 1 if before is None else microseconds(before))
-
-
-def _position_text(position: reads.Position | None) -> str | None:
-    return position and f"{position.user_row:x}.{position.row:x}"
-
-
-def _parse_position(after: str | None) -> reads.Position | None:
-    """Return the position in *after*, which is `SessionPage.next` of the page before, or None."""
-    match = _match(_POSITION, after)
-    return match and reads.Position(int(match[1], 16), int(match[2], 16))
-
-
-def _parse_event_position(after: str | None) -> reads.EventPosition | None:
-    """Return the position in *after*, which is `EventPage.next` of the page before, or None."""
-    match = _match(_EVENT_POSITION, after)
-    return match and reads.EventPosition(
-        int(match[1], 16), int(match[2], 16), bytes.fromhex(match[3])
-    )
-
-
-def _match(form: re.Pattern[str], after: str | None) -> re.Match[str] | None:
-    """Return the match of *after*; None if it is None, because this is the first page."""
-    if after is None:
-        return None
-    match = form.fullmatch(after) if isinstance(after, str) else None
-    if match is None:
-        raise ValueError("after must be `next` of the page before")
-    return match
 
 
 def _state(view: reads.SessionWithStates) -> dict[str, Any]:

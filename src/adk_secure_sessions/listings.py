@@ -1,0 +1,94 @@
+"""The arguments and results of listings: pages, the positions between them, periods of time."""
+
+import re
+from typing import Any, NamedTuple
+
+from google.adk.events import Event
+from google.adk.sessions import Session
+
+from adk_secure_sessions.formats.records import LINK_LENGTH
+from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.storage import reads
+
+MAX_PAGE = 1000  # sessions or events
+
+_ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
+_POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
+_EVENT_POSITION = re.compile(rf"{_ROW_ID}\.([0-9a-f]{{1,10}})\.([0-9a-f]{{{2 * LINK_LENGTH}}})")
+
+
+class SessionPage(NamedTuple):
+    """A part of a listing, which `EncryptedSessionService.list_sessions_page` returns.
+
+    Attributes:
+        sessions: The sessions, without events.
+        next: The value of *after* for the next page; None if this is the last page.
+    """
+
+    sessions: list[Session]
+    next: str | None
+
+
+class EventPage(NamedTuple):
+    """A part of a session's events, which `EncryptedSessionService.list_events_page` returns.
+
+    Attributes:
+        events: The events.
+        next: The value of *after* for the next page; None if this is the last page.
+    """
+
+    events: list[Event]
+    next: str | None
+
+
+def check_page(limit: object, order: object) -> None:
+    if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
+        raise ValueError(f"limit must be an integer from 1 to {MAX_PAGE}")
+    if order not in ("oldest", "newest"):
+        raise ValueError('order must be "oldest" or "newest"')
+
+
+def page_options(limit: int, after: str | None, order: str, **more: Any) -> reads.PageOptions:
+    """Return the checked options of a page of sessions; *more* are other fields of the result."""
+    check_page(limit, order)
+    return reads.PageOptions(limit, _parse_position(after), order == "newest", **more)
+
+
+def period(after: float | None, before: float | None) -> range | None:
+    """Return the microseconds from *after* until before *before*; None if both are None."""
+    if after is None and before is None:
+        return None
+    first = -(2**63) if after is None else microseconds(after)
+    return range(first, 2**63 - 1 if before is None else microseconds(before))
+
+
+def position_text(position: reads.Position | None) -> str | None:
+    return position and f"{position.user_row:x}.{position.row:x}"
+
+
+def _parse_position(after: str | None) -> reads.Position | None:
+    """Return the position in *after*, which is `SessionPage.next` of the page before, or None."""
+    match = _match(_POSITION, after)
+    return match and reads.Position(int(match[1], 16), int(match[2], 16))
+
+
+def event_position_text(position: reads.EventPosition | None) -> str | None:
+    return position and f"{position.session_row:x}.{position.seq:x}.{position.link.hex()}"
+
+
+def parse_event_position(after: str | None) -> reads.EventPosition | None:
+    """Return the position in *after*, which is `EventPage.next` of the page before, or None."""
+    match = _match(_EVENT_POSITION, after)
+    return match and reads.EventPosition(
+        int(match[1], 16), int(match[2], 16), bytes.fromhex(match[3])
+    )
+
+
+def _match(form: re.Pattern[str], after: str | None) -> re.Match[str] | None:
+    """Return the match of *after*; None if it is None, because this is the first page."""
+    if after is None:
+        return None
+    match = form.fullmatch(after) if isinstance(after, str) else None
+    if match is None:
+        raise ValueError("after must be `next` of the page before")
+    return match
