@@ -349,26 +349,6 @@ def pgbouncer(server: PostgreSQL) -> Iterator[PgBouncer]:
 
 
 @contextmanager
-def postgresql_with_contrib() -> Iterator[PostgreSQL]:
-    """Start a private server with PostgreSQL's own extensions, which the wheel lacks."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not found:
-        unavailable("no PostgreSQL with its extensions here: on Debian, apt-get install postgresql")
-    programs, user = found[-1].parent, "postgres" if _is_root() else None
-    with _directory() as directory:
-        if user:
-            shutil.chown(directory, user)
-        subprocess.run(
-            [programs / "initdb", "-D", directory / "data", "-U", "postgres", "--auth=trust"],
-            check=True,
-            capture_output=True,
-            user=user,
-        )
-        with _running_postgresql(directory, programs, "postgres", user, ()) as server:
-            yield server
-
-
-@contextmanager
 def _running_postgresql(
     directory: Path, programs: Path, superuser: str, user: str | None, options: Sequence[str]
 ) -> Iterator[PostgreSQL]:

@@ -33,8 +33,6 @@ FIELDS = 100  # values to decrypt
 BULK_READS = ("get, 1000 events", "list, 1000 sessions")
 LARGE_READ = 5000  # events
 TASKS, APPENDS = 50, 10  # concurrent tasks, and events that each appends
-THREADS = (1, 2, 8)
-BATCH_APPENDS = 64
 
 # Keys.
 FEW_USERS, MANY_USERS = 10, 100_000  # with one session each
@@ -74,17 +72,6 @@ EVENTS = (10, 100, 1000, 10_000)
 STORED_EVENTS, STORED_SESSIONS = 1000, {"{}": 1000, "1KB": 500, "10KB": 100, "100KB": 40}
 # The cache of events: all events of the session are cached.
 HISTORY_EVENTS, HISTORY_GOAL_EVENTS = (100, 1000, 10_000), 1000
-MEMORY_OPERATIONS = (
-    "create, 10KB",
-    "append",
-    "get, 20 of 100 events",
-    "get, 100 events",
-    "list, 100 sessions",
-)
-# Functions of pgcrypto: OpenPGP with a password, and AES-CBC without authentication.
-OPENPGP, AES_CBC = "pgp_sym_encrypt", "encrypt_iv"
-FIELD_SIZES = {size: SIZES[size] for size in ("1KB", "100KB")}
-
 # The sessions that are moved in and out, and the events of each.
 MIGRATED_SESSIONS, MIGRATED_EVENTS = 500, 20
 MIGRATION_GOAL = 2.0  # time relative to a plain copy of the same rows

@@ -70,17 +70,17 @@ class Report:
         names = [f"round trip/{backend}/{label}/overhead" for label in plan.PAYLOADS]
         return _percent(max(0.0, self._figures[name].value - 1) for name in names)
 
-    def time_of_adk(self, *databases: str) -> str:
+    def time_of_adk(self, *databases: str, adk: str = ADK) -> str:
         """Return the time of the charted operations as a share of ADK's time: `14 to 38 %`."""
-        return _percent(self._ratios_to_adk(databases))
+        return _percent(self._ratios_to_adk(databases, adk))
 
     def is_faster_than_adk(self, *databases: str) -> bool:
         """Whether each charted operation takes less time than with ADK."""
-        return max(self._ratios_to_adk(databases)) < 1
+        return max(self._ratios_to_adk(databases, ADK)) < 1
 
-    def _ratios_to_adk(self, databases: Sequence[str]) -> list[float]:
+    def _ratios_to_adk(self, databases: Sequence[str], adk: str) -> list[float]:
         return [
-            self._figures[f"{database}/{operation}/relative to {ADK}"].value
+            self._figures[f"{database}/{operation}/relative to {adk}"].value
             for database in databases
             for operation in OPERATIONS
         ]
@@ -146,12 +146,20 @@ class Report:
                     to_floor = f"{database}/{operation}/relative to {FLOOR}"
                     time = self.text(f"{database}/{operation}/{OURS}")
                     row += [time, self.with_goal(_to_adk(database, operation))]
-                    row += [self.with_goal(to_floor)]
+                    if database == "sqlite":
+                        to_other = f"sqlite/{operation}/relative to {ADK_SQLITE}"
+                        row.append(self.text(to_other) if self.has(to_other) else "")
+                    row.append(self.with_goal(to_floor))
                 cells.append(row)
         columns = [
             text
             for database in databases
-            for text in (DATABASE_LABELS[database], "to ADK (goal)", "to the floor (goal)")
+            for text in (
+                DATABASE_LABELS[database],
+                "to ADK (goal)",
+                *(["to ADK's SQLite service"] if database == "sqlite" else []),
+                "to the floor (goal)",
+            )
         ]
         return _markdown(["operation", *columns], cells)
 
@@ -196,19 +204,6 @@ class Report:
         columns = [(heading, f"{database}/stored/{{}}/{side}") for heading, side in sides]
         rows = [*(f"session, {label}" for label in plan.PAYLOADS), "event"]
         return self.table(DATABASE_LABELS[database], columns, rows)
-
-    def pgcrypto(self) -> str:
-        """Return the table that compares encryption in the application with pgcrypto."""
-        cells = []
-        others = (plan.OPENPGP, plan.AES_CBC)
-        for operation in ("write", "read"):
-            for size in plan.FIELD_SIZES:
-                name = f"pgcrypto/{operation} {size}"
-                if f"{name}/{OURS}" not in self._figures:
-                    return "In this run, PostgreSQL with `pgcrypto` was not installed."
-                times = [self.text(f"{name}/{side}") for side in (OURS, *others)]
-                cells.append([f"{operation} {size_label(size)}", *times])
-        return _markdown(["operation", "application", *(f"`{name}`" for name in others)], cells)
 
     def blobs(self, store: str) -> str:
         """Return the table of uploads and downloads of blobs."""

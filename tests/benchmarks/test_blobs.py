@@ -1,6 +1,5 @@
 """Blobs of artifacts: encryption alone, and uploads and downloads beside plaintext ones."""
 
-import hashlib
 import os
 import secrets
 import subprocess
@@ -15,7 +14,6 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.blobs import (
-    HEADER,
     BlobDecryptor,
     BlobEncryptor,
     decrypt_stream,
@@ -25,12 +23,10 @@ from adk_secure_sessions.formats.blobs import (
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_store import BlobStore
 from adk_secure_sessions.integrations.object_store import ArtifactStore
-from tests.benchmarks.ciphers import Run, time_runs
 from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.plan import BLOB_GOALS, BLOB_OVERHEAD, BLOB_STORES, BLOBS
 from tests.benchmarks.results import Figure, Results
-from tests.blob_pieces import decrypt_pieces, encrypt_pieces
 from tests.integrations import real_stores
 from tests.integrations.object_server import BUCKET, s3_options
 from tests.programs import find
@@ -38,46 +34,6 @@ from tests.programs import find
 pytestmark = pytest.mark.bench
 each_size = pytest.mark.parametrize("size", BLOBS)
 ROOT = Path(__file__).parents[2]
-
-
-@each_size
-def test_encryption_alone(results: Results, size: str) -> None:
-    plaintext, encryptor = os.urandom(BLOBS[size]), BlobEncryptor()
-    blob = b"".join(encrypt_pieces(encryptor, [plaintext]))
-    middle = len(plaintext) // 2
-
-    def part() -> None:
-        decryptor = BlobDecryptor(encryptor.key, len(plaintext), middle, middle + 1000)
-        _consume(decrypt_pieces(decryptor, [blob[decryptor.first : decryptor.end]]))
-
-    operations: dict[str, Run] = {
-        "encrypt": lambda: _consume(encrypt_pieces(BlobEncryptor(), [plaintext])),
-        "decrypt": lambda: _consume(
-            decrypt_pieces(BlobDecryptor(encryptor.key, len(plaintext)), [blob])
-        ),
-        "decrypt 1 KB of it": part,
-        "SHA-256": lambda: hashlib.sha256(plaintext).digest(),
-    }
-    for name, values in time_runs(operations).items():
-        results.add(f"blobs/{name}, {size}", Figure.of(values, "s"))
-        if name == "SHA-256":
-            rates = [len(plaintext) / 1e6 / seconds for seconds in values]
-            results.add(f"blobs/SHA-256 rate, {size}", Figure.of(rates, "MB/s"))
-
-
-def test_header(results: Results) -> None:
-    """The header and the chunk of an empty blob."""
-    encryptor = BlobEncryptor()
-    blob = encryptor.finish()
-    assert blob.startswith(HEADER)
-    operations: dict[str, Run] = {"header": lambda: BlobDecryptor(encryptor.key, 0).update(blob)}
-    [values] = time_runs(operations).values()
-    results.add("blobs/header and an empty chunk", Figure.of(values, "s"))
-
-
-def _consume(pieces: Iterator[bytes]) -> None:
-    for _ in pieces:
-        pass
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The cost of keys: a user's first session, the start of a service, a slow key service."""
+"""The cost of keys: the start of a service, and a slow key service."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from tests.benchmarks.harness import interleave
 from tests.benchmarks.many_users import DatabasesByUsersCache
 from tests.benchmarks.plan import FEW_USERS, KEY_OPERATIONS, KEY_SERVICE_DELAY, MANY_USERS
 from tests.benchmarks.results import Figure, Results
-from tests.benchmarks.workload import APP, event, state
+from tests.benchmarks.workload import APP, event
 
 pytestmark = [pytest.mark.bench, pytest.mark.asyncio(loop_scope="session")]
 
@@ -43,29 +43,6 @@ class SlowKeyService:
     async def _answer(self) -> None:
         self.calls += 1
         await asyncio.sleep(KEY_SERVICE_DELAY)
-
-
-@pytest.mark.parametrize("deployment", LOCAL, indirect=True)
-async def test_new_user(deployment: Deployment, results: Results) -> None:
-    """A new user's first session generates, wraps and stores a data key."""
-    url = deployment.databases.create()
-    initial = state(1000)
-    async with EncryptedSessionService(url, AesGcmBackend(os.urandom(32))) as service:
-        new = itertools.count()
-        sides = {
-            "new user": lambda: service.create_session(
-                app_name=APP, user_id=f"new-{next(new)}", state=initial
-            ),
-            "known user": lambda: service.create_session(
-                app_name=APP, user_id="known", state=initial
-            ),
-        }
-        timings = await interleave(sides, 2.5)
-    name = f"{deployment.name}/keys/create"
-    for side, values in timings.items():
-        results.add(f"{name}, {side}", Figure.of(values, "s"))
-    ratio = Figure.ratio(timings["new user"], timings["known user"])
-    results.add(f"{name}, new relative to known user", ratio)
 
 
 @pytest.mark.parametrize("deployment", LOCAL, indirect=True)

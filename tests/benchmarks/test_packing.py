@@ -1,12 +1,10 @@
-"""Compression and padding: sizes in the database and times, beside ADK's plaintext."""
+"""Compression and padding: sizes in the database, beside ADK's plaintext."""
 
 import itertools
 import os
 import random
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import sqlalchemy as sa
@@ -16,11 +14,9 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from tests.benchmarks import plan
-from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.databases import ADK, opened, stored_bytes
 from tests.benchmarks.deployments import LOCAL, Deployment
-from tests.benchmarks.harness import interleave
-from tests.benchmarks.results import Figure, Results
+from tests.benchmarks.results import Results
 from tests.benchmarks.workload import APP, json_size, payload, turn
 
 pytestmark = [
@@ -112,52 +108,3 @@ async def test_sizes(deployment: Deployment, results: Results) -> None:
         results.count(f"{name}/conversation/{side}", conversation, "B")
         session = round(each[1] / plan.PACKED_SESSIONS)
         results.count(f"{name}/session, 100KB/{side}", session, "B")
-
-
-async def test_times(deployment: Deployment, results: Results) -> None:
-    async with AsyncExitStack() as stack:
-        services = {
-            side: await stack.enter_async_context(service_of(side, deployment.databases.create()))
-            for side in [*SIDES, ADK]
-        }
-        sessions = {
-            side: await converse(service, "user", random.Random(1))
-            for side, service in services.items()
-        }
-        whole = payload("100KB")
-
-        async def create(service: BaseSessionService) -> None:
-            user = f"user-{uuid.uuid4()}"
-            await service.create_session(app_name=APP, user_id=user, state=whole)
-
-        def append(side: str) -> Callable[[], Awaitable[object]]:
-            chance, service = random.Random(2), services[side]
-            answers = [long_turn(chance, n)[2] for n in range(20)]
-            numbers = itertools.count()
-
-            async def run() -> None:
-                event = answers[next(numbers) % len(answers)].model_copy(deep=True)
-                event.id = Event.new_id()
-                await service.append_event(appended[side], event)
-
-            return run
-
-        appended = {
-            side: await service.create_session(app_name=APP, user_id="appends")
-            for side, service in services.items()
-        }
-        operations: dict[str, dict[str, Callable[[], Awaitable[object]]]] = {
-            "create, 100KB": {side: partial(create, one) for side, one in services.items()},
-            "append, 4KB": {side: append(side) for side in services},
-            "get, 40 long events": {
-                side: partial(
-                    one.get_session, app_name=APP, user_id="user", session_id=sessions[side].id
-                )
-                for side, one in services.items()
-            },
-        }
-        for operation, sides in operations.items():
-            timings = await interleave(sides, SECONDS)
-            for side, seconds in timings.items():
-                name = f"{deployment.name}/packing/{operation}/{side}"
-                results.add(name, Figure.of(seconds, "s"))
