@@ -17,9 +17,9 @@ from google.genai import types
 
 from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     Found,
-    LookupSource,
     Selection,
     SessionContent,
     SourceSession,
@@ -39,7 +39,7 @@ def said(text: str, seconds: float, **fields: Any) -> Event:
     return Event(timestamp=START + seconds, content=content, **fields)
 
 
-class MemoryLookup(LookupSource):
+class MemoryLookup(AdkTables):
     """Sessions of the app `APP` in memory."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class MemoryLookup(LookupSource):
         self.unreadable: set[tuple[str, str]] = set()
         self.users: dict[str, JsonObject] = {}
         self.app: JsonObject = {}
-        self.queries: list[str] = []
+        self.queried: list[str] = []
         self.before: Callable[[str], Awaitable[None]] | None = None
 
     def put(
@@ -66,7 +66,7 @@ class MemoryLookup(LookupSource):
         self.sessions_by_ids[user_id, session_id] = session, content
 
     async def _query(self, name: str) -> None:
-        self.queries.append(name)
+        self.queried.append(name)
         if self.before is not None:
             before, self.before = self.before, None  # what it does may query the source, too
             await before(name)
@@ -83,6 +83,13 @@ class MemoryLookup(LookupSource):
         if isinstance(header, Unreadable):
             return header
         return header._replace(events=deepcopy(self.sessions_by_ids[key][1].events))
+
+    @property
+    def place(self) -> str:
+        return self.description
+
+    async def close(self) -> None:
+        pass
 
     @property
     def description(self) -> str:

@@ -141,7 +141,7 @@ async def test_probe_for_existence_reads_no_events_of_the_source(
     service: PlaintextFallbackService, source: MemoryLookup
 ) -> None:
     await get(service, num_recent_events=0)
-    assert "read" not in source.queries
+    assert "read" not in source.queried
 
 
 async def test_user_state_is_read_from_the_source_until_it_is_copied(
@@ -183,8 +183,8 @@ async def test_listing_reads_all_users_states_at_once(
     response = await service.list_sessions(app_name=APP)
     found = {one.user_id: one.state.get("user:n") for one in response.sessions}
     assert found == {"ada": None} | {f"user{number}": number for number in range(5)}
-    assert source.queries.count("states") == 1
-    assert "user_state" not in source.queries
+    assert source.queried.count("states") == 1
+    assert "user_state" not in source.queried
 
 
 async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
@@ -565,14 +565,14 @@ async def test_complete_migration_ends_fallback(
     second = opened()
     await second.prepare_tables()
     assert "the migration is complete" in caplog.text
-    source.queries.clear()
+    source.queried.clear()
     assert await second.get_session(**OTHER) is None
     assert await listed(second, None) == ["visit"]
     await second.append_event(before, said("four", 4))
     await second.create_session(**OTHER)
     await second.delete_session(**OTHER)
     assert await second.get_user_state(**ADA) == {"language": "en"}
-    assert (second.fallback_reads, source.queries) == (0, [])
+    assert (second.fallback_reads, source.queried) == (0, [])
 
 
 async def test_running_service_stops_reading_when_its_keyring_is_renewed(
@@ -583,9 +583,9 @@ async def test_running_service_stops_reading_when_its_keyring_is_renewed(
     unit = service._unit
     keys = await unit.keys()
     await unit.renew_keyring(keys, keys.keyring)
-    source.queries.clear()
+    source.queried.clear()
     assert await service.get_session(**OTHER) is None
-    assert source.queries == []
+    assert source.queried == []
 
 
 # --- What can be seen of it -----------------------------------------------------------------------
@@ -602,10 +602,10 @@ async def test_reads_of_the_source_are_counted_and_logged(
     assert "a source in memory" in warnings[0]
     assert service.fallback_reads == 0
     await get(service)
-    assert service.fallback_reads == len(source.queries) == 4
+    assert service.fallback_reads == len(source.queried) == 4
     await service.list_sessions(**ADA)
     await service.append_event(await get(service), said("four", 4))
-    assert service.fallback_reads == len(source.queries)
+    assert service.fallback_reads == len(source.queried)
     reads = service.fallback_reads
     await get(service)
     assert service.fallback_reads == reads, "nothing of this session is read from the source"
@@ -619,7 +619,7 @@ def test_arguments_are_checked(source: MemoryLookup) -> None:
     with pytest.raises(ConfigurationError, match="service must be an EncryptedSessionService"):
         PlaintextFallbackService(InMemorySessionService(), source)  # type: ignore[arg-type]
     service = EncryptedSessionService(":memory:", AesGcmBackend(KEY))
-    with pytest.raises(ConfigurationError, match="source must be able to find single sessions"):
+    with pytest.raises(ConfigurationError, match="source must be an AdkTables"):
         PlaintextFallbackService(service, InMemorySessionService())  # type: ignore[arg-type]
     of_1x = Package1x("postgresql+asyncpg://unused.invalid/clinic", ["passphrase"])
     with pytest.raises(ConfigurationError, match="is not plaintext: stop the application"):

@@ -23,7 +23,7 @@ from mutmut import node_mutation
 
 # Calls whose arguments are texts for people, and calls that only matter to type checkers.
 _SPEAKING = re.compile(
-    r"(\w*Error|\w*Refused|UnsafePickle|_\w*malformed|_reject\w*|warn|\w*replayed|_failure"
+    r"(\w*Error|\w*Refused|_\w*malformed|_reject\w*|warn|\w*replayed|_failure"
     r"|_unreachable)"
 )
 _LOGGING = ("logger", "logging")

@@ -21,6 +21,7 @@ from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds, of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
+from adk_secure_sessions.migration.sources import ConversionError
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -31,10 +32,6 @@ _LIMITS = "see docs/limits.md, Sizes"
 # google-adk before 1.17 stored `temp:` keys in the state delta of events.  An event whose JSON
 # contains this text is not stored as it is: `_encoded` removes these keys first.
 _TEMPORARY = b'"temp:'
-
-
-class UnreadableRow(Exception):
-    """A row cannot be read.  The text is a reason without content."""
 
 
 # --- Values --------------------------------------------------------------------------------------
@@ -65,7 +62,7 @@ def time_of(value: object, zone: tzinfo | None) -> int:
     try:
         return microseconds(seconds_of(value, zone))
     except (OverflowError, ValueError):
-        raise UnreadableRow("its create_time or update_time is not a time") from None
+        raise ConversionError("its create_time or update_time is not a time") from None
 
 
 def seconds_of(value: object, zone: tzinfo | None) -> float:
@@ -90,11 +87,11 @@ def state_of(value: object, whose: str) -> JsonObject:
         state = json_text.loads(data(value))
     except (DecryptionError, ValueError):
         problem = f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}"
-        raise UnreadableRow(problem) from None
+        raise ConversionError(problem) from None
     try:
         states.encode(state)
     except ValueError:
-        raise UnreadableRow(f"{whose} state exceeds a limit: {_LIMITS}") from None
+        raise ConversionError(f"{whose} state exceeds a limit: {_LIMITS}") from None
     return state
 
 
@@ -102,7 +99,7 @@ def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
     try:
         check_ids(app_name, user_id, session_id)
     except ValueError as error:  # the text of the error contains no name
-        raise UnreadableRow(f"{error}: {_LIMITS}") from None
+        raise ConversionError(f"{error}: {_LIMITS}") from None
 
 
 # --- Events --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, tzinfo
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -21,14 +21,11 @@ from adk_secure_sessions.formats.envelopes_1x import is_envelope
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
-from adk_secure_sessions.migration.adk_rows import EventReader, Row, UnreadableRow
-from adk_secure_sessions.migration.pickled_actions import (
-    PickleReader,
-    PickleReaderError,
-    UnsafePickle,
-)
+from adk_secure_sessions.migration.adk_rows import EventReader, Row
+from adk_secure_sessions.migration.pickled_actions import PickleReader, PickleReaderError
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
+    ConversionError,
     Selection,
     SessionContent,
     SourceSession,
@@ -41,7 +38,7 @@ STATES = 500  # the maximum number of states that `AdkQueries.states` returns at
 # PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
 # multiple.
 _COMPRESSION = 3
-UNREADABLE_EVENT = (
+_UNREADABLE_EVENT = (
     f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: see docs/limits.md, Sizes"
 )
 _SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
@@ -68,50 +65,30 @@ _ADK_KINDS = (Kind.ADK_V1, Kind.ADK_V0, Kind.ADK_SQLITE)
 # --- SQL -----------------------------------------------------------------------------------------
 
 
-def _table(name: str, alias: str, *columns: str) -> sa.FromClause:
+def _table(name: str, key: Sequence[str], *columns: str) -> sa.Table:
     """Return a table whose columns have no types, so that SQLAlchemy converts no values."""
-    return sa.table(name, *(sa.column(column) for column in columns)).alias(alias)
+    of_key = [sa.Column[Any](column, primary_key=True) for column in key]
+    return sa.Table(name, sa.MetaData(), *of_key, *map(sa.Column[Any], columns))
 
 
-_s = _table(
-    "sessions", "s", "app_name", "user_id", "id", "rowid", "state", "create_time", "update_time"
+SESSIONS = _table(
+    "sessions", ("app_name", "user_id", "id"), "rowid", "state", "create_time", "update_time"
 )
-_e = _table(
+APP_STATES = _table("app_states", ("app_name",), "rowid", "state")
+USER_STATES = _table("user_states", ("app_name", "user_id"), "rowid", "state")
+STATE_TABLES = (USER_STATES, APP_STATES)
+_WITH_STATES = (SESSIONS, APP_STATES, USER_STATES)
+# Here, the primary key has only the ids of the session, without the id of the event.
+_EVENTS = _table(
     "events",
-    "e",
-    "app_name",
-    "user_id",
-    "session_id",
+    ("app_name", "user_id", "session_id"),
     "rowid",
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
-# Only with their names, for statements on whole tables, in the order in which rows are deleted.
-NAMED_TABLES = tuple(
-    sa.Table(name, sa.MetaData()) for name in ("events", "sessions", "user_states", "app_states")
-)
-_SESSION_KEY = (_s.c.app_name, _s.c.user_id, _s.c.id)
-_EVENT_KEY = (_e.c.app_name, _e.c.user_id, _e.c.session_id)
-
-
-class StateTable(NamedTuple):
-    """A table of states, the columns of its primary key, and its name."""
-
-    table: sa.FromClause
-    key: tuple[sa.ColumnElement[Any], ...]
-    name: str
-
-
-def _state_table(name: str, alias: str, *key: str) -> StateTable:
-    table = _table(name, alias, *key, "rowid", "state")
-    return StateTable(table, tuple(table.c[column] for column in key), name)
-
-
-APP_STATES = _state_table("app_states", "a", "app_name")
-USER_STATES = _state_table("user_states", "u", "app_name", "user_id")
-STATE_TABLES = (USER_STATES, APP_STATES)
-# The tables that contain states, each with the columns of its primary key.
-SESSIONS = StateTable(_s, _SESSION_KEY, "sessions")
-_WITH_STATES = (SESSIONS, APP_STATES, USER_STATES)
+# In the order in which rows are deleted.
+TABLES = (_EVENTS, SESSIONS, USER_STATES, APP_STATES)
+_s, _e = SESSIONS, _EVENTS
+_SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
 
 
 def _of_session() -> sa.ColumnElement[bool]:
@@ -138,14 +115,6 @@ def _pages(read: Callable[[After | None], Page[T]]) -> Iterator[list[T]]:
     while after is not None:
         page, after = read(after)
         yield page
-
-
-class SessionColumns(NamedTuple):
-    """The columns of a session's row, unconverted."""
-
-    state: Any
-    created_at: Any
-    updated_at: Any
 
 
 class AdkQueries:
@@ -236,10 +205,11 @@ class AdkQueries:
         limit: int,
         state: sa.ColumnElement[Any],
         size: sa.ColumnElement[Any],
-    ) -> Page[tuple[SourceSession, SessionColumns, Any]]:
+    ) -> Page[tuple[SourceSession, Any, Any]]:
         """Return the next sessions, with *state* of their rows and *size* of their events."""
-        chosen = sa.select(*_SESSION_KEY, state, _s.c.create_time, _s.c.update_time)
+        chosen = sa.select(*_SESSION_KEY, *_columns(state))
         chosen = chosen.where(*conditions, *self._after(_SESSION_KEY, after))
+        rows: Sequence[Any]
         rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(limit)).all()
         if not rows:
             return [], None
@@ -248,13 +218,13 @@ class AdkQueries:
         counting = counting.join_from(_s, _e, _of_session()).group_by(*_SESSION_KEY)
         counting = counting.where(*conditions, *self._after(_SESSION_KEY, after))
         counting = counting.where(sa.not_(self._is_after(_SESSION_KEY, keys[-1])))
+        counts: dict[tuple[Any, ...], Any]
         counts = {tuple(row[:3]): row[3:] for row in connection.execute(counting)}
         found = []
         for key, row in zip(keys, rows, strict=True):
-            columns = SessionColumns(*row[3:])
             number, total = counts.get(tuple(row[:3]), (0, 0))
-            version = f"{_shown(columns.created_at)} {_shown(columns.updated_at)} {number}"
-            found.append((SourceSession(key[0], key[1], key[2], version), columns, total))
+            version = f"{_shown(row.create_time)} {_shown(row.update_time)} {number}"
+            found.append((SourceSession(key[0], key[1], key[2], version), row, total))
         return found, keys[-1] if len(rows) == limit else None
 
     def versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
@@ -267,29 +237,28 @@ class AdkQueries:
 
     def lock(self, connection: sa.Connection) -> None:
         # On SQLite, the transaction that the caller has begun has locked the file.
-        dialect_of(connection).lock_tables(connection, *NAMED_TABLES)
+        dialect_of(connection).lock_tables(connection, *TABLES)
         if self._is_mysql:  # each query then locks the rows and gaps that it reads
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE").close()
         self._check_names(connection)  # no page has such a row, so nobody has compared it
 
     def delete_all(self, connection: sa.Connection) -> tuple[int, int, int]:
         events, sessions, *states = (
-            connection.execute(sa.delete(table)).rowcount for table in NAMED_TABLES
+            connection.execute(sa.delete(table)).rowcount for table in TABLES
         )
         return sessions, events, sum(states)
 
     def session_columns(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
-    ) -> dict[tuple[Any, ...], SessionColumns]:
+    ) -> dict[tuple[Any, ...], Row]:
         """Return the rows of the sessions *keys*, by ids in the form that `key` returns."""
-        query = sa.select(
-            *_SESSION_KEY, self._json(_s.c.state), _s.c.create_time, _s.c.update_time
-        ).where(self._is_one_of(_SESSION_KEY, keys))
-        return {tuple(row[:3]): SessionColumns(*row[3:]) for row in connection.execute(query)}
+        query = sa.select(*_SESSION_KEY, *_columns(self._json(_s.c.state)))
+        query = query.where(self._is_one_of(_SESSION_KEY, keys))
+        return {tuple(row[:3]): row for row in connection.execute(query)}
 
     def lookup(
         self, connection: sa.Connection, names: Sequence[str], after: After | None = None
-    ) -> Page[tuple[SourceSession, SessionColumns]]:
+    ) -> Page[tuple[SourceSession, Row]]:
         """Return the next sessions of an app, a user or, with three *names*, with these ids."""
         if not can_store(self.dialect, *names):
             return [], None
@@ -301,7 +270,7 @@ class AdkQueries:
         rows = [(one, row) for one, row, _ in found if one[: len(names)] == tuple(names)]
         return rows, position
 
-    def state(self, connection: sa.Connection, table: StateTable, names: Sequence[str]) -> Any:
+    def state(self, connection: sa.Connection, table: sa.Table, names: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
 
         On MySQL, the name in the row may have another spelling than *names*, for example in case.
@@ -309,8 +278,8 @@ class AdkQueries:
         """
         if not can_store(self.dialect, *names):
             return None
-        query = sa.select(self._json(table.table.c.state))
-        found = [column == name for column, name in zip(table.key, names, strict=True)]
+        query = sa.select(self._json(table.c.state))
+        found = [column == name for column, name in zip(table.primary_key, names, strict=True)]
         return connection.scalar(query.where(*found))
 
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
@@ -331,53 +300,51 @@ class AdkQueries:
             return tuple(name.encode() for name in session[:3])
         return session[:3]
 
-    def content(
-        self, session: SourceSession, columns: SessionColumns, history: list[Row]
-    ) -> SessionContent:
-        adk_rows.check_names(*session[:3])
-        state = self.convert_state(columns.state)
-        created_at = adk_rows.time_of(columns.created_at, self.sessions_zone)
-        updated_at = adk_rows.time_of(columns.updated_at, self.sessions_zone)
+    def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
+        """Convert a row of `session_columns` or `lookup`, and the rows of its events."""
+        adk_rows.check_names(*session.ids)
+        state = self.convert_state(row.state)
+        created_at = adk_rows.time_of(row.create_time, self.sessions_zone)
+        updated_at = adk_rows.time_of(row.update_time, self.sessions_zone)
         events: list[SourceEvent] = []
-        for number, row in enumerate(history, 1):
-            event = self.convert_event(row)
-            if isinstance(event, str):
-                raise UnreadableRow(f"event {number} of {len(history)}: {event}")
-            events.append(event)
+        for columns in history:
+            try:
+                events.append(self.convert_event(columns))
+                continue
+            except PickleReaderError:
+                raise
+            except ConversionError as error:
+                reason = str(error)
+            except Exception:
+                reason = _UNREADABLE_EVENT
+            raise ConversionError(f"event {len(events) + 1} of {len(history)}: {reason}")
         return SessionContent(state, events, created_at, updated_at)
 
     def convert_state(self, stored: object) -> JsonObject:
         return adk_rows.state_of(stored, "its")
 
-    def convert_event(self, row: Row) -> SourceEvent | str:
-        """Return an event, or why it cannot be read."""
-        try:
-            return self._read_event(row, self._events_zone)
-        except PickleReaderError:
-            raise
-        except UnsafePickle as error:
-            return f"it has actions that are not loaded: {error}"
-        except Exception:
-            return UNREADABLE_EVENT
+    def convert_event(self, row: Row) -> SourceEvent:
+        """Convert an event, or raise any kind of error; only ConversionError has a reason."""
+        return self._read_event(row, self._events_zone)
 
     def states(
         self,
         connection: sa.Connection,
         selection: Selection,
-        table: StateTable,
+        table: sa.Table,
         after: After | None,
     ) -> Page[tuple[After, Any]]:
         """Return the next rows of a table of states; *after* and the position are as for `page`."""
-        stored, key, _ = table
-        of_app = [] if selection.app_name is None else [stored.c.app_name == selection.app_name]
-        query = sa.select(*key, self._json(stored.c.state))
+        key, app_name = tuple(table.primary_key), selection.app_name
+        of_app = [] if app_name is None else [table.c.app_name == app_name]
+        query = sa.select(*key, self._json(table.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
         rows = connection.execute(query).all()
         found = [(self._key(row[:-1]), row[-1]) for row in rows]
         return found, found[-1][0] if len(rows) == STATES else None
 
     def aliases(
-        self, connection: sa.Connection, selection: Selection, table: StateTable
+        self, connection: sa.Connection, selection: Selection, table: sa.Table
     ) -> StateRows:
         """On MySQL, return the states of owners with another spelling in the table `sessions`.
 
@@ -385,12 +352,11 @@ class AdkQueries:
         """
         if not self._is_mysql:
             return []
-        stored, key, _ = table
-        pairs = list(zip(_SESSION_KEY, key, strict=False))
+        pairs = list(zip(_SESSION_KEY, table.primary_key, strict=False))
         spelled = [one for one, _ in pairs]
         query = (
-            sa.select(*map(sa.func.min, spelled), sa.func.min(stored.c.state))
-            .join_from(_s, stored, sa.and_(*(one == other for one, other in pairs)))
+            sa.select(*map(sa.func.min, spelled), sa.func.min(table.c.state))
+            .join_from(_s, table, sa.and_(*(one == other for one, other in pairs)))
             .where(sa.or_(*(sa.func.hex(one) != sa.func.hex(other) for one, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
@@ -406,11 +372,11 @@ class AdkQueries:
         A column of SQLite may hold values of any type.  SQLite sorts a number before every text and
         a BLOB after every text, so that no page would have such a row.
         """
-        for table, key, name in _WITH_STATES if self.dialect == "sqlite" else ():
-            others = (sa.func.typeof(column) != "text" for column in key)
+        for table in _WITH_STATES if self.dialect == "sqlite" else ():
+            others = (sa.func.typeof(column) != "text" for column in table.primary_key)
             query = sa.select(table.c.rowid).where(sa.or_(*others)).limit(_NAMED)
             if rows := ", ".join(map(str, connection.scalars(query))):
-                raise ConfigurationError(f"the table {name} has (in row {rows}) {_NOT_TEXT}")
+                raise ConfigurationError(f"the table {table.name} has (in row {rows}) {_NOT_TEXT}")
 
     def _key(self, names: Sequence[Any]) -> After:
         try:
@@ -488,6 +454,11 @@ class AdkQueries:
         return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
 
 
+def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
+    """Return the columns of a session's row that `AdkQueries.content` converts."""
+    return [state.label("state"), _s.c.create_time, _s.c.update_time]
+
+
 def _shown(time: Any) -> str:
     # Raise no error for bytes that are not UTF-8: `adk_rows.time_of` rejects them later, and then
     # only this session is unreadable.
@@ -528,7 +499,7 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
     if True in sampled_states(connection):
         return Kind.PACKAGE_1X
     if "adk_internal_metadata" in tables:
-        metadata = _table("adk_internal_metadata", "m", "key", "value")
+        metadata = _table("adk_internal_metadata", ("key",), "value")
         query = sa.select(metadata.c.value).where(metadata.c.key == "schema_version")
         version = connection.scalar(query)
         version = None if version is None else adk_rows.text(version)
@@ -547,8 +518,8 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
 def sampled_states(connection: sa.Connection) -> set[bool]:
     """Return whether the first and last states are envelopes of 1.x: True, False, or both."""
     starts: list[str | bytes] = []
-    for table, key, _ in _WITH_STATES:
-        for order in (key, [column.desc() for column in key]):
+    for table in _WITH_STATES:
+        for order in (table.primary_key, [column.desc() for column in table.primary_key]):
             query = sa.select(_start_of(table, connection)).order_by(*order).limit(_SAMPLES)
             starts += (start for start in connection.scalars(query) if start is not None)
     return set(map(is_envelope, starts))
@@ -561,12 +532,12 @@ def has_encrypted_states(connection: sa.Connection) -> bool:
 
 def not_plaintext(connection: sa.Connection, limit: int | None = None) -> Iterator[Any]:
     """Yield the states that are not JSON objects, at most *limit* of each table."""
-    for table, *_ in _WITH_STATES:
+    for table in _WITH_STATES:
         is_object = sa.func.substr(_start_of(table, connection), 1, 1) == "{"
         yield from connection.scalars(sa.select(table.c.state).where(~is_object).limit(limit))
 
 
-def _start_of(table: sa.FromClause, connection: sa.Connection) -> sa.ColumnElement[Any]:
+def _start_of(table: sa.Table, connection: sa.Connection) -> sa.ColumnElement[Any]:
     """Return the first characters of a state, which are all that `is_envelope` needs."""
     state: sa.ColumnElement[Any] = table.c.state
     if connection.dialect.name == "postgresql":

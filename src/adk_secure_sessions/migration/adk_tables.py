@@ -24,12 +24,7 @@ from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.maintenance.database import Description, describe
-from adk_secure_sessions.migration.adk_rows import (
-    Row,
-    UnreadableRow,
-    check_names,
-    time_of,
-)
+from adk_secure_sessions.migration.adk_rows import Row, check_names, time_of
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
     SESSIONS,
@@ -41,10 +36,11 @@ from adk_secure_sessions.migration.adk_sql import (
     can_store,
 )
 from adk_secure_sessions.migration.sources import (
+    ConversionError,
     Found,
-    LookupSource,
     Selection,
     SessionContent,
+    Source,
     SourceSession,
     States,
     Unreadable,
@@ -66,10 +62,11 @@ _BATCH_BYTES = 4 * 2**20
 
 
 @hides_locals
-class AdkTables(LookupSource):
+class AdkTables(Source):
     """The tables of google-adk's `DatabaseSessionService` or `SqliteSessionService`.
 
-    google-adk may keep reading and writing the tables.
+    google-adk may keep reading and writing the tables.  Several tasks may call the methods of one
+    object at the same time.
 
     Args:
         db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
@@ -105,6 +102,7 @@ class AdkTables(LookupSource):
 
     @property
     def place(self) -> str:
+        """The database, for messages: without user name, password and options."""
         db_url, db_engine = self._place
         if db_engine is None and db_url in (None, ":memory:"):
             return self.description
@@ -114,11 +112,11 @@ class AdkTables(LookupSource):
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm that its rows are deleted."""
         queries = await self.queries()
-        work = partial(describe, table=SESSIONS.table, updated_at="update_time")
+        work = partial(describe, table=SESSIONS, updated_at="update_time")
         found = await self.run(work)
         try:
             updated_at = time_of(found.updated_at, queries.sessions_zone)
-        except UnreadableRow:
+        except ConversionError:
             updated_at = None
         return found._replace(updated_at=updated_at)
 
@@ -170,6 +168,7 @@ class AdkTables(LookupSource):
                 yield await self._convert(partial(convert_states, queries, others))
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> Found | None:
+        """Return a session without its events; None if there is none with these ids."""
         names = (app_name, user_id, session_id)
         queries = await self.queries()
         rows, _ = await self.run(partial(queries.lookup, names=names))
@@ -178,6 +177,7 @@ class AdkTables(LookupSource):
     async def sessions_of(
         self, app_name: str, user_id: str | None
     ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
+        """Yield the sessions of a user, or of an app, in batches and without their events."""
         names = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
         async for rows in self._pages(partial(queries.lookup, names=names)):
@@ -186,6 +186,7 @@ class AdkTables(LookupSource):
     async def state(
         self, app_name: str, user_id: str | None = None
     ) -> JsonObject | Unreadable | None:
+        """Return the state of a user, or of an app; None if the source has none."""
         names = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
         queries = await self.queries()
@@ -253,7 +254,7 @@ def readable(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | 
     """Return what *convert* returns, or why the row cannot be read."""
     try:
         return convert(*args, **kwargs)
-    except UnreadableRow as error:
+    except ConversionError as error:
         return Unreadable(str(error))
 
 

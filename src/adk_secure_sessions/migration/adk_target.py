@@ -10,13 +10,13 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from google.adk.events import Event
@@ -33,7 +33,13 @@ from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import differences
-from adk_secure_sessions.migration.sources import Ids, SessionContent, SourceSession, Unreadable
+from adk_secure_sessions.migration.sources import (
+    ConversionError,
+    Ids,
+    SessionContent,
+    SourceSession,
+    Unreadable,
+)
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -49,16 +55,9 @@ _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _JSON_COLUMNS = ("state", "event_data")
 
 
-class UnsuitableSession(Exception):
-    """google-adk's database cannot hold a session or a state; the text has no content of it."""
-
-
-class SessionRows(NamedTuple):
-    """A session as rows of google-adk's tables: parameters of the statements that insert them."""
-
-    ids: Ids
-    session: dict[str, object]
-    events: list[dict[str, object]]
+# A session as rows of google-adk's tables: the parameters of the statements that insert the row of
+# the session, and those of its events.
+SessionRows = tuple[dict[str, object], list[dict[str, object]]]
 
 
 @hides_locals
@@ -113,7 +112,7 @@ class AdkTarget(ClosedByWith):
     # --- write -----------------------------------------------------------------------------------
 
     def rows_of(self, ids: Ids, content: SessionContent) -> SessionRows:
-        """Return the rows that google-adk reads as this session, or raise UnsuitableSession."""
+        """Return the rows that google-adk reads as this session, or raise ConversionError."""
         app_name, user_id, session_id = ids
         self._check_texts(*ids)
         row = {
@@ -129,23 +128,23 @@ class AdkTarget(ClosedByWith):
             {**parent, **self._event(event, number)} for number, event in enumerate(content.events)
         ]
         if len({one["id"] for one in rows}) < len(rows):
-            raise UnsuitableSession("two of its events have the same id")
+            raise ConversionError("two of its events have the same id")
         self._sort(rows, content.events)
-        return SessionRows(ids, row, rows)
+        return row, rows
 
-    async def insert(self, batch: Sequence[SessionRows]) -> dict[Ids, str]:
+    async def insert(self, batch: Mapping[Ids, SessionRows]) -> dict[Ids, str]:
         """Insert sessions, each in whole or not at all, and return why which ids were rejected."""
-        if not batch or await self._try(partial(self._insert, batch=batch)) is None:
+        if not batch or await self._try(partial(self._insert, batch=batch.values())) is None:
             return {}
         rejected = {}
-        for rows in batch:
+        for ids, rows in batch.items():
             reason = await self._try(partial(self._insert, batch=[rows]))
             if reason is not None:
-                rejected[rows.ids] = reason
+                rejected[ids] = reason
         return rejected
 
     async def insert_state(self, owner: Ids, state: bytes) -> bool:
-        """Insert a state; return False if the target has it, raise UnsuitableSession if another."""
+        """Insert a state; return False if the target has it, raise ConversionError if another."""
         self._check_texts(*owner)
         row = dict(zip(("app_name", "user_id"), owner, strict=False))
         row["state"] = self._json(state)
@@ -159,9 +158,9 @@ class AdkTarget(ClosedByWith):
             return True
         difference = await self.state_difference(owner, state)
         if difference == _STATE:
-            raise UnsuitableSession("the target has another state, which was not changed")
+            raise ConversionError("the target has another state, which was not changed")
         if difference is not None:
-            raise UnsuitableSession(reason)
+            raise ConversionError(reason)
         return False
 
     # --- read ------------------------------------------------------------------------------------
@@ -198,7 +197,7 @@ class AdkTarget(ClosedByWith):
         name = f"event {number + 1}"
         parsed = _parsed_event(event, name)
         if "id" not in parsed.model_fields_set or not parsed.id:
-            raise UnsuitableSession(f"{name} has no id")
+            raise ConversionError(f"{name} has no id")
         self._check_texts(parsed.id, parsed.invocation_id)
         return {
             "id": parsed.id,
@@ -218,14 +217,14 @@ class AdkTarget(ClosedByWith):
         for row, event in zip(rows, history, strict=True):
             if last is not None and row["timestamp"] <= last:
                 if last >= datetime.max:
-                    raise UnsuitableSession("the time of an event is out of range")
+                    raise ConversionError("the time of an event is out of range")
                 row["timestamp"] = last + _MICROSECOND
             last = row["timestamp"]
             values = {"author": "a", "timestamp": event.time / 1_000_000}
             made: Any = v1.StorageEvent(id="e", invocation_id="i", timestamp=last)
             made.event_data = values
             if microseconds(made.to_event().timestamp) != event.time:
-                raise UnsuitableSession(
+                raise ConversionError(
                     "the installed google-adk would change the time of an event, or the order of "
                     "events: install google-adk 2.13 or later"
                 )
@@ -240,7 +239,7 @@ class AdkTarget(ClosedByWith):
 
     def _check_texts(self, *texts: str) -> None:
         if not can_store(self._dialect, *texts):
-            raise UnsuitableSession("one of its ids has a lone surrogate or a NUL character")
+            raise ConversionError("one of its ids has a lone surrogate or a NUL character")
 
     def _session_moment(self, name: str, time: int) -> datetime:
         """Return a time in UTC, or in local time if the installed google-adk reads it so."""
@@ -254,14 +253,14 @@ class AdkTarget(ClosedByWith):
             if microseconds(row.get_update_timestamp(**options)) != time:
                 moment = moment.astimezone()
         except (OverflowError, ValueError):
-            raise UnsuitableSession(f"{name} is out of range") from None
+            raise ConversionError(f"{name} is out of range") from None
         return moment.replace(tzinfo=None)
 
     # --- statements ------------------------------------------------------------------------------
 
-    def _insert(self, connection: sa.Connection, batch: Sequence[SessionRows]) -> None:
-        connection.execute(self._inserting(v1.StorageSession), [one.session for one in batch])
-        rows = [row for one in batch for row in one.events]
+    def _insert(self, connection: sa.Connection, batch: Collection[SessionRows]) -> None:
+        connection.execute(self._inserting(v1.StorageSession), [session for session, _ in batch])
+        rows = [row for _, events in batch for row in events]
         if rows:
             connection.execute(self._inserting(v1.StorageEvent), rows)
 
@@ -348,7 +347,7 @@ def json_of(event: SourceEvent) -> bytes:
 def _parsed_event(event: SourceEvent, name: str) -> Event:
     with suppress(ConfigurationError, DecryptionError):
         return events.decode_in(event.plaintext, "", "")
-    raise UnsuitableSession(f"the installed google-adk cannot read {name}")
+    raise ConversionError(f"the installed google-adk cannot read {name}")
 
 
 def _event_moment(name: str, seconds: float) -> datetime:
@@ -358,7 +357,7 @@ def _event_moment(name: str, seconds: float) -> datetime:
     try:
         stored = v1.StorageEvent.from_event(session, event).timestamp
     except (OverflowError, ValueError, OSError):
-        raise UnsuitableSession(f"the time of {name} is out of range") from None
+        raise ConversionError(f"the time of {name} is out of range") from None
     return stored.replace(tzinfo=None)
 
 

@@ -11,7 +11,7 @@ from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
-from adk_secure_sessions.migration.adk_sql import NAMED_TABLES, AdkQueries
+from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, taking_bytes
 from adk_secure_sessions.migration.compare import Comparing, Comparison
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
@@ -109,7 +109,7 @@ async def erase_source(
         deleted = await repeated(lambda: writer.run(work, commit=True), writes=True)
         if deleted is None:
             return SourceErasure(comparison, changed=True)
-        obstacles = await rewrite(writer, NAMED_TABLES, _LOCK_WAIT)
+        obstacles = await rewrite(writer, TABLES, _LOCK_WAIT)
         return SourceErasure(comparison, *deleted, obstacles=tuple(obstacles))
     finally:
         await writer.close()

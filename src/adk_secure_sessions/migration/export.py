@@ -19,12 +19,17 @@ from adk_secure_sessions.migration.adk_target import (
     MISSING,
     AdkTarget,
     SessionRows,
-    UnsuitableSession,
     json_of,
 )
 from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of
 from adk_secure_sessions.migration.encrypted_sessions import EncryptedSessions
-from adk_secure_sessions.migration.sources import Ids, Selection, SessionContent, Unreadable
+from adk_secure_sessions.migration.sources import (
+    ConversionError,
+    Ids,
+    Selection,
+    SessionContent,
+    Unreadable,
+)
 from adk_secure_sessions.migration.walk import Finding, Findings, Stop, Walk
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads
@@ -237,7 +242,7 @@ class _ToAdk:
         async for owner, state in self._run.readable_states():
             try:
                 self._run.done.states += await self._adk.insert_state(owner, state)
-            except UnsuitableSession as error:
+            except ConversionError as error:
                 self._run.reject(owner, str(error))
         if verify:
             await self._compare()
@@ -249,15 +254,14 @@ class _ToAdk:
         for ids, content in batch.items():
             try:
                 suitable[ids] = self._adk.rows_of(ids, content)
-            except UnsuitableSession as error:
+            except ConversionError as error:
                 failed[ids] = str(error)
         known = await self._adk.differences({ids: batch[ids] for ids in suitable})
-        new = [rows for ids, rows in suitable.items() if known[ids] == MISSING]
+        new = {ids: rows for ids, rows in suitable.items() if known[ids] == MISSING}
         rejected = await self._adk.insert(new)
-        for rows in new:
-            if rows.ids not in rejected:
-                self._run.done.sessions += 1
-                self._run.done.events += len(rows.events)
+        for ids in new.keys() - rejected.keys():
+            self._run.done.sessions += 1
+            self._run.done.events += len(batch[ids].events)
         # If the connection was lost after the commit, the repeated INSERT is rejected, although the
         # sessions are stored.  So compare the rejected sessions, too.
         again = await self._adk.differences({ids: batch[ids] for ids in rejected})

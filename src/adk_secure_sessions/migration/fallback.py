@@ -39,10 +39,10 @@ from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.loops import ClosedByWith, LoopLocks
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     Ids,
-    LookupSource,
     Selection,
     SessionContent,
     SourceSession,
@@ -97,7 +97,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         service: The service of the encrypted database.  Also pass this service, not the
             `PlaintextFallbackService`, to an `EncryptedArtifactService` or another service that
             uses the same database.
-        source: The plaintext source, for example `AdkTables(url)`.
+        source: The plaintext source.
         read_timeout: Seconds after which a query of the source is interrupted, and the operation
             raises `DatabaseError`; None for no limit.  Queries of *service* are not limited.
 
@@ -113,7 +113,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     def __init__(
         self,
         service: EncryptedSessionService,
-        source: LookupSource,
+        source: AdkTables,
         *,
         read_timeout: float | None = 60.0,
     ) -> None:
@@ -121,11 +121,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             raise ConfigurationError(
                 f"service must be an EncryptedSessionService, not {type(service).__name__}"
             )
-        if not isinstance(source, LookupSource):
-            raise ConfigurationError(
-                f"source must be able to find single sessions, as AdkTables: "
-                f"{type(source).__name__} cannot"
-            )
+        if not isinstance(source, AdkTables):
+            raise ConfigurationError(f"source must be an AdkTables, not {type(source).__name__}")
         if isinstance(source, Package1x):  # its states are ciphertext
             raise ConfigurationError(
                 "a database of adk-secure-sessions 1.x cannot be the source of a fallback, because "

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from datetime import UTC, tzinfo
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -17,22 +17,15 @@ from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.envelopes_1x import FERNET, parse_envelope
 from adk_secure_sessions.formats.states import TEMP_PREFIX, JsonObject
-from adk_secure_sessions.migration.adk_rows import (
-    Row,
-    UnreadableRow,
-    event_of,
-    state_of,
-    text,
-)
-from adk_secure_sessions.migration.adk_sql import (
-    UNREADABLE_EVENT,
-    AdkQueries,
-    Kind,
-    SessionColumns,
-    not_plaintext,
-)
+from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, text
+from adk_secure_sessions.migration.adk_sql import AdkQueries, Kind, not_plaintext
 from adk_secure_sessions.migration.adk_tables import AdkTables, readable
-from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
+from adk_secure_sessions.migration.sources import (
+    ConversionError,
+    SessionContent,
+    SourceSession,
+    Unreadable,
+)
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -142,12 +135,10 @@ class _Package1xQueries(AdkQueries):
         is_before_1_1 = isinstance(columns["timestamp"], sa.Float)
         self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1
 
-    def content(
-        self, session: SourceSession, columns: SessionColumns, history: list[Row]
-    ) -> SessionContent:
-        found = super().content(session, columns, history)
+    def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
+        found = super().content(session, row, history)
         state = found.state
-        if not parse_envelope(columns.state).is_base64:  # a release before 1.1
+        if not parse_envelope(row.state).is_base64:  # a release before 1.1
             state = {key: state[key] for key in state if not key.startswith(TEMP_PREFIX)}
         # The query sorts the rows by their column `timestamp`.  This column is not authenticated.
         # Some releases stored local time in the column, others UTC.  So sort the events by their
@@ -159,23 +150,21 @@ class _Package1xQueries(AdkQueries):
         try:
             plaintext = self._opened(stored)
         except DecryptionError as error:
-            raise UnreadableRow(f"its state: {error}") from None
+            raise ConversionError(f"its state: {error}") from None
         return state_of(plaintext, "its")
 
-    def convert_event(self, row: Row) -> SourceEvent | str:
+    def convert_event(self, row: Row) -> SourceEvent:
         event_id, invocation_id, timestamp, stored = row
+        names = {"id": text(event_id), "invocation_id": text(invocation_id)}
         try:
-            names = {"id": text(event_id), "invocation_id": text(invocation_id)}
             plaintext = self._opened(stored)
             fields = json_text.loads(plaintext)
-            for name, column in names.items():
-                if (fields.get(name) or column) != column:
-                    return f"its column {name} differs from its encrypted {name}"
-            return event_of(plaintext, names, timestamp, UTC)
         except DecryptionError as error:
-            return str(error)
-        except Exception:
-            return UNREADABLE_EVENT
+            raise ConversionError(str(error)) from None
+        for name, column in names.items():
+            if (fields.get(name) or column) != column:
+                raise ConversionError(f"its column {name} differs from its encrypted {name}")
+        return event_of(plaintext, names, timestamp, UTC)
 
     def _opened(self, stored: object) -> bytes:
         envelope = parse_envelope(stored)

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import events
+from adk_secure_sessions.migration.sources import ConversionError
 
 _MEMORY = 256 * 2**20  # bytes that the child may take in addition to its imports
 _SECONDS = 5.0  # for one pickle
@@ -33,10 +34,6 @@ _MAX_UNLIMITED = 2**20  # bytes of a pickle, on systems that do not limit a proc
 _LIMITS_MEMORY = sys.platform == "linux"
 _READY, _REJECTED = b"ready\n", b"-\n"
 _CHILD = f"import sys; sys.path = eval(sys.argv[1]); from {__name__} import serve; serve()"
-
-
-class UnsafePickle(ValueError):
-    """A pickle could not be loaded within the limits, or google-adk has not written it."""
 
 
 class PickleReaderError(ConfigurationError):
@@ -54,14 +51,17 @@ class PickleReader:
         self._known: Lru[bytes, bytes] = Lru(1000)
 
     def read(self, pickled: bytes) -> EventActions:
-        """Return the actions in *pickled*; raise UnsafePickle if the child cannot load them."""
+        """Return the actions in *pickled*; raise ConversionError if the child cannot load them."""
         digest, answer = sha256(pickled).digest(), _REJECTED
         if _LIMITS_MEMORY or len(pickled) <= _MAX_UNLIMITED:
             with self._lock:
                 answer = self._known.get(digest) or self._ask(pickled)
                 self._known.put(digest, answer)
         if answer == _REJECTED:
-            raise UnsafePickle("google-adk did not write them, or they exceed a limit")
+            raise ConversionError(
+                "it has actions that are not loaded: google-adk did not write them, or they exceed "
+                "a limit"
+            )
         return events.decode(base64.b64decode(answer), 0, 0).actions
 
     def close(self) -> None:

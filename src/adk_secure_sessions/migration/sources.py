@@ -71,6 +71,13 @@ class SessionContent(NamedTuple):
     expires_at: int | None = None
 
 
+class ConversionError(Exception):
+    """A row cannot be converted to a session, or a session to rows.
+
+    The text is a reason without content.
+    """
+
+
 class Unreadable(NamedTuple):
     """A session or a state that cannot be read; *reason* says why, without content."""
 
@@ -124,32 +131,3 @@ class Source(ClosedByWith):
 
     async def close(self) -> None:
         """Close the connections that the source has opened."""
-
-
-@hides_locals
-class LookupSource(Source):
-    """A source that can find one session, user or app by its ids, with an indexed query.
-
-    Several tasks may call these methods and `read` of one object at the same time.
-    """
-
-    @property
-    def place(self) -> str:
-        """The database, for messages: without user name, password and options."""
-        return self.description
-
-    @abstractmethod
-    async def find(self, app_name: str, user_id: str, session_id: str) -> Found | None:
-        """Return a session without its events; None if there is none with these ids."""
-
-    @abstractmethod
-    def sessions_of(
-        self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
-        """Yield the sessions of a user, or of an app, in batches and without their events."""
-
-    @abstractmethod
-    async def state(
-        self, app_name: str, user_id: str | None = None
-    ) -> JsonObject | Unreadable | None:
-        """Return the state of a user, or of an app; None if the source has none."""
