@@ -741,7 +741,11 @@ async def append_event_to_latest(
         raise ValueError("attempts must be 1 or more")
     app_name, user_id, session_id = session.app_name, session.user_id, session.id
     failed: Exception | None = None
-    for _ in range(attempts):
+    # A call that was cancelled may have stored the event, and added it to *session*.
+    while not any(one.id == event.id for one in session.events):
+        if failed is not None and not attempts:
+            raise failed
+        attempts -= 1
         try:
             await service.append_event(session, event)
             return session
@@ -756,11 +760,8 @@ async def append_event_to_latest(
         if latest is None:
             raise SessionNotFoundError("Session not found.")
         latest.state.update(temporary)
-        if any(one.id == event.id for one in latest.events):
-            return latest
         session = latest
-    assert failed is not None
-    raise failed
+    return session
 
 
 def _unsupported(name: str) -> Callable[..., Never]:

@@ -96,6 +96,21 @@ async def test_call_that_failed_can_be_repeated(tmp_path: Path) -> None:
         assert latest.state == {"k": 1, "temp:t": 2}
 
 
+async def test_call_that_was_cancelled_can_be_repeated(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/s.db"
+    service, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))
+    async with service:
+        session, new = await service.create_session(**WHO), event("new")
+        call = asyncio.create_task(append_event_to_latest(service, session, new))
+        loop = asyncio.get_running_loop()
+        faults.data.before(Point.APPLY, lambda: loop.call_soon_threadsafe(call.cancel))
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert ids(session) == [new.id]  # the append had begun, so it was completed
+        latest = await append_event_to_latest(service, session, new)
+        assert ids(await reload(service, latest)) == ids(latest) == [new.id]
+
+
 class Failing(EncryptedSessionService):
     """Raises `failure` at the next append, and stores nothing."""
 
