@@ -156,7 +156,7 @@ async def test_source_is_erased_after_a_clean_comparison(
     assert (done.deleted, len(list(root.rglob("metadata.json")))) == (3, 4)
     done = await migrate(root, file_url, store, "erase-source")
     assert (done.deleted, done.succeeded) == (3, True)
-    assert [path for path in root.rglob("*") if path.is_file()] == []
+    assert list(root.rglob("*")) == [root / "apps"]  # the names of directories contain ids
     part = await target.load_artifact(**SCAN, version=0)
     assert part == blob(b"one")
 
@@ -236,6 +236,40 @@ async def test_version_with_wrong_metadata_or_text_is_refused(
     assert (done.bad, reason in finding.reason, "needle" in finding.reason) == (1, True, False)
 
 
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, None])
+async def test_file_that_is_no_metadata_stops_no_other_artifact(
+    text: str | None, root: Path, file_url: str, store: Path
+) -> None:
+    (metadata,) = root.rglob("versions/1/metadata.json")
+    if text is None:  # a link, which may lead anywhere
+        metadata.symlink_to(metadata.rename(root / "metadata.json"))
+    else:
+        metadata.write_text(text)
+    done = await migrate(root, file_url, store, "copy")
+    assert (done.bad, done.copied) == (1, 2)
+
+
+async def test_ids_with_slashes_are_copied(
+    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+) -> None:
+    adk = FileArtifactService(root)
+    more: list[dict[str, Any]] = [
+        {**SCAN, "app_name": "hospital/clinic"},
+        {**SCAN, "user_id": "ada/1"},
+        {**PROFILE, "user_id": "ada/artifact"},
+        {**SCAN, "user_id": "artifacts", "session_id": "versions"},
+        {**NOTE, "session_id": "s1/a b"},
+    ]
+    for ids in more:
+        await adk.save_artifact(**ids, artifact=blob(b"more"))
+    done = await migrate(root, file_url, store, "copy")
+    assert (done.copied, done.succeeded) == (3 + len(more), True)
+    for ids in more:
+        assert await target.load_artifact(**ids) == blob(b"more")
+    assert (await migrate(root, file_url, store, "erase-source")).deleted == 3 + len(more)
+    assert list(root.rglob("*")) == [root / "apps"]
+
+
 async def test_directory_of_an_older_google_adk_names_no_app(root: Path, tmp_path: Path) -> None:
     (root / "users").mkdir()
     with pytest.raises(ConfigurationError, match="apps/NAME/users"):
@@ -263,7 +297,7 @@ class FakeBlob:
         self.data = b""
         self.size = 0
         self.time_created = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
-        self.generation = 0
+        self.generation, self.metageneration = 0, 1
 
     def upload_from_string(
         self, data: str | bytes, content_type: str | None, if_generation_match: int

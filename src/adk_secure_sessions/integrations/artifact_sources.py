@@ -35,7 +35,7 @@ class SourceVersion:
     part: JsonObject
     metadata: JsonObject
     time: float  # seconds since 1970
-    stamp: str  # differs after each change of the content
+    stamp: str  # differs after each change of the content or the metadata
     size: int  # bytes
     open: Callable[[], BinaryIO] | None  # None for a part that refers to a file
 
@@ -147,11 +147,28 @@ class FileArtifacts(ArtifactSource):
             )
 
     def _walk(self) -> Iterator[SourceArtifact]:
-        for app in _directories(self._root / "apps"):
-            for user in _directories(app / "users"):
-                yield from _scope(user / "artifacts", app.name, user.name, None)
-                for session in _directories(user / "sessions"):
-                    yield from _scope(session / "artifacts", app.name, user.name, session.name)
+        root = self._root / "apps"
+        for app_name, app in _holding(root, "users"):
+            for user_id, user in _holding(app / "users", "artifacts", "sessions"):
+                for session_id, scope in ((None, user), *_holding(user / "sessions", "artifacts")):
+                    for path, directory in _holding(scope / "artifacts", "versions"):
+                        yield _artifact(root, path, directory, app_name, user_id, session_id)
+
+
+def _holding(root: Path, *markers: str) -> Iterator[tuple[str, Path]]:
+    """Yield each directory below *root* that contains a directory with a name in *markers*.
+
+    Its path below *root* is an id or a name of google-adk, which may contain slashes.  If it does,
+    google-adk accepts none of *markers* between them.
+    """
+    left = [root]
+    while left:
+        directory = left.pop()
+        below = _directories(directory)
+        inner = [one for one in below if directory != root and one.name in markers]
+        left += [one for one in below if one not in inner]
+        if inner:
+            yield directory.relative_to(root).as_posix(), directory
 
 
 def _directories(path: Path) -> list[Path]:
@@ -164,20 +181,10 @@ def _directories(path: Path) -> list[Path]:
     return [one for one in found if one.is_dir()]
 
 
-def _scope(root: Path, *ids: Any) -> Iterator[SourceArtifact]:
-    left = [root]
-    while left:
-        directory = left.pop()
-        below = _directories(directory)
-        left += [one for one in below if one.name != "versions"]
-        if directory / "versions" in below:
-            yield _artifact(root, directory, *ids)
-
-
 def _artifact(
-    root: Path, directory: Path, app_name: str, user_id: str, session_id: str | None
+    root: Path, path: str, directory: Path, app_name: str, user_id: str, session_id: str | None
 ) -> SourceArtifact:
-    path, parent = directory.relative_to(root).as_posix(), directory / "versions"
+    parent = directory / "versions"
     # google-adk saves a version in a directory with another name, and renames it at the end.
     numbers = sorted(int(one.name) for one in _directories(parent) if one.name.isdecimal())
     name, versions, problem = path, [], gap_in(numbers)
@@ -185,7 +192,8 @@ def _artifact(
         for number in [] if problem else numbers:
             name, version = _version(parent / str(number), number)
             versions.append(version)
-    except (OSError, KeyError, TypeError, ValueError):  # the texts of these errors quote values
+    # The texts of these errors quote values.
+    except (AttributeError, OSError, KeyError, RecursionError, TypeError, ValueError):
         problem = f"version {len(versions)} has no content, or no readable metadata.json"
     if _path_of(name) != path or (session_id is not None and name.startswith(_USER)):
         problem = "its metadata.json has the name of another artifact"
@@ -197,7 +205,8 @@ def _artifact(
 
 def _version(directory: Path, number: int) -> tuple[str, SourceVersion]:
     """Return the name with which a version was saved, and the version."""
-    values = json.loads((directory / "metadata.json").read_bytes())
+    with _open(directory / "metadata.json") as file:
+        values = json.load(file)
     part: JsonObject = {"text": ""}
     if mime_type := values.get("mimeType"):
         part = {"inline_data": {"mime_type": mime_type}}
@@ -209,7 +218,7 @@ def _version(directory: Path, number: int) -> tuple[str, SourceVersion]:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError
-    stamp = f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    stamp = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {values}"
     metadata, time = dict(values.get("customMetadata") or {}), float(values["createTime"])
     read = partial(_open, path)
     return str(values["fileName"]), SourceVersion(
@@ -316,7 +325,7 @@ def _blob_version(blob: Any, number: int) -> SourceVersion:
         part,
         {name: value for name, value in stored.items() if name not in internal},
         blob.time_created.timestamp(),
-        str(blob.generation),
+        f"{blob.generation} {blob.metageneration}",
         blob.size,
         None if file_uri else partial(blob.open, "rb", if_generation_match=blob.generation),
     )
