@@ -17,7 +17,7 @@ HEADS = r"^\| text \| .* \|\n\|---\|---\|\n((?:\|.*\n)+)"
 UNKNOWN = "..."
 # A shorter entry could also match the texts of other errors, unless it is a whole text.
 SHORTEST = 14  # letters
-REPORTS = re.compile(r"\w+Error|Failure|Declined|BadParameter|warning|warn")
+REPORTS = re.compile(r"\w+Error|Failure|BadParameter|warning|warn")
 # They name the argument, or the value in it, that was not accepted.
 ARGUMENTS = {"InputValidationError", "TypeError", "ValueError"}
 # Whatever their text is, the remedy is in the section "Damaged rows".

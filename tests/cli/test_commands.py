@@ -210,10 +210,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["debug", "inspect", "secure_users", "--db", "sqlite:///x.db", "--row", "x"],
         "'x.db'",
     ),
-    "a wrong option before a wrong store": (
-        ["verify", *on("sqlite:///x.db"), "--only", "rows", "--store", "7Qx://bucket"],
-        "contents are checked with --store STORE",
-    ),
     "no backend": (["verify", *on("sqlite:///x.db"), "--backend", "rot13"], "rot13"),
 }
 

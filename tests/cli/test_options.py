@@ -16,6 +16,7 @@ from tests.cli.support import commands
 # The functions to which each command passes `**options`.
 FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "status": [maintenance.status],
+    "rotate root": [maintenance.rotate_root],
     "debug lookup": [maintenance.lookup],
     "debug inspect": [maintenance.record_headers],
     "purge sessions": [maintenance.purge],
@@ -42,8 +43,12 @@ def passed(name: str) -> set[str]:
     if all(one.kind is not one.VAR_KEYWORD for one in kinds.values()):
         return set()
     own = {one.name for one in command.params if not isinstance(one, Common)}
-    # `on_database` converts some options to `db`.
-    return {name for name in own if name} - kinds.keys() - {"db", "compression", "padding"}
+    # `on_database` and `with_store` convert some options to `db` and `store`.
+    return (
+        {name for name in own if name}
+        - kinds.keys()
+        - {"db", "compression", "padding", "allow_http"}
+    )
 
 
 def test_functions_of_all_commands_that_pass_options_are_known() -> None:

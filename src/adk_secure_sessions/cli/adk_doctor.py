@@ -76,7 +76,7 @@ def doctor(
     leaks = [one for one in dict.fromkeys(found) if one.name not in allow]
     notes = [one for one in notes if one.name not in allow]
     result = {"agents": sorted(agents), "services": stores, "leaks": leaks, "notes": notes}
-    finish(result, as_json, _lines(stores, leaks, notes, len(agents)))
+    finish(result, _lines(stores, leaks, notes, len(agents)))
     sys.exit(1 if leaks else 0)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -11,7 +11,6 @@ from click.shell_completion import CompletionItem
 from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
-    open_store,
     with_speed,
     with_store,
 )
@@ -26,6 +25,9 @@ from adk_secure_sessions.cli.program import (
 from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 
 @main.command()
@@ -50,15 +52,14 @@ def keygen(output: str | None) -> None:
 
 @main.command()
 @on_database()
-def init(db: Database, as_json: bool) -> None:
+def init(db: Database) -> None:
     """Create the tables and master keys that do not exist.  A second run changes nothing.
 
     \b
     Example:
       adk-secure-sessions init --db sqlite:///sessions.db --key file:root.key
     """
-    made = run(db, maintenance.init)
-    finish(made, as_json)
+    finish(run(db, maintenance.init))
 
 
 @main.command()
@@ -71,7 +72,7 @@ def init(db: Database, as_json: bool) -> None:
     help="Give up after this time.",
 )
 @on_database()
-def check(db: Database, as_json: bool, timeout: float) -> None:
+def check(db: Database, timeout: float) -> None:
     """Open the database and its keys as a service does, and say whether a service could start.
 
     Reads no sessions and writes nothing.  Exits 0 if a service could start, and 2 if it could not.
@@ -97,13 +98,13 @@ def check(db: Database, as_json: bool, timeout: float) -> None:
             ) from None
 
     found = run(db, in_time, changes=False)
-    finish(found, as_json, check_lines(found))
+    finish(found, check_lines(found))
 
 
 @main.command()
 @with_speed
 @on_database(keys=False)
-def status(db: Database, as_json: bool, **options: Any) -> None:
+def status(db: Database, **options: Any) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
     With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
@@ -116,7 +117,7 @@ def status(db: Database, as_json: bool, **options: Any) -> None:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
     found = run(db, maintenance.status, label="status", changes=False, **options)
-    finish(found, as_json, status_lines(found))
+    finish(found, status_lines(found))
 
 
 @main.command()
@@ -138,11 +139,9 @@ def status(db: Database, as_json: bool, **options: Any) -> None:
 @on_database()
 def verify(
     db: Database,
-    as_json: bool,
     only: str | None,
     heads: Sequence[str],
-    store: str | None,
-    allow_http: bool,
+    store: "ArtifactStore | None",
     rows_per_second: float | None,
 ) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
@@ -158,7 +157,6 @@ def verify(
         raise click.UsageError("contents are checked with --store STORE: give both or none")
     if only not in (None, "trail") and heads:
         raise click.UsageError("--heads is for the audit trail")
-    place = open_store(store, allow_http)
     found: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
     notes = []
     with ExitStack() as files, opened(db, again=None) as call:
@@ -180,11 +178,11 @@ def verify(
                 )
             if not heads:
                 notes = ["without --heads, it is not detected that last records were removed"]
-        if place is not None:
+        if store is not None:
             from adk_secure_sessions.integrations.artifact_blobs import check_blobs
 
-            found["blobs"] = call(check_blobs(db, place))
-    finish(found, as_json, notes)
+            found["blobs"] = call(check_blobs(db, store))
+    finish(found, notes)
 
 
 @main.group()
@@ -200,7 +198,7 @@ def debug() -> None:
 )
 @click.option("--collection", metavar="NAME", help="The name of one of that user's collections.")
 @on_database()
-def lookup(db: Database, as_json: bool, **ids: Any) -> None:
+def lookup(db: Database, **ids: Any) -> None:
     """Show the row ids and tags (blind indexes) of an app, a user, a session and a collection.
 
     Artifacts and memory are stored in collections.
@@ -215,7 +213,7 @@ def lookup(db: Database, as_json: bool, **ids: Any) -> None:
         (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
     ]
-    finish({"rows": found}, as_json, table(rows))
+    finish({"rows": found}, table(rows))
 
 
 def _tables(
@@ -241,7 +239,7 @@ def _tables(
     help="Show at most this many rows.",
 )
 @on_database(keys=None)
-def inspect(db: Database, as_json: bool, **options: Any) -> None:
+def inspect(db: Database, **options: Any) -> None:
     """Show the headers of encrypted values: backend, key id, length.  No root key is needed.
 
     \b
@@ -260,12 +258,12 @@ def inspect(db: Database, as_json: bool, **options: Any) -> None:
         )
         for one in found
     ]
-    finish({"rows": found}, as_json, table(rows) if rows else ["no such row"])
+    finish({"rows": found}, table(rows) if rows else ["no such row"])
 
 
 @main.command()
 @on_database(keys=None)
-def vacuum(db: Database, as_json: bool) -> None:
+def vacuum(db: Database) -> None:
     """Rewrite all tables, to remove replaced and deleted values from their free space.
 
     Services wait while a table is rewritten.  No root key is needed.  Exits 1 if a table could not
@@ -276,4 +274,4 @@ def vacuum(db: Database, as_json: bool) -> None:
       adk-secure-sessions vacuum --db sqlite:///sessions.db
     """
     done = run(db, maintenance.vacuum)
-    finish(done, as_json, [f"not rewritten: {obstacle}" for obstacle in done.obstacles])
+    finish(done, [f"not rewritten: {obstacle}" for obstacle in done.obstacles])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adk_secure_sessions.cli.output import counted, without_controls
-from adk_secure_sessions.cli.program import Declined, Failure
+from adk_secure_sessions.cli.program import Failure
 from adk_secure_sessions.cli.result_lines import utc_text
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def require_confirmation(
         if found.server is None:
             question = f"To {change}, enter the path of the {_PATHS.get(kind, kind)}"
         if not _is_name(found, click.prompt(question, default="", show_default=False, err=True)):
-            raise Declined(f"nothing was changed: this is not the name of the {kind}")
+            raise Failure(
+                f"nothing was changed: this is not the name of the {kind}", "Declined", exit_code=1
+            )
     elif name is None or not _is_name(found, name):
         raise Failure(
             f"nothing was changed: to {change}, give its name with --confirm; {described}",

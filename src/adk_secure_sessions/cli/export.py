@@ -12,11 +12,10 @@ import click
 
 from adk_secure_sessions.cli.later import Database, maintenance, migration
 from adk_secure_sessions.cli.options import on_database, parse_time
-from adk_secure_sessions.cli.output import finish, private_file, progress
+from adk_secure_sessions.cli.output import finish, given, private_file, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Failure,
-    Interrupted,
     main,
     one_line_errors,
     opened,
@@ -50,7 +49,6 @@ _STDOUT = "-"
 @on_database()
 def export(
     db: Database,
-    as_json: bool,
     to: str | None,
     jsonl: str | None,
     decrypt: bool,
@@ -74,14 +72,14 @@ def export(
         raise click.UsageError("the output contains all content as plaintext: add --decrypt")
     if jsonl is not None and verify:
         raise click.UsageError("--verify compares two databases: give it with --to")
-    if jsonl == _STDOUT and as_json:
+    if jsonl == _STDOUT and given("as_json"):
         raise click.UsageError("stdout has the sessions: give --json with --jsonl FILE")
     if to is not None:
         done = _to_adk(db, to, verify=verify, **options)
     else:
         assert jsonl is not None
         done = _to_lines(db, jsonl, **options)
-    finish(done, as_json, _notes(done, jsonl), err=jsonl == _STDOUT)
+    finish(done, _notes(done, jsonl), err=jsonl == _STDOUT)
 
 
 def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
@@ -100,7 +98,7 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
         ):
             return call(work(report))
     except Failure as error:
-        if isinstance(error, Interrupted) or not target.is_open:
+        if error.error == "Interrupted" or not target.is_open:
             raise
         message = f"{error.message}; {partial}: to continue, {AGAIN}"
         raise Failure(message, error.error, retryable=error.retryable) from None
@@ -131,9 +129,7 @@ def audit() -> None:
 )
 @click.option("--until", metavar="TIME", type=parse_time, help="Only records before this time.")
 @on_database()
-def export_audit(
-    db: Database, as_json: bool, output: str, since: datetime | None, until: datetime | None
-) -> None:
+def export_audit(db: Database, output: str, since: datetime | None, until: datetime | None) -> None:
     """Write the records as lines of JSON.
 
     Exits 1 if a record is not authentic; such a record is not written.
@@ -143,7 +139,7 @@ def export_audit(
       adk-secure-sessions audit export --db sqlite:///sessions.db --key file:root.key \\
           --since 2026-01-01 --output january.jsonl
     """
-    if output == _STDOUT and as_json:
+    if output == _STDOUT and given("as_json"):
         raise click.UsageError("stdout has the records: give --json with --output FILE")
     with progress("audit export", "records") as report, opened(db, again=None) as call:
         call(db.keys())  # report a wrong key before the file is created
@@ -151,7 +147,7 @@ def export_audit(
             done = call(
                 maintenance.export_audit(db, write, since=since, until=until, progress=report)
             )
-    finish(done, as_json, err=output == _STDOUT)
+    finish(done, err=output == _STDOUT)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from adk_secure_sessions.cli.options import (
     with_dry_run,
     with_packing,
 )
-from adk_secure_sessions.cli.output import finish, progress
+from adk_secure_sessions.cli.output import finish, given, progress
 from adk_secure_sessions.cli.program import AGAIN, main, opened
 from adk_secure_sessions.formats.times import of_datetime
 
@@ -119,7 +119,6 @@ def migrate() -> None:
 @with_all(*_OF_SELECTION, *_OF_SOURCE)
 def copy(
     db: Database,
-    as_json: bool,
     skip_bad: bool,
     delete_gone: bool,
     events_per_second: float | None,
@@ -151,15 +150,14 @@ def copy(
         expires_after=expires_after,
         show_ids=show_ids,
     )
-    done = _run(db, of_source, "migrate", work, again=None if dry_run else AGAIN)
-    finish(done, as_json, copy_notes(done, dry_run), dry_run=dry_run)
+    done = _run(db, of_source, "migrate", work)
+    finish(done, copy_notes(done, dry_run))
 
 
 @migrate.command("compare")
 @with_all(*_OF_SELECTION, *_OF_SOURCE)
 def compare(
     db: Database,
-    as_json: bool,
     app: str | None,
     since: datetime | None,
     show_ids: bool,
@@ -177,7 +175,7 @@ def compare(
     """
     work = partial(migration.compare, selection=_selection(app, since), show_ids=show_ids)
     done = _run(db, of_source, "compare", work, again=None)
-    finish(done, as_json, comparison_notes(done))
+    finish(done, comparison_notes(done))
 
 
 @migrate.command("erase-source")
@@ -186,7 +184,6 @@ def compare(
 @with_all(*_OF_SOURCE)
 def erase_source(
     db: Database,
-    as_json: bool,
     confirm: str | None,
     dry_run: bool,
     show_ids: bool,
@@ -202,11 +199,10 @@ def erase_source(
           --to sqlite:///sessions.db --key file:root.key --confirm adk.db
     """
     work = partial(migration.erase_source, dry_run=dry_run, show_ids=show_ids)
-    again = None if dry_run else AGAIN
-    asked = None if dry_run else (confirm,)
-    done = _run(db, of_source, "compare", work, again=again, asked=asked)
+    change = "delete the sessions of the source"
+    done = _run(db, of_source, "compare", work, change=change, confirm=confirm)
     notes = chain(comparison_notes(done.comparison, dry_run), erasure_notes(done, dry_run))
-    finish(done, as_json, notes, dry_run=dry_run)
+    finish(done, notes)
 
 
 def _selection(app: str | None, since: datetime | None) -> "migration.Selection":
@@ -220,18 +216,18 @@ def _run(
     work: Callable[..., Awaitable[Any]],
     *,
     again: str | None = AGAIN,
-    asked: tuple[str | None] | None = None,
+    change: str = "",
+    confirm: str | None = None,
 ) -> Any:
     """Open the source, call *work* with it and *db*, and return the result.
 
-    If *asked* has the value of --confirm, first ask for the name of the source.
+    If *work* makes a *change* that nobody can undo, first ask for the name of the source.
     """
     with opened(db, again=again) as call:
         source = call(migration.open_source(**of_source))
         try:
-            if asked is not None and isinstance(source, migration.AdkTables):
-                found = call(source.describe())
-                require_confirmation(found, asked[0], "delete the sessions of the source")
+            if change and not given("dry_run") and isinstance(source, migration.AdkTables):
+                require_confirmation(call(source.describe()), confirm, change)
             with progress(label, "sessions") as report:
                 return call(work(source, db, progress=report))
         finally:

@@ -11,7 +11,6 @@ from adk_secure_sessions.cli.migrate import migrate
 from adk_secure_sessions.cli.options import (
     TO,
     on_database,
-    open_store,
     with_dry_run,
     with_packing,
     with_store,
@@ -21,6 +20,7 @@ from adk_secure_sessions.cli.program import AGAIN, opened
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 _UNREACHABLE = (
     "not erased, because no command can reach them: backups, snapshots and other copies of the "
@@ -47,11 +47,9 @@ _UNREACHABLE = (
 @on_database(url=TO)
 def artifacts(
     db: Database,
-    as_json: bool,
     action: Any,
     source: str,
-    store: str,
-    allow_http: bool,
+    store: "ArtifactStore",
     confirm: str | None,
     dry_run: bool,
     show_ids: bool,
@@ -70,9 +68,7 @@ def artifacts(
     from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
     from adk_secure_sessions.maintenance.database import Description
 
-    place = open_store(store, allow_http)
-    assert place is not None
-    with opened(db, again=None if dry_run or action == "compare" else AGAIN) as call:
+    with opened(db, again=None if action == "compare" else AGAIN) as call:
         is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
         found = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
         if action == "erase-source" and not dry_run:
@@ -80,9 +76,9 @@ def artifacts(
             described = Description(server, found.name, call(found.count()), None)
             change = "delete the artifacts of the source"
             require_confirmation(described, confirm, change, kind=found.kind, unit="artifact")
-        work = migrate_artifacts(found, db, place, action, dry_run=dry_run, show_ids=show_ids)
+        work = migrate_artifacts(found, db, store, action, dry_run=dry_run, show_ids=show_ids)
         done = call(work)
-    finish(done, as_json, _notes(action, done, dry_run), dry_run=dry_run)
+    finish(done, _notes(action, done, dry_run))
 
 
 def _notes(action: str, done: "ArtifactMigration", dry_run: bool) -> Iterator[str]:

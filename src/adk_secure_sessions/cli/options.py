@@ -171,8 +171,8 @@ def on_database(*, keys: bool | None = True, url: Decorator = _DB) -> Decorator:
     """Return a decorator for a command that uses a database.
 
     It adds the options for root keys and backends, --db, --key-db, --config, --audit-log,
-    --metrics-file and --json.  The decorated function calls the command with the arguments `db` (a
-    `Database`) and `as_json`.
+    --metrics-file and --json.  The decorated function calls the command with the argument `db`, a
+    `Database`.
 
     Args:
         keys: Whether a root key is required.  If None, the options for keys are not added.
@@ -182,6 +182,7 @@ def on_database(*, keys: bool | None = True, url: Decorator = _DB) -> Decorator:
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
+            del options["as_json"]  # `finish` asks click for it
             packing = Packing(options.pop("compression", None), options.pop("padding", None))
             backends = () if keys is None else _backends(options, required=keys)
             with one_line_errors():
@@ -211,24 +212,30 @@ def _backends(options: dict[str, Any], *, required: bool) -> tuple[Any, ...]:
 
 
 def with_store(*, required: bool) -> Decorator:
-    """Return a decorator that adds --store and --allow-http: see `open_store`."""
+    """Return a decorator for a command with the argument `store`, an `ArtifactStore` or None."""
     return with_all(
         click.option(
             "--store",
             required=required,
             metavar="STORE",
+            callback=_open_store,
             help="Where the contents of artifacts are: a directory, s3://BUCKET/PREFIX, "
             "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
         ),
         click.option(
-            "--allow-http", is_flag=True, help="Accept a store on another machine without TLS."
+            "--allow-http",
+            is_flag=True,
+            is_eager=True,
+            help="Accept a store on another machine without TLS.",
         ),
     )
 
 
-def open_store(store: str | None, allow_http: bool) -> "ArtifactStore | None":
-    """Return the store that --store names, if it is given."""
-    if store is None:
+def _open_store(
+    context: click.Context, _parameter: click.Parameter, store: str | None
+) -> "ArtifactStore | None":
+    allow_http = context.params.pop("allow_http")  # it is parsed first, because it is eager
+    if store is None or context.resilient_parsing:
         return None
     from adk_secure_sessions.integrations.object_store import ArtifactStore
 

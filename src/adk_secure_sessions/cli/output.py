@@ -62,23 +62,29 @@ def plain(value: Any, name: str = "") -> Any:
     return value if value is None or not is_id else str(value)
 
 
+def given(option: str) -> Any:
+    """Return the value of an option of the running command; None if there is no such option."""
+    return click.get_current_context().params.get(option)
+
+
 def finish(
-    result: Any, as_json: bool, notes: Iterable[str] = (), *, err: bool = False, **more: object
+    result: Any, notes: Iterable[str] = (), *, err: bool = False, **more: Result | None
 ) -> None:
     """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
 
     *result* is a `Result`, a named tuple, or a dict whose values are of these types or None.
-    *more* are further fields of the JSON object, such as `dry_run=True` or another `Result`.  The
-    lines are those of *result*, *notes*, and those of results in *more*.  If *err* is True, print
-    to stderr, because stdout has the output of the command.
+    *more* are further fields of the JSON object.  The lines are those of *result*, *notes*, and
+    those of *more*.  If *err* is True, print to stderr, because stdout has the output of the
+    command.
     """
     metrics.keep(result)
     first, others = _results_in(result), _results_in(more)
-    if as_json:
-        click.echo(json.dumps(plain(more) | plain(result), indent=2), err=err)
+    dry_run = given("dry_run")
+    if given("as_json"):
+        mode = {} if dry_run is None else {"dry_run": dry_run}
+        click.echo(json.dumps(mode | plain(more) | plain(result), indent=2), err=err)
     else:
-        dry_run = bool(more.get("dry_run"))
-        for line in chain(_lines(first, dry_run), notes, _lines(others, dry_run)):
+        for line in chain(_lines(first), notes, _lines(others)):
             click.echo(without_controls(line), err=err)
     if not all(one.succeeded for one in first + others):
         sys.exit(1)
@@ -89,9 +95,9 @@ def _results_in(result: object) -> list[Result]:
     return [one for one in found if isinstance(one, Result)]
 
 
-def _lines(results: Iterable[Result], dry_run: bool) -> Iterator[str]:
+def _lines(results: Iterable[Result]) -> Iterator[str]:
     for one in results:
-        yield from map(for_command_line, one.lines(dry_run))
+        yield from map(for_command_line, one.lines(bool(given("dry_run"))))
 
 
 def without_controls(text: str) -> str:

@@ -14,7 +14,7 @@ import click
 
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.later import Database
-from adk_secure_sessions.cli.output import progress, without_controls
+from adk_secure_sessions.cli.output import given, progress, without_controls
 from adk_secure_sessions.cli.wording import for_command_line
 from adk_secure_sessions.errors import SecureSessionError
 
@@ -28,38 +28,28 @@ class Failure(click.ClickException):
 
     Args:
         message: What is wrong, and what to do.
-        error: The name of the error, for scripts; by default, that of the class.
+        error: The name of the error, for scripts.
         retryable: Whether the same command may succeed later.
+        exit_code: The exit status; 1 if the user has answered no.
     """
 
-    exit_code = 2
-
-    def __init__(self, message: str, error: str = "", *, retryable: bool = False) -> None:
+    def __init__(
+        self, message: str, error: str, *, retryable: bool = False, exit_code: int = 2
+    ) -> None:
         super().__init__(without_controls(" ".join(message.split())))
-        self.error: str = error or type(self).__name__
+        self.error: str = error
         self.retryable: bool = retryable
+        self.exit_code = exit_code  # type: ignore[misc]  # click declares it for classes
 
 
-class Declined(Failure):
-    """The user answered no when the command asked whether to begin."""
-
-    exit_code = 1
-
-
-class Interrupted(Failure):
-    """The user pressed Ctrl-C.
-
-    *again* is the text that says how to continue, or None if nothing was changed.
-    """
-
-    exit_code = 130
-
-    def __init__(self, again: str | None) -> None:
-        said = "interrupted; nothing was changed"
-        if again is not None:
-            said = "interrupted, which is safe: each change is complete or undone"
-            said += f"; to continue, {again}"
-        super().__init__(said, retryable=True)
+def _interrupted(again: str | None) -> Failure:
+    """Return the failure for Ctrl-C; *again* says how to continue, None if nothing was changed."""
+    said = "interrupted; nothing was changed"
+    if again is not None:
+        said = (
+            f"interrupted, which is safe: each change is complete or undone; to continue, {again}"
+        )
+    return Failure(said, "Interrupted", retryable=True, exit_code=130)
 
 
 class Common(click.Option):
@@ -152,7 +142,7 @@ class Program(click.Group):
             except click.ClickException as error:
                 failure = error
             except click.Abort:  # Ctrl-C before the command began its work, or at a question
-                failure = Interrupted(None)
+                failure = _interrupted(None)
             except OSError as error:  # the output cannot be written: discard the rest of it
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 failure = _of_system(error)
@@ -191,7 +181,8 @@ def opened(db: Database, *, again: str | None = AGAIN) -> Iterator[Call]:
 
     Args:
         db: The database.
-        again: The text that says how to continue after Ctrl-C; None if the command changes nothing.
+        again: The text that says how to continue after Ctrl-C; None if the command changes nothing,
+            as each command with --dry-run.
     """
 
     async def awaited(work: Awaitable[T]) -> T:
@@ -209,7 +200,7 @@ def opened(db: Database, *, again: str | None = AGAIN) -> Iterator[Call]:
                 finally:
                     runner.run(db.close())
         except KeyboardInterrupt:
-            raise Interrupted(again) from None
+            raise _interrupted(None if given("dry_run") else again) from None
 
 
 def run(
@@ -224,9 +215,9 @@ def run(
     """Run *work* with *db* and *options*, close *db*, and return the result.
 
     If *label* is given, show the progress with this text; *unit* is what *work* counts.  *changes*
-    is whether *work* changes something without --dry-run, for what is said after Ctrl-C.
+    is False if *work* changes nothing, for what is said after Ctrl-C.
     """
-    with opened(db, again=AGAIN if changes and not options.get("dry_run") else None) as call:
+    with opened(db, again=AGAIN if changes else None) as call:
         if not label:
             return call(work(db, **options))
         with progress(label, unit) as report:

@@ -9,14 +9,13 @@ from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
-    open_store,
     parse_age,
     with_dry_run,
     with_speed,
     with_store,
 )
 from adk_secure_sessions.cli.output import finish
-from adk_secure_sessions.cli.program import AGAIN, main, opened, run
+from adk_secure_sessions.cli.program import main, opened, run
 from adk_secure_sessions.cli.result_lines import erasure_notes, utc_text
 
 
@@ -40,7 +39,7 @@ def purge() -> None:
 @with_dry_run
 @with_speed
 @on_database()
-def purge_sessions(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
+def purge_sessions(db: Database, **options: Any) -> None:
     """Delete expired sessions, and sessions older than AGE, with all their events.
 
     Exits 1 if some of these sessions cannot be decrypted.  The command keeps such sessions.
@@ -50,9 +49,9 @@ def purge_sessions(db: Database, as_json: bool, dry_run: bool, **options: Any) -
       adk-secure-sessions purge sessions --db sqlite:///sessions.db --key file:root.key \\
           --older-than 90d --dry-run
     """
-    done = run(db, maintenance.purge, label="purge", dry_run=dry_run, **options)
+    done = run(db, maintenance.purge, label="purge", **options)
     since = "" if done.before is None else f" or were last used before {utc_text(done.before)}"
-    finish(done, as_json, [f"such sessions have expired{since}"], dry_run=dry_run)
+    finish(done, [f"such sessions have expired{since}"])
 
 
 @purge.command("audit")
@@ -65,7 +64,7 @@ def purge_sessions(db: Database, as_json: bool, dry_run: bool, **options: Any) -
 )
 @with_dry_run
 @on_database()
-def purge_audit(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
+def purge_audit(db: Database, **options: Any) -> None:
     """Delete the chains of the audit trail whose last record is older than AGE.
 
     A record names the deleted chains.  Exits 1 if a chain was kept because it has bad records.
@@ -75,10 +74,9 @@ def purge_audit(db: Database, as_json: bool, dry_run: bool, **options: Any) -> N
       adk-secure-sessions purge audit --db sqlite:///sessions.db --key file:root.key \\
           --older-than 2200d --dry-run
     """
-    options["dry_run"] = dry_run
     done = run(db, maintenance.purge_audit, label="purge audit", unit="records", **options)
     old = f"such chains were last used before {utc_text(done.before)}"
-    finish(done, as_json, [old], dry_run=dry_run)
+    finish(done, [old])
 
 
 @purge.command("blobs")
@@ -94,9 +92,7 @@ def purge_audit(db: Database, as_json: bool, dry_run: bool, **options: Any) -> N
 @with_dry_run
 @with_store(required=True)
 @on_database()
-def purge_blobs(
-    db: Database, as_json: bool, store: str, allow_http: bool, dry_run: bool, **options: Any
-) -> None:
+def purge_blobs(db: Database, **options: Any) -> None:
     """Mark contents that no artifact names, and delete contents that were marked long ago.
 
     Such contents are those of erased users, deleted artifacts and failed uploads.  Run the command
@@ -112,9 +108,7 @@ def purge_blobs(
     """
     from adk_secure_sessions.integrations import artifact_blobs
 
-    options["store"] = open_store(store, allow_http)
-    done = run(db, artifact_blobs.purge_blobs, dry_run=dry_run, **options)
-    finish(done, as_json, dry_run=dry_run)
+    finish(run(db, artifact_blobs.purge_blobs, **options))
 
 
 @main.command("erase-user")
@@ -130,7 +124,6 @@ def purge_blobs(
 @on_database()
 def erase_user(
     db: Database,
-    as_json: bool,
     app: str,
     user: str,
     dry_run: bool,
@@ -147,10 +140,10 @@ def erase_user(
       adk-secure-sessions erase-user --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada --confirm sessions.db
     """
-    with opened(db, again=None if dry_run else AGAIN) as call:
+    with opened(db) as call:
         if not dry_run:
             require_confirmation(call(db.describe()), confirm, "erase a user of this database")
         done = call(maintenance.erase_user(db, app, user, dry_run=dry_run, rewrite=rewrite))
-    finish(done, as_json, erasure_notes(done, dry_run), dry_run=dry_run)
+    finish(done, erasure_notes(done, dry_run))
     if rewrite and not dry_run and not done.cleared:
         sys.exit(1)

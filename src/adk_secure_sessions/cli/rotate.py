@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -11,7 +11,6 @@ from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
-    open_store,
     with_all,
     with_dry_run,
     with_speed,
@@ -20,7 +19,7 @@ from adk_secure_sessions.cli.options import (
 from adk_secure_sessions.cli.output import finish, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
-    Declined,
+    Failure,
     main,
     opened,
     run,
@@ -32,6 +31,9 @@ from adk_secure_sessions.cli.result_lines import (
     rotation_notes,
     separation_notes,
 )
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 _with_rotation_options = with_all(
     click.option(
@@ -63,7 +65,7 @@ def rotate() -> None:
 @rotate.command()
 @with_dry_run
 @on_database()
-def root(db: Database, as_json: bool, dry_run: bool) -> None:
+def root(db: Database, **options: Any) -> None:
     """Wrap the master keys with a new root key.
 
     --key names the new root key, and --also-key names the old root key.  Running services are not
@@ -74,13 +76,13 @@ def root(db: Database, as_json: bool, dry_run: bool) -> None:
       adk-secure-sessions rotate root --db sqlite:///sessions.db \\
           --key file:new.key --also-key file:root.key
     """
-    done = run(db, maintenance.rotate_root, dry_run=dry_run)
-    finish(done, as_json, [f"the new root key is {done.root_key_id}"], dry_run=dry_run)
+    done = run(db, maintenance.rotate_root, **options)
+    finish(done, [f"the new root key is {done.root_key_id}"])
 
 
 @rotate.command()
 @_with_rotation_options
-def master(db: Database, as_json: bool, **options: Any) -> None:
+def master(db: Database, **options: Any) -> None:
     """Create a new data master, and wrap the data keys of all users and apps with it.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -90,13 +92,13 @@ def master(db: Database, as_json: bool, **options: Any) -> None:
     Example:
       adk-secure-sessions rotate master --db sqlite:///sessions.db --key file:root.key
     """
-    _rotate(db, as_json, "master", maintenance.rotate_master, **options)
+    _rotate(db, "master", maintenance.rotate_master, **options)
 
 
 @rotate.command()
 @with_store(required=False)
 @_with_rotation_options
-def data(db: Database, as_json: bool, store: str | None, allow_http: bool, **options: Any) -> None:
+def data(db: Database, store: "ArtifactStore | None", **options: Any) -> None:
     """Create new data keys for all users and apps, and re-encrypt their records with --backend.
 
     Running services are not interrupted.  If this command is killed, the next run continues its
@@ -111,16 +113,15 @@ def data(db: Database, as_json: bool, store: str | None, allow_http: bool, **opt
           --backend aesgcm --also-backend fernet
     """
     work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
-    if (place := open_store(store, allow_http)) is not None:
+    if store is not None:
         from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 
-        work = partial(rotate_data_and_blobs, store=place)
-    _rotate(db, as_json, "data", work, **options)
+        work = partial(rotate_data_and_blobs, store=store)
+    _rotate(db, "data", work, **options)
 
 
 def _rotate(
     db: Database,
-    as_json: bool,
     name: str,
     work: Callable[..., Awaitable[Any]],
     *,
@@ -137,7 +138,7 @@ def _rotate(
     """
     without = ", without --restart" if restart else ""
     retirement = None
-    with opened(db, again=None if dry_run else f"{AGAIN}{without}") as call:
+    with opened(db, again=f"{AGAIN}{without}") as call:
         if not restart:
             for one in call(maintenance.unfinished_rotations(db)):
                 if one.rotation == name:
@@ -150,7 +151,7 @@ def _rotate(
                 retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
                 retirement = call(retiring)
     notes = rotation_notes(done, dry_run) if retirement is None else ()
-    finish(done, as_json, notes, dry_run=dry_run, retirement=retirement)
+    finish(done, notes, retirement=retirement)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
@@ -160,14 +161,16 @@ def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, ye
     if dry_run or yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     if not click.confirm("Continue it?", default=True, err=True):
-        raise Declined("nothing was changed; --restart begins a new rotation")
+        raise Failure(
+            "nothing was changed; --restart begins a new rotation", "Declined", exit_code=1
+        )
 
 
 @main.command()
 @with_dry_run
 @with_speed
 @on_database()
-def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
+def retire(db: Database, **options: Any) -> None:
     """Remove the data keys and data masters that were replaced and that no row needs any more.
 
     The command keeps replaced keys that rows still need.  It exits 1 if it has kept a key.
@@ -176,16 +179,15 @@ def retire(db: Database, as_json: bool, dry_run: bool, **options: Any) -> None:
     Example:
       adk-secure-sessions retire --db sqlite:///sessions.db --key file:root.key
     """
-    options["dry_run"] = dry_run
     done = run(db, maintenance.retire, label="retire", unit="owners", **options)
-    finish(done, as_json, retirement_notes(done), dry_run=dry_run)
+    finish(done, retirement_notes(done))
 
 
 @main.command()
 @with_confirm
 @with_speed
 @on_database()
-def separate(db: Database, as_json: bool, confirm: str | None, **options: Any) -> None:
+def separate(db: Database, confirm: str | None, **options: Any) -> None:
     """Give a copy of a database an id and keys of its own.
 
     Run the command on the copy, for example a staging clone, before a service uses the copy.
@@ -202,7 +204,7 @@ def separate(db: Database, as_json: bool, confirm: str | None, **options: Any) -
         require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
         with progress("separate") as report:
             done = call(maintenance.separate(db, progress=report, **options))
-    finish(done, as_json, separation_notes(done))
+    finish(done, separation_notes(done))
 
 
 @main.command("move-keys")
@@ -214,9 +216,7 @@ def separate(db: Database, as_json: bool, confirm: str | None, **options: Any) -
 )
 @with_confirm
 @on_database()
-def move_keys(
-    db: Database, as_json: bool, to: Literal["key-db", "db"], confirm: str | None
-) -> None:
+def move_keys(db: Database, to: Literal["key-db", "db"], confirm: str | None) -> None:
     """Move all keys into a key database, or from a key database back into the database.
 
     Stop all services first.  Services reject the databases until the move has ended.  If the
@@ -232,4 +232,4 @@ def move_keys(
         require_confirmation(call(db.describe()), confirm, "move the keys of this database")
         with progress("move-keys", "data keys") as report:
             done = call(maintenance.move_keys(db, to, progress=report))
-    finish(done, as_json, key_move_notes(done))
+    finish(done, key_move_notes(done))

@@ -28,7 +28,7 @@ def index() -> None:
 )
 @with_speed
 @on_database()
-def fill(db: Database, as_json: bool, **options: Any) -> None:
+def fill(db: Database, **options: Any) -> None:
     """Store the missing rows of the search index of some state keys, and then allow searches.
 
     Before, restart all services with these keys in indexed_state_keys.  A second run corrects what
@@ -46,14 +46,14 @@ def fill(db: Database, as_json: bool, **options: Any) -> None:
             "next: run `verify`, restore or delete the rows that it names, and run this again; or "
             "run this with --skip-unreadable"
         ]
-    finish(done, as_json, notes)
+    finish(done, notes)
 
 
 @index.command()
 @_with_state_keys
 @_with_app
 @on_database()
-def drop(db: Database, as_json: bool, **options: Any) -> None:
+def drop(db: Database, **options: Any) -> None:
     """Delete the search index of some state keys.  Searches by these keys then fail.
 
     Before, restart all services without these keys in indexed_state_keys.
@@ -63,4 +63,4 @@ def drop(db: Database, as_json: bool, **options: Any) -> None:
       adk-secure-sessions index drop --db sqlite:///sessions.db --key file:root.key \\
           --app clinic ticket
     """
-    finish(run(db, maintenance.drop_index, **options), as_json)
+    finish(run(db, maintenance.drop_index, **options))
