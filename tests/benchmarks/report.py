@@ -283,7 +283,7 @@ class Report:
                 row += [self.text(f"{name}/{side}"), ratio]
             cells.append(row)
         columns = [heading for side in sides for heading in (side, "to ADK (goal)")]
-        return _markdown(["session", "ADK", *columns], cells)
+        return _markdown([DATABASE_LABELS[database], "ADK", *columns], cells)
 
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""
