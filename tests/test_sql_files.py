@@ -1,6 +1,7 @@
 """The statements of docs/sql, for teams whose service may not create tables."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, Audit, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data, verify
+from adk_secure_sessions.storage.features.expiry import INDEX
 from examples import make_sql
 from tests.servers import Server
 
@@ -33,6 +35,18 @@ async def use(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None
 async def import_one(url: sa.URL) -> None:
     async with Database(url, AesGcmBackend(KEY)) as db:
         await db.imports.import_state(("a", "imported"), b"{}")
+
+
+async def assert_index_is_advised(url: sa.URL, caplog: pytest.LogCaptureFixture) -> None:
+    """The account has all permissions that a service needs, but may not create an index."""
+    caplog.clear()
+    async with EncryptedSessionService(
+        url, AesGcmBackend(KEY), expires_after=timedelta(days=1)
+    ) as service:
+        for _ in range(2):
+            await service.create_session(app_name="a", user_id="u")
+    (text,) = (one.getMessage() for one in caplog.records if "expire" in one.getMessage())
+    assert f"CREATE INDEX {INDEX} ON secure_sessions (expires_at)" in text
 
 
 async def index_one(url: sa.URL) -> None:
@@ -122,7 +136,9 @@ async def test_unused_key_tables_stay_empty_beside_a_key_database(tmp_path: Path
     engine.dispose()
 
 
-async def test_service_on_postgresql_needs_no_right_to_create(postgresql: Server) -> None:
+async def test_service_on_postgresql_needs_no_right_to_create(
+    postgresql: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     with postgresql.database() as url:
         schema = url.username
         url = url.set(drivername=ASYNC["postgresql"])
@@ -140,6 +156,7 @@ async def test_service_on_postgresql_needs_no_right_to_create(postgresql: Server
             connection.exec_driver_sql(f"GRANT USAGE ON SCHEMA {schema} TO {schema}")
         run_as_owner("postgresql")
         await use(url)
+        await assert_index_is_advised(url, caplog)
         for file, add in FEATURES.items():
             with pytest.raises(ConfigurationError, match=rf"docs/sql/postgresql-{file}\.sql"):
                 await add(url)
@@ -194,7 +211,9 @@ async def test_service_and_commands_work_on_partitioned_tables(
             await service.create_session(app_name="a", user_id="u")
 
 
-async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> None:
+async def test_service_on_mariadb_needs_no_right_to_create(
+    mariadb: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     with mariadb.database() as url:
         name = url.database
         url = url.set(drivername=ASYNC["mysql"])
@@ -217,6 +236,7 @@ async def test_service_on_mariadb_needs_no_right_to_create(mariadb: Server) -> N
         limited = url.set(username=name, password="secret")
         try:
             await use(limited)
+            await assert_index_is_advised(limited, caplog)
             async with Database(limited, AesGcmBackend(KEY)) as db:
                 assert (await erase_user(db, "a", "u")).users == 1
             for file, add in FEATURES.items():

@@ -91,7 +91,9 @@ async def test_other_services_delete_nothing(url: URL, later: Later) -> None:
         assert expiry.INDEX not in indexes
 
 
-async def test_without_an_index_nothing_is_deleted(url: URL, later: Later) -> None:
+async def test_without_an_index_nothing_is_deleted(
+    url: URL, later: Later, caplog: pytest.LogCaptureFixture
+) -> None:
     async with expiring(url) as service:
         await service.create_session(**WHO)
         await service._unit.change(_drop_index)
@@ -100,6 +102,8 @@ async def test_without_an_index_nothing_is_deleted(url: URL, later: Later) -> No
         later(2 * HOUR)
         await service.create_session(**WHO)
         assert await stored(service) == 3
+    (warning,) = (one.getMessage() for one in caplog.records if "expired" in one.getMessage())
+    assert f"CREATE INDEX {expiry.INDEX} ON secure_sessions (expires_at)" in warning
     async with expiring(url) as service:
         await service.create_session(**WHO)
         assert await stored(service) == 3

@@ -32,6 +32,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 Delete = Callable[[str, str, str], Awaitable[object]]
 
 INDEX = "ix_secure_sessions_expires_at"
+_CREATE_INDEX = f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)"
 _AT_ONCE = 2
 # The names of the apps are authenticated when their sessions are decrypted.
 _APPS_OF_EXPIRED = (
@@ -78,13 +79,20 @@ class Expiry:
 
     async def _index_exists(self) -> bool:
         if self._has_index is None:
+            reason = "create_tables is False"
             work = partial(_ensure_index, may_create=self._create_index)
             try:
                 self._has_index = await self._unit.change(work)
             except DatabaseError as error:
-                if not error.retryable:  # perhaps the account may not create indexes
-                    self._has_index = False
-                raise
+                if error.retryable:
+                    raise
+                self._has_index, reason = False, str(error)  # the account may not create indexes
+            if not self._has_index:
+                logger.warning(
+                    "expired sessions are not deleted until you run `%s` and restart: %s",
+                    _CREATE_INDEX,
+                    reason,
+                )
         return self._has_index
 
     async def _delete_some(self, delete: Delete) -> None:
@@ -134,5 +142,5 @@ def _ensure_index(connection: sa.Connection, *, may_create: bool) -> bool:
         if any(one["name"] == INDEX for one in indexes):
             return True
         if may_create:
-            connection.exec_driver_sql(f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)")
+            connection.exec_driver_sql(_CREATE_INDEX)
         return may_create
