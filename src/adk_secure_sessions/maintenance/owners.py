@@ -13,15 +13,14 @@ from operator import attrgetter
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
+from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.maintenance.walk import app_name_of, header_of
-from adk_secure_sessions.storage import reads
+from adk_secure_sessions.maintenance.walk import header_of, read_owner_with_tag
 from adk_secure_sessions.storage.pages import rows_where
-from adk_secure_sessions.storage.schema import Owner, apps, users
+from adk_secure_sessions.storage.schema import apps, users
 
 
 def by_age(
@@ -83,36 +82,10 @@ class CurrentKeys:
         if not self._db.has_keys:
             return [key_id]
         try:
-            found = await check_owner(self._db, owner)
+            found = await read_owner_with_tag(self._db, owner)
         except (WrongKeyError, *UNREADABLE):
             return ()
-        return () if found is None else found[0].key_ids
-
-
-async def check_owner(db: Database, tag: bytes) -> tuple[Owner, reads.HeaderCounts] | None:
-    """Decrypt the row and the version witness of an app or user; return it with its headers.
-
-    Return None if no row has the tag.  Raises one of `UNREADABLE` if one of both is not
-    authentic.
-    """
-    for is_user, query in ((False, _APP_OF_TAG), (True, _USER_OF_TAG)):
-        for row_id, app_name in await db.unit.read(query, {"owner": tag}):
-            who = await db.unit.identify(app_name_of(app_name))
-            who = who._replace(user_tag=tag) if is_user else who
-            check = reads.CheckOwner(who, of_user=is_user)
-            owner = await db.unit.run(check)
-            if owner is None or (owner.id, owner.tag) != (row_id, tag):
-                raise TamperedError("its row was removed", reason=Reason.MISSING)
-            return owner, check.header_counts
-    return None
+        return () if found is None else found[1].key_ids
 
 
 _HEADERS = {table: sa.select(table.c.tag, header_of(table.c.state)) for table in (apps, users)}
-# The row id and the app's name of the app or user with a tag.
-_OWNER = sa.bindparam("owner", type_=users.c.tag.type)
-_APP_OF_TAG = sa.select(apps.c.id, apps.c.app_name).where(apps.c.tag == _OWNER)
-_USER_OF_TAG = (
-    sa.select(users.c.id, apps.c.app_name)
-    .select_from(users.outerjoin(apps, apps.c.id == users.c.app_row))
-    .where(users.c.tag == _OWNER)
-)

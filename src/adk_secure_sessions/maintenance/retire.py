@@ -18,13 +18,14 @@ from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow, unwr
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.owners import by_age, check_owner
+from adk_secure_sessions.maintenance.owners import by_age
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import (
     all_data_keys,
     header_of,
     located_sessions,
+    read_owner_with_tag,
     sessions_of,
 )
 from adk_secure_sessions.results import Result, count, counted, listing
@@ -236,10 +237,10 @@ async def _retire_rows(
 async def _decrypt_owner(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Decrypted | None:
     """Decrypt all records of *owner*, or raise one of `UNREADABLE`; return None if it is gone."""
     keys = await db.unit.data_keys_of(owner)
-    found = await check_owner(db, owner)
+    found = await read_owner_with_tag(db, owner)
     if found is None:
         return None
-    checked, headers = found[0], Counter(found[1])
+    _, checked, headers = found
     if checked.is_user:
         async for page in sessions_of(db, checked.id):
             for one in page:

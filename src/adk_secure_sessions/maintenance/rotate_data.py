@@ -26,7 +26,6 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.maintenance.walk import (
-    OwnerIds,
     OwnerTag,
     Record,
     app_name_of,
@@ -190,14 +189,21 @@ class DataRotationRun(Rotation):
         if renews_key and not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is users)
         keys = await self._db.unit.data_keys_of(tag)
-        found = await records_of_owner(self._db, keys, table, row)
-        if found is None:
+        records = await records_of_owner(self._db, keys, table, row)
+        if records is None:
             return  # the owner was deleted since its tag was read
-        owner, records = found
-        await self._reencrypt(keys, owner, records)
+        await self._reencrypt(keys, tag, records)
         await self._meter.advance(len(records))
-        if owner.user_id is not None:
-            await self._rotate_sessions(keys, owner)
+        if table is apps:
+            return
+        # A session is re-encrypted before its events.  Services never encrypt an event with a data
+        # key older than that of the session, so events appended later use the new data key.
+        target = self._target(keys, tag)
+        current = build_header(target.backend_id, target.id) if target else b""
+        problems = self._problems_of_owner
+        async for records in records_of_sessions(self._db, app_name, row.id, current, problems):
+            await self._reencrypt(keys, tag, records)
+            await self._meter.advance(len(records))
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
@@ -213,16 +219,6 @@ class DataRotationRun(Rotation):
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
             await self._db.unit.change_keys(lambda connection: connection.execute(query).close())
 
-    async def _rotate_sessions(self, keys: StagedKeys, owner: OwnerIds) -> None:
-        # A session is re-encrypted before its events.  Services never encrypt an event with a data
-        # key older than that of the session, so events appended later use the new data key.
-        target = self._target(keys, owner.tag)
-        current = build_header(target.backend_id, target.id) if target else b""
-        problems = self._problems_of_owner
-        async for records in records_of_sessions(self._db, owner, current, problems):
-            await self._reencrypt(keys, owner, records)
-            await self._meter.advance(len(records))
-
     def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
 
@@ -234,13 +230,13 @@ class DataRotationRun(Rotation):
             return None
         return current if current.created_at >= self.done.since else None
 
-    async def _reencrypt(self, keys: StagedKeys, owner: OwnerIds, records: list[Record]) -> None:
+    async def _reencrypt(self, keys: StagedKeys, owner: bytes, records: list[Record]) -> None:
         """Re-encrypt the *records* that are not encrypted with the owner's current data key yet.
 
         A record that another process has changed since it was read is left unchanged.  Each
         re-encrypted record is read again and decrypted before it is counted.
         """
-        target = self._target(keys, owner.tag)
+        target = self._target(keys, owner)
         new_ids = (target.backend_id, target.id) if target else None
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
         old: list[tuple[Record, bytes, bytes]] = []  # with their contexts and plaintexts
@@ -250,15 +246,14 @@ class DataRotationRun(Rotation):
                 with naming(table, record.name):
                     if target is None or header_ids(record.stored) != new_ids:
                         context = record.column.context(record.ids, record.row)
-                        old.append((record, context, _plaintext(keys, owner.tag, record, context)))
+                        old.append((record, context, _plaintext(keys, owner, record, context)))
             except UNREADABLE as error:
                 self._problems_of_owner.add_error(error, table, record.name)
         if self._dry_run or not old:
             self.done.reencrypted += len(old)
             return
         new = [
-            keys.seal(owner.tag, context, plaintext, is_packed=True)
-            for _, context, plaintext in old
+            keys.seal(owner, context, plaintext, is_packed=True) for _, context, plaintext in old
         ]
         changes = [(record, sealed) for (record, *_), sealed in zip(old, new, strict=True)]
         await self._db.unit.change(partial(_replace, changes))
@@ -266,7 +261,7 @@ class DataRotationRun(Rotation):
         for (record, context, plaintext), sealed in zip(old, new, strict=True):
             table = record.column.table.name
             if stored.get((table, record.key)) == sealed:
-                if keys.open(owner.tag, context, sealed, open_whole) != plaintext:
+                if keys.open(owner, context, sealed, open_whole) != plaintext:
                     raise SecureSessionError(
                         f"{table} row {record.name} does not read back as it was written"
                     )

@@ -26,7 +26,7 @@ from adk_secure_sessions.maintenance.walk import (
     OwnerTag,
     located_sessions,
     owner_tags,
-    read_tagged_user,
+    read_owner,
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.index_rows import (
@@ -193,7 +193,7 @@ class _Filler:
                 await self.meter.advance(len(some))
 
     async def fill_user(self, row: OwnerTag) -> None:
-        found = await read_tagged_user(self._db, row)
+        found = await read_owner(self._db, users, row)
         if found is not None and found[0] == self._app_name:
             await self._correct(found[1].user_id, of_user=True)
             self.done.users += 1

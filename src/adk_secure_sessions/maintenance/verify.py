@@ -1,7 +1,6 @@
 """Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ from adk_secure_sessions.maintenance.walk import (
     all_data_keys,
     located_sessions,
     owner_tags,
-    read_tagged_user,
+    read_owner,
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta, reads
@@ -120,8 +119,7 @@ async def verify(
     run = _Verifier(db, index, meter)
     if indexed.name in of_features:
         await run.check_marks()
-    await run.check_owners(apps, run.check_app)
-    await run.check_owners(users, run.check_user)
+    await run.check_owners()
     await run.check_sessions()
     if imports:
         await run.check_imports()
@@ -177,40 +175,42 @@ class _Verifier:
         for _ in range(differences.total):
             self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
 
-    async def check_owners(
-        self, table: sa.Table, check: Callable[[OwnerTag], Awaitable[None]]
-    ) -> None:
-        async for rows in owner_tags(self._db, table):
-            for row in rows:
-                await check(row)
-                await self._meter.advance()
+    async def check_owners(self) -> None:
+        for table in (apps, users):
+            async for rows in owner_tags(self._db, table):
+                for row in rows:
+                    await self._check_owner(table, row)
+                    await self._meter.advance()
 
     async def check_sessions(self) -> None:
         async for page in located_sessions(self._db):
             for located in page:
                 await self._check_session(located)
 
-    async def check_app(self, row: OwnerTag) -> None:
+    async def _check_owner(self, table: sa.Table, row: OwnerTag) -> None:
         try:
-            await self._check_app(row)
+            found = await read_owner(self._db, table, row)
+            if found is None:
+                return  # it was deleted after *row* was read
+            app_name, owner, _ = found
+            with naming(table.name, row.id):
+                loads(owner.state)
+            if table is users:
+                who = await self._db.unit.identify(app_name, owner.user_id)
+                await self._check_indexed(who, of_user=True)
+                self.done.users += 1
+            else:
+                self.done.apps += 1
         except UNREADABLE as error:
-            if not self._has_own_name(row):
+            if table is apps and not self._has_own_name(row):
                 self._misnamed_apps.add(row.id)
-            self.problems.add_error(error, apps.name, row.id)
-        else:
-            self.done.apps += 1
-
-    async def _check_app(self, row: OwnerTag) -> None:
-        with naming(apps.name, row.id):
-            app_name = decode_text(row.app_name)
-        unit = self._db.unit
-        app = await unit.run(reads.CheckOwner(await unit.identify(app_name)))
-        if app is None or app.id != row.id:
-            raise TamperedError(
-                "its tag was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
-            )
-        with naming(apps.name, row.id):
-            loads(app.state)
+            # If the name of a user's app was modified, that is the cause, and was reported.
+            if table is users and row.app_row in self._misnamed_apps:
+                self.done.unchecked += 1
+            else:
+                self.problems.add_error(error, table.name, row.id)
+            if table is users:
+                self.problems.suppress(users.name, row.id)
 
     async def check_features(self) -> None:
         """Report a list that lacks a feature which rows need.
@@ -268,28 +268,6 @@ class _Verifier:
             return self._index.app(decode_text(row.app_name)) == row.tag
         except UNREADABLE:
             return False
-
-    async def check_user(self, row: OwnerTag) -> None:
-        try:
-            self.done.users += await self._check_user(row)
-        except UNREADABLE as error:
-            # If the app's name was modified, that is the cause, and `check_app` has reported it.
-            if row.app_row in self._misnamed_apps:
-                self.done.unchecked += 1
-            else:
-                self.problems.add_error(error, users.name, row.id)
-            self.problems.suppress(users.name, row.id)
-
-    async def _check_user(self, row: OwnerTag) -> bool:
-        """Check a user; return False if the user was deleted after *row* was read."""
-        found = await read_tagged_user(self._db, row)
-        if found is None:
-            return False
-        with naming(users.name, row.id):
-            loads(found[1].state)
-        who = await self._db.unit.identify(found[0], found[1].user_id)
-        await self._check_indexed(who, of_user=True)
-        return True
 
     async def _check_session(self, located: LocatedSession) -> None:
         rows = 1

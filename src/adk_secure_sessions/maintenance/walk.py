@@ -124,35 +124,60 @@ class OwnerTag(NamedTuple):
 
 def owner_tags(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerTag]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
-    query = _APP_TAGS if table is apps else _USER_TAGS
-    return pages(db.unit.read, query, table.c.id, db.limits.rows, OwnerTag)
+    return pages(db.unit.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerTag)
 
 
-_APP_TAGS = sa.select(apps.c.id, apps.c.tag, apps.c.app_name)
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
 _USERS = sa.select(*users.c, apps.c.app_name).select_from(_WITH_APP)
-_USER_TAGS = sa.select(users.c.id, users.c.tag, apps.c.app_name, users.c.app_row).select_from(
-    _WITH_APP
-)
+_OWNERS = {
+    apps: sa.select(apps.c.id, apps.c.tag, apps.c.app_name),
+    users: sa.select(users.c.id, users.c.tag, apps.c.app_name, users.c.app_row).select_from(
+        _WITH_APP
+    ),
+}
+_TAG = sa.bindparam("tag", type_=sa.LargeBinary)
+_OWNERS_WITH_TAG = {table: query.where(table.c.tag == _TAG) for table, query in _OWNERS.items()}
 
 
-async def read_tagged_user(db: Database, row: OwnerTag) -> tuple[str, Owner] | None:
-    """Decrypt the user in *row*; return the app's name and the user, or None if it was deleted."""
-    with naming(users.name, row.id):
-        app_name = app_name_of(row.app_name)
-        tag = binary(row.tag)
+async def read_owner(
+    db: Database, table: sa.Table, row: OwnerTag
+) -> tuple[str, Owner, reads.HeaderCounts] | None:
+    """Decrypt the app or user in *row*, and its version witness; return None if it was deleted.
+
+    Return the app's name, the owner, and the number of both records by header.
+    """
+    with naming(table.name, row.id):
+        app_name, tag = app_name_of(row.app_name), binary(row.tag)
     who = await db.unit.identify(app_name)
-    user = await db.unit.run(reads.CheckOwner(who._replace(user_tag=tag), of_user=True))
-    if user is None:
+    of_user = table is users
+    check = reads.CheckOwner(
+        who._replace(user_tag=tag) if of_user else who._replace(app_tag=tag), of_user=of_user
+    )
+    owner = await db.unit.run(check)
+    if owner is None:
         return None
-    if (await db.unit.identify(app_name, user.user_id)).user_tag != tag:
+    known = await db.unit.identify(app_name, owner.user_id)
+    if (known.user_tag if of_user else known.app_tag) != tag:
         raise TamperedError(
-            "its tag belongs to another user",
+            f"its tag belongs to another {'user' if of_user else 'app'}",
             reason=Reason.WRONG_OWNER,
-            table=users.name,
+            table=table.name,
             row=row.id,
         )
-    return app_name, user
+    return app_name, owner, check.header_counts
+
+
+async def read_owner_with_tag(
+    db: Database, tag: bytes
+) -> tuple[str, Owner, reads.HeaderCounts] | None:
+    """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
+    for table, query in _OWNERS_WITH_TAG.items():
+        for row in await db.unit.read(query, {"tag": tag}):
+            found = await read_owner(db, table, OwnerTag(*row))
+            if found is None:
+                raise TamperedError("its row was removed", reason=Reason.MISSING)
+            return found
+    return None
 
 
 async def _located(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
@@ -228,19 +253,10 @@ class Record(NamedTuple):
         return ", ".join(parts)
 
 
-class OwnerIds(NamedTuple):
-    """The tag, the row id and the ids in ADK of an app or user; *user_id* is None for an app."""
-
-    tag: bytes
-    row: int
-    app_name: str
-    user_id: str | None
-
-
 async def records_of_owner(
     db: Database, keys: StagedKeys, table: sa.Table, row: OwnerTag
-) -> tuple[OwnerIds, list[Record]] | None:
-    """Read an app or user; return its ids, and the records of its row and version witness.
+) -> list[Record] | None:
+    """Return the records of the row and the version witness of an app or user.
 
     *keys* are its data keys; this function tells them which of them the row names.  Return None
     if the row does not exist any more.
@@ -251,23 +267,22 @@ async def records_of_owner(
         return None
     (stored,) = found
     with naming(table.name, row.id):
-        ids, user_id = (app_name_of(row.app_name),), None
+        ids = (app_name_of(row.app_name),)
         plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
         if table is users:
-            user_id, plaintext = split_id(plaintext)
+            _, plaintext = split_id(plaintext)
         keys.adopt(stored.tag, split_owner(plaintext).key_ids)
-    owner = OwnerIds(stored.tag, row.id, ids[0], user_id)
-    return owner, [Record(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
+    return [Record(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
 
 
 async def records_of_sessions(
-    db: Database, owner: OwnerIds, current: bytes, problems: Problems
+    db: Database, app_name: str, user_row: int, current: bytes, problems: Problems
 ) -> AsyncIterator[list[Record]]:
     """Yield the records of a user's sessions in groups, each session before its events.
 
     Snapshots and events whose header is *current* are skipped.
     """
-    async for page in sessions_of(db, owner.row):
+    async for page in sessions_of(db, user_row):
         opened: dict[int, Sequence[str]] = {}
         records: list[Record] = []
         for one in page:
@@ -277,11 +292,11 @@ async def records_of_sessions(
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, one.row)
         tags = [record.row.tag for record in records]
-        yield records + await _witnesses(db, (owner.app_name,), tags)
+        yield records + await _witnesses(db, (app_name,), tags)
         if not records:
             continue
         span = Span(page[0].row - 1, page[-1].row)
-        parameters = {**span.parameters, "user_row": owner.row, "current": current}
+        parameters = {**span.parameters, "user_row": user_row, "current": current}
         column: SealedColumn[Any]
         for column in (SNAPSHOTS, EVENTS):
             query = _of_others(column)

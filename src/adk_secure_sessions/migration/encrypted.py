@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
+from adk_secure_sessions.errors import DecryptionError, Reason
 from adk_secure_sessions.formats.json_text import read_event
-from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.loops import at_once
@@ -16,10 +15,9 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
-    OwnerTag,
     located_sessions,
     owner_tags,
-    read_tagged_user,
+    read_owner,
 )
 from adk_secure_sessions.migration.sources import (
     NO_IDS,
@@ -120,20 +118,22 @@ class EncryptedSource(Source):
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""
-        for table, read in ((users, self._user_state), (apps, self._app_state)):
+        for table in (users, apps):
             async for rows in owner_tags(self._db, table):
-                found: dict[Ids, JsonObject | Unreadable] = {}
+                states: dict[Ids, JsonObject | Unreadable] = {}
                 for row in rows:
                     try:
-                        owner = await read(row)
+                        found = await read_owner(self._db, table, row)
+                        if found is not None and selection.app_name in (None, found[0]):
+                            app_name, owner, _ = found
+                            ids = (app_name,) if table is apps else (app_name, owner.user_id)
+                            with naming(table.name, row.id):
+                                states[ids] = loads(owner.state)
                     except UNREADABLE as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)
-                        found[ids] = Unreadable(reason_of(error))
-                        continue
-                    if owner is not None and selection.app_name in (None, owner[0][0]):
-                        found[owner[0]] = owner[1]
-                yield found
+                        states[ids] = Unreadable(reason_of(error))
+                yield states
 
     async def has_others(self) -> bool:
         """Return whether the database has collections (artifacts or memory).
@@ -154,24 +154,6 @@ class EncryptedSource(Source):
             for row, size in await span.read(self._db.unit.read, query, key):
                 sizes[row] = sizes.get(row, 0) + bounded(size)
         return sizes
-
-    async def _app_state(self, row: OwnerTag) -> tuple[Ids, JsonObject] | None:
-        with naming(apps.name, row.id):
-            app_name = decode_text(row.app_name)
-        app = await self._db.unit.run(reads.CheckOwner(await self._db.unit.identify(app_name)))
-        with naming(apps.name, row.id):
-            if app is None or app.id != row.id:
-                raise TamperedError("its app_name or its tag was modified", reason=Reason.MISMATCH)
-            return (app_name,), loads(app.state, "the app's state")
-
-    async def _user_state(self, row: OwnerTag) -> tuple[Ids, JsonObject] | None:
-        """Return the ids and the state of a user; None if the user was erased meanwhile."""
-        found = await read_tagged_user(self._db, row)
-        if found is None:
-            return None
-        app_name, user = found
-        with naming(users.name, row.id):
-            return (app_name, user.user_id), loads(user.state, "the user's state")
 
 
 def _is_wanted(one: LocatedSession, selection: Selection) -> bool:
