@@ -417,13 +417,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 False.  The message names the session's row.
             ValueError: An id is not a string or is too long.
         """
-        if user_id is None:
-            page = await self._list(app_name, None, reads.PageOptions(_ALL, skip=self._skip))
-            return self._by_update(app_name, page.items)
-        check_ids(app_name, user_id)
-        who = await self._unit.identify(app_name, user_id)
-        listed = await self._unit.run(reads.ListSessions(who, skip=self._skip))
-        return self._by_update(app_name, listed)
+        of_user = "" if user_id is None else user_id
+        check_ids(app_name, of_user)
+        who = await self._unit.identify(app_name, of_user)
+        listing = reads.ListSessions(who, of_app=user_id is None, skip=self._skip)
+        return self._by_update(app_name, await self._unit.run(listing))
 
     @accessed("sessions.list")
     async def list_sessions_page(

@@ -226,19 +226,6 @@ async def test_database_with_adks_own_tables_works_with_one_warning(
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["release_1_0_passphrase", "release_1_2_passphrase_and_aes"])
-async def test_database_with_adks_tables_that_1x_encrypted_gives_another_warning(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "sessions.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((PACKAGE_1X / f"{name}.sql").read_text(encoding="utf-8"))
-    async with service(f"sqlite+aiosqlite:///{path}") as one:
-        await one.prepare_tables()
-    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
-    assert "tables of adk-secure-sessions 1.x" in record.getMessage()
-
-
 async def test_database_of_ours_alone_gives_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

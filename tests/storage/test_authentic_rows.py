@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import History, HistoryCache
 from adk_secure_sessions.storage.queries import Found
-from adk_secure_sessions.storage.reads import ListPage, ListSessions, PageOptions
+from adk_secure_sessions.storage.reads import ListSessions
 from adk_secure_sessions.storage.writes import CreateSession, OwnerChanges
 from tests.storage.support import (
     APP,
@@ -43,16 +43,17 @@ def test_row_of_another_tag_is_not_the_requested_one() -> None:
         sealed_rows.open_session(attempt, found, None)
 
 
+@pytest.mark.parametrize("of_app", [False, True])
 async def test_session_that_is_stored_twice_is_listed_once(
-    caplog: pytest.LogCaptureFixture,
+    of_app: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Possible in a table that was rebuilt without its keys."""
     stored = Stored()
     rows = [row for row in stored.rows() if row[0] != EVENT]
     twice, _ = one_database(*[[*rows, *(row for row in rows if row[0] == SESSION)]] * 2)
     with pytest.raises(TamperedError, match="secure_sessions row 3: it is stored twice"):
-        await ListSessions(WHO, skip=False).attempt(stored.reading(), twice)
-    views = await ListSessions(WHO, skip=True).attempt(stored.reading(), twice)
+        await ListSessions(WHO, of_app=of_app, skip=False).attempt(stored.reading(), twice)
+    views = await ListSessions(WHO, of_app=of_app, skip=True).attempt(stored.reading(), twice)
     assert [view.session.id for view in views] == [3]
     assert len(caplog.records) == 1
 
@@ -62,7 +63,7 @@ async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None
     rows = [(*row[:2], 99, *row[3:]) if row[0] == SESSION else row for row in stored.rows()]
     executors, _ = one_database([row for row in rows if row[0] != EVENT])
     with pytest.raises(TamperedError, match="its user's row was removed"):
-        await ListPage(WHO, PageOptions(9)).attempt(stored.reading(), executors)
+        await ListSessions(WHO, of_app=True, skip=False).attempt(stored.reading(), executors)
 
 
 def test_user_of_another_apps_row_gets_no_session() -> None:

@@ -118,9 +118,10 @@ def found(connection: sa.Connection, query: sa.Executable, **more: object) -> Fo
         sql.SESSION_WITH_LAST_EVENTS,
         sql.SESSION_WITHOUT_EVENTS,
         sql.SESSIONS_OF_USER,
+        sql.SESSIONS_OF_APP,
         sql.OWNERS,
     ],
-    ids=["all events", "last events", "no events", "user's list", "owners"],
+    ids=["all events", "last events", "no events", "user's list", "app's list", "owners"],
 )
 def test_data_keys_and_the_keyring_are_read_only_where_they_are_asked_for(
     filled: sa.Connection, forms: sql.QueryForms

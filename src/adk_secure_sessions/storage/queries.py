@@ -71,7 +71,8 @@ _NUMBERS, _BLOBS = 8, 3
 # history may have thousands of events, and converting each row to a named tuple would take as long
 # as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
-_LAST_SEQ = _NUMBERS  # the position of `last_seq` in the row of a session
+# The positions of `last_seq`, and of the `seal` of the version witness, in the row of a session.
+_LAST_SEQ, _SEAL = _NUMBERS, _NUMBERS + _BLOBS
 _ZERO: ColumnElement[int] = literal_column("0")
 _MARK: ColumnElement[int] = literal_column(str(INDEX_MARK))
 # The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
@@ -139,9 +140,11 @@ class RowKind(Generic[R]):
             positions.append(before + len(same))
         self.values: Callable[[Row], Any] = itemgetter(*positions)
 
-    def select(self, *conditions: ColumnElement[bool], last_number: Any = None) -> Select[Any]:
-        """Return a SELECT of the rows for which *conditions* hold; *last_number* is the SQL
-        expression of the last of the 8 integers.
+    def select(
+        self, *conditions: ColumnElement[bool], last_number: Any = None, last_blob: Any = None
+    ) -> Select[Any]:
+        """Return a SELECT of the rows for which *conditions* hold; *last_number* and *last_blob*
+        are the SQL expressions of the last integer and the last binary value.
         """
         columns = [literal_column(str(self.number)), *self._integers]
         columns += [_ZERO] * (1 + _NUMBERS - len(columns))
@@ -149,6 +152,8 @@ class RowKind(Generic[R]):
             columns[_NUMBERS] = last_number
         columns += self._blobs
         columns += [cast(null(), LargeBinary)] * (1 + _NUMBERS + _BLOBS - len(columns))
+        if last_blob is not None:
+            columns[-1] = last_blob
         labels = (column.label(name) for column, name in zip(columns, _LABELS, strict=True))
         return select(*labels).where(*conditions)
 
@@ -199,10 +204,23 @@ def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
     return select(limited.subquery(name))
 
 
-def _session(*conditions: ColumnElement[bool], source: FromClause = sessions) -> Select[Any]:
+def _session(
+    *conditions: ColumnElement[bool], source: FromClause = sessions, seal: Any = None
+) -> Select[Any]:
     head = select(func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
     last_seq = func.coalesce(head.scalar_subquery(), literal_column("-1"))
-    return SESSION.select(*conditions, last_number=last_seq).select_from(source)
+    query = SESSION.select(*conditions, last_number=last_seq, last_blob=seal)
+    return query.select_from(source)
+
+
+def _listed(*conditions: ColumnElement[bool], source: FromClause = sessions) -> Select[Any]:
+    """Return a SELECT of sessions with the seals of their version witnesses.
+
+    With the witnesses in rows of their own, a listing of 100 sessions takes 10% more time.
+    """
+    c = witnesses.c
+    own = and_(c.tag == sessions.c.tag, c.number == sessions.c.id)
+    return _session(*conditions, source=source.outerjoin(witnesses, own), seal=c.seal)
 
 
 def index_row_of_user(user_row: Any) -> ColumnElement[int]:
@@ -241,10 +259,33 @@ def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
     """
     mine = and_(sessions.c.user_row == _USER_ID, *conditions)
     return _owner_forms(
-        WITNESS.select(sessions.c.tag == witnesses.c.tag, mine),
-        _session(mine),
+        _listed(mine),
         _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, mine),
     )
+
+
+def _listing_of_app() -> QueryForms:
+    """Return the forms of the query for the sessions of all users of an app.
+
+    It reads the users without sessions, too.  Otherwise, an attacker could hide the sessions of a
+    user by changing the id of the user's row.
+    """
+    of_app = users.c.app_row == _APP_ID
+    theirs = sessions.join(users, users.c.id == sessions.c.user_row)
+    members = [
+        _APP_ROW,
+        USER.select(of_app),
+        _witness(_app_tag),
+        WITNESS.select(users.c.tag == witnesses.c.tag, of_app),
+        _listed(of_app, source=theirs),
+        _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
+    ]
+    keys = [
+        _KEY.select(data_keys.c.owner == _app_tag),
+        _KEY.select(data_keys.c.owner == users.c.tag, of_app),
+        _master(),
+    ]
+    return {False: union_all(*members), True: union_all(*members, *keys)}
 
 
 @functools.cache
@@ -269,7 +310,7 @@ def page_of_sessions(
     sessions that have expired at the time `now`, and begins with the first one that did.
     """
     user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
-    rows = select(own, sessions.c.user_row, sessions.c.tag)
+    rows = select(own, sessions.c.user_row)
     if newest:
         rows = rows.where(user <= _after_user, or_(user < _after_user, own < _after_row))
         rows = rows.order_by(user.desc(), own.desc())
@@ -300,8 +341,7 @@ def page_of_sessions(
     page = rows.limit(_limit).offset(_ZERO).cte("page")
     members = [
         _APP_ROW,
-        WITNESS.select(witnesses.c.tag.in_(select(page.c.tag))),
-        _session(source=page.join(sessions, sessions.c.id == page.c.id)),
+        _listed(source=page.join(sessions, sessions.c.id == page.c.id)),
     ]
     if found_by in ("session", "user"):
         members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
@@ -345,6 +385,7 @@ SESSION_WITH_EVENTS_BETWEEN = _forms(
 )
 SESSIONS_OF_USER = _listing()
 COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == literal_column(str(COLLECTION)))
+SESSIONS_OF_APP = _listing_of_app()
 OWNERS = _owner_forms()
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
 # a row says whether a session or a state was imported before.
@@ -527,7 +568,8 @@ class Found:
         # The `seq` of the last event, or -1, by the row id of the session.
         self.last_seqs: dict[int, int] = {}
         make = tuple.__new__  # `_make` of a named tuple takes twice as long
-        event, session = _EVENT.number, SESSION.number
+        listed = kinds[WITNESS.number]
+        event, session, tag_of_session = _EVENT.number, SESSION.number, 1 + _NUMBERS
         for row in rows:
             number = row[0]
             if number == event:
@@ -535,6 +577,8 @@ class Found:
                 continue
             if number == session:
                 self.last_seqs[row[1]] = row[_LAST_SEQ]
+                if row[_SEAL] is not None:  # of a listing
+                    listed.append(make(WitnessRow, (row[tag_of_session], row[1], row[_SEAL])))
             kind, values = _FORMS[number]
             kinds[number].append(make(kind, values(row)))
         self.apps: list[AppRow]
