@@ -136,7 +136,7 @@ PAGE = (DOCS / "operations-reference.md").read_text("utf-8")
 
 def test_page_on_upgrading_names_every_frozen_database() -> None:
     folders = {f"tests/vectors/{path.name}" for path in VECTORS.iterdir() if path.is_dir()}
-    assert set(re.findall(r"^\| `(tests/vectors/\w+)` \|", PAGE, re.MULTILINE)) == folders
+    assert set(re.findall(r"`(tests/vectors/\w+)`", PAGE)) == folders
     assert {f"tests/vectors/{name}" for name in RELEASES} < folders
 
 
