@@ -26,7 +26,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Secu
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.records import Packing, encode_text
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
-from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.formats.times import lifetime_of, microseconds
 from adk_secure_sessions.listings import (
     EventPage,
     SessionPage,
@@ -170,7 +170,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         self._index = SearchIndex(unit, indexed_state_keys, create_table=create_tables)
         self._collections = Collections(unit)
         self._skip = skip_unreadable_sessions
-        self._lifetime = _lifetime(expires_after)
+        self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
         is_stored = audit is not None and audit.table
@@ -251,7 +251,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         if session_id is None:
             session_id = platform_uuid.new_uuid()
         check_ids(app_name, user_id, session_id)
-        lifetime = self._lifetime if expires_after is None else _lifetime(expires_after)
+        lifetime = self._lifetime if expires_after is None else lifetime_of(expires_after)
         scopes = states.split(state)
         now = microseconds(platform_time.get_time())
         app_delta = loads(encode(scopes.app, APP_PREFIX))
@@ -819,17 +819,6 @@ def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -
         return {"database": database, "app": app_name, "user": user, "session": session}
 
     return Recording(ids, trail)
-
-
-def _lifetime(expires_after: timedelta | None) -> int | None:
-    """Return *expires_after* in microseconds."""
-    if expires_after is None:
-        return None
-    if not isinstance(expires_after, timedelta) or expires_after <= timedelta():
-        raise ConfigurationError(
-            "expires_after must be a positive datetime.timedelta, for example timedelta(days=90)"
-        )
-    return expires_after // timedelta(microseconds=1)
 
 
 def _marker(stored: StoredSession) -> str:

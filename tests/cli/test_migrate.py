@@ -88,6 +88,16 @@ def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
     assert (said.code, said.stdout.splitlines()[-1]) == (0, "the source has nothing to compare")
 
 
+def test_copies_get_an_expiry() -> None:
+    for age in ("90", "0d"):
+        said = migrate("copy", "--expires-after", age)
+        assert said.code != 0
+        assert "90d" in said.stderr.replace("timedelta(days=90)", "90d")
+    assert migrate("copy", "--expires-after", "1s").code == 0  # the events are old
+    said = run("purge", "sessions", "--db", "sqlite:///sessions.db", "--key", "env:OLD_KEY")
+    assert (said.code, said.stdout.splitlines()[0]) == (0, "deleted: 2 sessions")
+
+
 def test_differences_are_named_and_nothing_is_deleted() -> None:
     migrate()
     asyncio.run(write("s1", "s2"))

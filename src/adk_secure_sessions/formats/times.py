@@ -4,6 +4,8 @@ import math
 import re
 from datetime import UTC, datetime, timedelta
 
+from adk_secure_sessions.errors import ConfigurationError
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -15,11 +17,22 @@ def parse_age(text: str) -> timedelta | None:
     return None if match is None else timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
+def lifetime_of(expires_after: timedelta | None) -> int | None:
+    """Return *expires_after* in microseconds."""
+    if expires_after is None:
+        return None
+    if not isinstance(expires_after, timedelta) or expires_after <= timedelta():
+        raise ConfigurationError(
+            "expires_after must be a positive datetime.timedelta, for example timedelta(days=90)"
+        )
+    return expires_after // _MICROSECOND
+
+
 def microseconds(timestamp: float) -> int:
     """Convert seconds since 1970 to microseconds, with the rounding of `datetime.fromtimestamp`,
     which ADK uses; raise ValueError for an impossible time.
     """
-    if not math.isfinite(timestamp) or abs(timestamp) > 9e12:
+    if not abs(timestamp) <= 9e12:  # or it is not a number
         raise ValueError("the timestamp is not a possible time in seconds")
     fraction, seconds = math.modf(timestamp)
     return int(seconds) * 1_000_000 + round(fraction * 1_000_000)

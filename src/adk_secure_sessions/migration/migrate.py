@@ -13,6 +13,7 @@ from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
+from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
@@ -143,9 +144,9 @@ async def migrate(
             in the source.
 
     Raises:
-        ConfigurationError: The source or the target cannot be used.  Or *delete_gone* is given
-            together with a selection that has `since`, for a source without sessions, or after a
-            comparison has ended the migration.
+        ConfigurationError: The source or the target cannot be used, or *expires_after* is not a
+            positive time.  Or *delete_gone* is given together with a selection that has `since`,
+            for a source without sessions, or after a comparison has ended the migration.
         WrongKeyError: The root keys do not decrypt the keyring.
         TamperedError: A row of `secure_migrated`, or another row that an import reads, was
             modified.
@@ -155,7 +156,7 @@ async def migrate(
         raise ConfigurationError(
             "delete_gone cannot be combined with since: sessions that were not read are not gone"
         )
-    began = time.monotonic()
+    lifetime, began = lifetime_of(expires_after), time.monotonic()
     number = await source.count(selection)
     if not dry_run:
         await init(db)
@@ -175,7 +176,7 @@ async def migrate(
         Meter(None, 0, events_per_second),
         writes=not dry_run,
         skip_bad=skip_bad or dry_run,
-        lifetime=None if expires_after is None else expires_after // timedelta(microseconds=1),
+        lifetime=lifetime,
     )
     try:
         await run.copy()

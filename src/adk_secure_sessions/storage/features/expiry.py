@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from operator import attrgetter
 
 import sqlalchemy as sa
 
@@ -18,7 +19,6 @@ from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
 from adk_secure_sessions.storage.schema import (
     Identity,
     SessionWithStates,
-    StoredSession,
     apps,
     sessions,
     users,
@@ -108,11 +108,7 @@ class Expiry:
 
     async def delete_if_expired(self, who: Identity) -> bool:
         """Delete the session if it has expired by now; return whether."""
-        return await self._unit.run(DeleteSession(who, _has_expired))
-
-
-def _has_expired(session: StoredSession) -> bool:
-    return session.has_expired
+        return await self._unit.run(DeleteSession(who, attrgetter("has_expired")))
 
 
 class _ListExpired(ListPage):
