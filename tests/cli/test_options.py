@@ -10,7 +10,14 @@ from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import rotate
 from adk_secure_sessions.cli.program import Common
 from adk_secure_sessions.integrations.artifact_blobs import purge_blobs
-from adk_secure_sessions.migration import export_lines, export_to_adk, open_source
+from adk_secure_sessions.migration import (
+    compare,
+    erase_source,
+    export_lines,
+    export_to_adk,
+    migrate,
+    open_source,
+)
 from tests.cli.support import commands
 
 # The functions to which each command passes `**options`.
@@ -29,10 +36,11 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "index fill": [maintenance.fill_index],
     "index drop": [maintenance.drop_index],
     "export": [export_lines, export_to_adk],
-    "migrate copy": [open_source],
-    "migrate compare": [open_source],
-    "migrate erase-source": [open_source],
+    "migrate copy": [migrate],
+    "migrate compare": [compare],
+    "migrate erase-source": [erase_source],
 }
+OF_SOURCE = ("migrate copy", "migrate compare", "migrate erase-source")
 
 
 def passed(name: str) -> set[str]:
@@ -43,12 +51,12 @@ def passed(name: str) -> set[str]:
     if all(one.kind is not one.VAR_KEYWORD for one in kinds.values()):
         return set()
     own = {one.name for one in command.params if not isinstance(one, Common)}
-    # `on_database` and `with_store` convert some options to `db` and `store`.
-    return (
-        {name for name in own if name}
-        - kinds.keys()
-        - {"db", "compression", "padding", "allow_http"}
-    )
+    # `on_database` and `with_store` convert some options to `db` and `store`, and those of
+    # `migrate` some to a source and a selection.
+    converted = {"db", "compression", "padding", "allow_http"}
+    if name in OF_SOURCE:
+        converted |= {"app", "since", *inspect.signature(open_source).parameters}
+    return {name for name in own if name} - kinds.keys() - converted
 
 
 def test_functions_of_all_commands_that_pass_options_are_known() -> None:

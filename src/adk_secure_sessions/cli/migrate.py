@@ -1,8 +1,6 @@
 """The commands that copy sessions from another database, compare both, and erase the source."""
 
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import datetime, timedelta
-from functools import partial
 from itertools import chain
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -21,7 +19,7 @@ from adk_secure_sessions.cli.options import (
     with_dry_run,
     with_packing,
 )
-from adk_secure_sessions.cli.output import finish, given, progress
+from adk_secure_sessions.cli.output import finish, progress
 from adk_secure_sessions.cli.program import AGAIN, main, opened
 from adk_secure_sessions.formats.times import of_datetime
 
@@ -78,6 +76,7 @@ _OF_SOURCE = (
     click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."),
     on_database(url=TO),
 )
+_ARGUMENTS_OF_SOURCE = ("db_url", "keys", "backends", "key_db_url", "time_zone")
 _OF_SELECTION = (
     click.option("--app", metavar="NAME", help="Only sessions of this app."),
     click.option(
@@ -117,18 +116,7 @@ def migrate() -> None:
 @with_dry_run
 @with_packing
 @with_all(*_OF_SELECTION, *_OF_SOURCE)
-def copy(
-    db: Database,
-    skip_bad: bool,
-    delete_gone: bool,
-    events_per_second: float | None,
-    expires_after: timedelta | None,
-    dry_run: bool,
-    app: str | None,
-    since: datetime | None,
-    show_ids: bool,
-    **of_source: Any,
-) -> None:
+def copy(db: Database, dry_run: bool, **options: Any) -> None:
     """Copy sessions and states from another database.  Run it again to copy what has changed.
 
     The source is only read.  Sessions and states that a service has changed in the target are not
@@ -140,29 +128,13 @@ def copy(
       adk-secure-sessions migrate copy --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    work = partial(
-        migration.migrate,
-        selection=_selection(app, since),
-        dry_run=dry_run,
-        skip_bad=skip_bad,
-        delete_gone=delete_gone,
-        events_per_second=events_per_second,
-        expires_after=expires_after,
-        show_ids=show_ids,
-    )
-    done = _run(db, of_source, "migrate", work)
+    done = _run(db, "migrate", migration.migrate, dry_run=dry_run, **options)
     finish(done, copy_notes(done, dry_run))
 
 
 @migrate.command("compare")
 @with_all(*_OF_SELECTION, *_OF_SOURCE)
-def compare(
-    db: Database,
-    app: str | None,
-    since: datetime | None,
-    show_ids: bool,
-    **of_source: Any,
-) -> None:
+def compare(db: Database, **options: Any) -> None:
     """Compare every session and state on both sides, field by field.  Copy nothing.
 
     If everything is equal, services no longer read the source.  Exits 1 unless both sides are
@@ -173,8 +145,7 @@ def compare(
       adk-secure-sessions migrate compare --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    work = partial(migration.compare, selection=_selection(app, since), show_ids=show_ids)
-    done = _run(db, of_source, "compare", work, again=None)
+    done = _run(db, "compare", migration.compare, again=None, **options)
     finish(done, comparison_notes(done))
 
 
@@ -182,13 +153,7 @@ def compare(
 @with_confirm
 @with_dry_run
 @with_all(*_OF_SOURCE)
-def erase_source(
-    db: Database,
-    confirm: str | None,
-    dry_run: bool,
-    show_ids: bool,
-    **of_source: Any,
-) -> None:
+def erase_source(db: Database, confirm: str | None, dry_run: bool, **options: Any) -> None:
     """Compare both sides and, if everything is equal, delete the rows of the source.
 
     Exits 1 unless all sessions were deleted and their bytes were removed.
@@ -198,38 +163,39 @@ def erase_source(
       adk-secure-sessions migrate erase-source --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key --confirm adk.db
     """
-    work = partial(migration.erase_source, dry_run=dry_run, show_ids=show_ids)
-    change = "delete the sessions of the source"
-    done = _run(db, of_source, "compare", work, change=change, confirm=confirm)
+    options |= {"dry_run": dry_run, "confirm": confirm}
+    change = "" if dry_run else "delete the sessions of the source"
+    done = _run(db, "compare", migration.erase_source, change=change, **options)
     notes = chain(comparison_notes(done.comparison, dry_run), erasure_notes(done, dry_run))
     finish(done, notes)
 
 
-def _selection(app: str | None, since: datetime | None) -> "migration.Selection":
-    return migration.Selection(app, None if since is None else of_datetime(since))
-
-
 def _run(
     db: Database,
-    of_source: dict[str, Any],
     label: str,
     work: Callable[..., Awaitable[Any]],
     *,
     again: str | None = AGAIN,
     change: str = "",
     confirm: str | None = None,
+    **options: Any,
 ) -> Any:
     """Open the source, call *work* with it and *db*, and return the result.
 
     If *work* makes a *change* that nobody can undo, first ask for the name of the source.
     """
+    of_source = {name: options.pop(name) for name in _ARGUMENTS_OF_SOURCE}
+    if "since" in options:
+        app, since = options.pop("app"), options.pop("since")
+        since = None if since is None else of_datetime(since)
+        options["selection"] = migration.Selection(app, since)
     with opened(db, again=again) as call:
         source = call(migration.open_source(**of_source))
         try:
-            if change and not given("dry_run") and isinstance(source, migration.AdkTables):
+            if change and isinstance(source, migration.AdkTables):
                 require_confirmation(call(source.describe()), confirm, change)
             with progress(label, "sessions") as report:
-                return call(work(source, db, progress=report))
+                return call(work(source, db, progress=report, **options))
         finally:
             call(source.close())
 
