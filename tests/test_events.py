@@ -484,7 +484,7 @@ UNREADABLE_ITEMS: dict[str, tuple[Any, str]] = {
     "too deep and empty": (_nested(199, {}), r"^item\['value'\]\[0\].*depth"),
     "deeper than the stack": (_nested(50_000), r"^item\['value'\]\[0\].*depth"),
     "too many digits": (10**4300, r"^item\['value'\]: an integer"),
-    "no JSON": (object(), "^an item holds a value"),
+    "no JSON": (object(), "^item holds a value"),
 }
 
 

@@ -98,13 +98,7 @@ def encode_item(values: JsonObject) -> bytes:
             return _PREFIX + data
     except ValueError:
         pass  # the values hold a lone surrogate, or a value that `to_values` rejects
-    levels = json_text.MAX_LEVELS
-    checked, is_lossy = json_text.to_values(
-        values, levels=levels, bytes_mode="base64", reject="item"
-    )
-    if is_lossy:
-        raise ValueError("an item holds a value that cannot be converted to JSON")
-    return _PREFIX + json_text.dumps(checked)
+    return _PREFIX + json_text.dumps(json_text.exact_values(values, json_text.MAX_LEVELS, "item"))
 
 
 def _encode_slowly(event: Event, replaces: bool) -> bytes:

@@ -191,6 +191,17 @@ def to_values(
     return result[0], replaced
 
 
+def exact_values(root: JsonObject, levels: int, name: str) -> JsonObject:
+    """Return *root* as JSON values; if one has no JSON form within the limits, raise ValueError.
+
+    The error calls *root* by *name*.
+    """
+    values, is_lossy = to_values(root, levels=levels, bytes_mode="base64", reject=name)
+    if is_lossy:
+        raise ValueError(f"{name} holds a value without JSON form: convert it first")
+    return values
+
+
 def _json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
     try:
         return to_jsonable_python(value, bytes_mode=bytes_mode), False

@@ -214,7 +214,7 @@ class _ArtifactRun:
         values = {"part": version.part, "metadata": version.metadata, "time": version.time}
 
         def item(found: Collection) -> bytes:
-            if (version_count(found) if found.size else 0) != version.number:
+            if version_count(found) != version.number:
                 raise _Bad("a service has saved a version in the target meanwhile")
             return encode_item(new_item(values, blob, found))
 

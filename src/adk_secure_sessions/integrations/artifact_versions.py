@@ -82,13 +82,12 @@ def versions_of(collection: Collection) -> list[Version]:
 
 def version_count(collection: Collection) -> int:
     """Return how many versions the artifact has; *collection* needs at least the last item."""
-    *_, last = _described(collection)
-    return last.versions
+    return _described(collection)[-1].versions if collection.size else 0
 
 
 def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> JsonObject:
     """Return the JSON of an item that describes a new version with *values*."""
-    number = version_count(collection) if collection.size else 0
+    number = version_count(collection)
     values = values | {"version": number, "versions": number + 1}
     return values if blob is None else values | {"blob": _values(blob)}
 

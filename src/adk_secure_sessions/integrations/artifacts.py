@@ -26,6 +26,7 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.integrations.artifact_versions import (
     Version,
@@ -44,6 +45,7 @@ from adk_secure_sessions.tracebacks import hides_locals
 logger: logging.Logger = logging.getLogger(__name__)
 
 USER_PREFIX = "user:"
+_LEVELS = json_text.MAX_LEVELS - 2  # the item and its field take two levels
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
 
 
@@ -139,12 +141,11 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         """
         name = _collection_name(app_name, user_id, filename, session_id)
         part = _part(artifact)
-        content = _content(part)
-        if content is None:
+        if part.inline_data is None and part.text is None:
             if part.file_data is None:
                 raise InputValidationError("Not supported artifact type.")
             _check_reference(part, app_name, user_id, session_id)
-        values = _part_values(part)
+        values, content = _split(part)
         pieces = None if content is None else _one(content)
         return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
 
@@ -336,11 +337,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
 
         If the row is not stored, `purge blobs` deletes the unused blob.
         """
-        values: dict[str, Any] = {
-            "part": part,
-            "metadata": _checked_metadata(metadata),
-            "time": time.time(),
-        }
+        checked = json_text.exact_values(metadata or {}, _LEVELS, "custom_metadata")
+        values = {"part": part, "metadata": checked, "time": time.time()}
         encode_item(values)  # raises ValueError before anything is stored
         blob = None
         if pieces is not None:
@@ -349,7 +347,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         numbers: list[int] = []
 
         def item(found: Collection) -> bytes:
-            numbers.append(version_count(found) if found.size else 0)
+            numbers.append(version_count(found))
             return encode_item(new_item(values, blob, found))
 
         # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
@@ -456,30 +454,23 @@ def _part(artifact: object) -> types.Part:
     raise InputValidationError("artifact must be a Part, or a dictionary with fields of a Part.")
 
 
-def _content(part: types.Part) -> bytes | None:
-    if part.inline_data is not None:
-        return part.inline_data.data or b""
-    return None if part.text is None else encode_text(part.text)
-
-
-def _part_values(part: types.Part) -> dict[str, Any]:
-    """Return *part* as JSON values, without the bytes or the text that are stored as a blob."""
-    bare = part.model_copy()
+def _split(part: types.Part) -> tuple[JsonObject, bytes | None]:
+    """Return *part* as JSON values, and its bytes or its text, which are stored as a blob."""
+    bare, content = part.model_copy(), None
     is_text = part.inline_data is None and part.text is not None
     if part.inline_data is not None:
+        content = part.inline_data.data or b""
         bare.inline_data = part.inline_data.model_copy(update={"data": None})
-    elif is_text:
-        bare.text = None
+    elif part.text is not None:
+        content, bare.text = encode_text(part.text), None
     try:
         dumped = bare.model_dump(exclude_none=True, warnings="error")
     except ValueError:  # do not chain this error: its text may quote a value
         dumped = None
     if dumped is not None:
-        values, _ = json_text.to_values(
-            dumped, levels=json_text.MAX_LEVELS - 2, bytes_mode="base64", reject="artifact"
-        )
+        values = json_text.exact_values(dumped, _LEVELS, "artifact")
         if _restored(values) == bare:
-            return values | {"text": ""} if is_text else values
+            return values | ({"text": ""} if is_text else {}), content
     raise ValueError(
         "the artifact is not stored, because it could not be read back as it is: a field holds a "
         "value that JSON cannot represent, or that google-adk rejects"
@@ -496,18 +487,6 @@ def _restored(values: dict[str, Any]) -> types.Part | None:
 
 async def _one(content: bytes) -> AsyncIterator[bytes]:
     yield content
-
-
-def _checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
-    values, is_lossy = json_text.to_values(
-        metadata or {},
-        levels=json_text.MAX_LEVELS - 2,
-        bytes_mode="base64",
-        reject="custom_metadata",
-    )
-    if is_lossy:
-        raise ValueError("custom_metadata holds a value that has no JSON form")
-    return values
 
 
 def _check_reference(

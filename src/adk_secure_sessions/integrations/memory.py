@@ -7,7 +7,7 @@ added and dropped: see `formats.memory_items`.  The decrypted entries are cached
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from google.adk.events import Event
 from google.adk.memory import BaseMemoryService
@@ -613,9 +613,5 @@ def _metadata(values: Mapping[str, object] | None, name: str) -> bytes | None:
     return _json(dict(values), name)
 
 
-def _json(fields: dict[str, Any], name: str) -> bytes:
-    """Return the JSON of *fields*; raise ValueError if there is none, or if it exceeds a limit."""
-    values, is_lossy = json_text.to_values(fields, levels=_LEVELS, bytes_mode="base64", reject=name)
-    if is_lossy:
-        raise ValueError(f"{name} holds a value without JSON form: convert it first")
-    return json_text.dumps(values)
+def _json(fields: JsonObject, name: str) -> bytes:
+    return json_text.dumps(json_text.exact_values(fields, _LEVELS, name))
