@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 
 from adk_secure_sessions import ConfigurationError
-from adk_secure_sessions.crypto.package_1x import Package1xKeys
+from adk_secure_sessions.crypto.package_1x import Package1xKeys, is_envelope, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
-from adk_secure_sessions.formats.envelopes_1x import (
-    FERNET,
-    is_envelope,
-    parse_envelope,
-)
 
 PLAINTEXT = b'{"k": "v"}'
 PASSPHRASE = "my-secret-passphrase"
@@ -39,12 +34,6 @@ WITH_AES = "AQIAAQIDBAUGBwgJCgs8IL05/8Xgba88/3j5OSMbjzm9JDdnXitXHw=="
 VALUES = [SALTED, UNSALTED, WITH_FERNET_KEY, WITH_AES]
 
 
-def decrypt(keys: Package1xKeys, stored: str | bytes) -> bytes:
-    envelope = parse_envelope(stored)
-    fernet = envelope.backend_id == FERNET
-    return (keys.decrypt_fernet if fernet else keys.decrypt_aes_256_gcm)(envelope.body)
-
-
 @pytest.fixture(scope="module")
 def keys() -> Package1xKeys:
     return Package1xKeys([PASSPHRASE, DIRECT])
@@ -55,11 +44,11 @@ def test_value_is_decrypted_with_the_key_that_fits(keys: Package1xKeys, stored: 
     envelope = base64.b64decode(stored)
     for start in (stored[:4], stored, stored.encode(), envelope[:4], envelope):
         assert is_envelope(start)
-    assert parse_envelope(stored).is_base64 is True
-    assert parse_envelope(envelope).is_base64 is False
-    assert decrypt(keys, stored) == PLAINTEXT
-    assert decrypt(keys, stored.encode()) == PLAINTEXT
-    assert decrypt(keys, envelope) == PLAINTEXT  # as releases before 1.1 stored it
+    assert parse_envelope(stored) == (envelope, True)
+    assert parse_envelope(envelope) == (envelope, False)
+    assert keys.decrypt(stored) == PLAINTEXT
+    assert keys.decrypt(stored.encode()) == PLAINTEXT
+    assert keys.decrypt(envelope) == PLAINTEXT  # as releases before 1.1 stored it
 
 
 @pytest.mark.parametrize("stored", VALUES)
@@ -69,17 +58,17 @@ def test_modified_value_is_rejected(keys: Package1xKeys, stored: str) -> None:
         modified = bytearray(envelope)
         modified[position] ^= 1
         with pytest.raises(TamperedError):
-            decrypt(keys, bytes(modified))
+            keys.decrypt(bytes(modified))
 
 
 @pytest.mark.parametrize("key", [RAW, DIRECT, RAW.hex(), base64.b64encode(RAW).decode()])
 def test_aes_key_may_be_bytes_or_text(key: str | bytes) -> None:
-    assert decrypt(Package1xKeys([key]), WITH_AES) == PLAINTEXT
+    assert Package1xKeys([key]).decrypt(WITH_AES) == PLAINTEXT
 
 
 @pytest.mark.parametrize("key", [DIRECT, DIRECT.encode(), DIRECT + "\n", DIRECT.replace("=", "==")])
 def test_text_that_1x_takes_for_a_fernet_key_is_one(key: str | bytes) -> None:
-    assert decrypt(Package1xKeys([key]), WITH_FERNET_KEY) == PLAINTEXT
+    assert Package1xKeys([key]).decrypt(WITH_FERNET_KEY) == PLAINTEXT
 
 
 @pytest.mark.parametrize(
@@ -91,7 +80,7 @@ def test_text_that_1x_takes_for_a_fernet_key_is_one(key: str | bytes) -> None:
 )
 def test_missing_kind_of_key_is_named(key: str, stored: str, message: str) -> None:
     with pytest.raises(UnknownKeyError, match=message):
-        decrypt(Package1xKeys([key]), stored)
+        Package1xKeys([key]).decrypt(stored)
 
 
 def test_wrong_key_is_rejected() -> None:
@@ -99,7 +88,7 @@ def test_wrong_key_is_rejected() -> None:
     keys = Package1xKeys([other, base64.urlsafe_b64encode(other)])
     for stored in (WITH_FERNET_KEY, WITH_AES):
         with pytest.raises(TamperedError, match="wrong key"):
-            decrypt(keys, stored)
+            keys.decrypt(stored)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +110,7 @@ def test_wrong_key_is_rejected() -> None:
 )
 def test_malformed_value_is_rejected(keys: Package1xKeys, stored: object, reason: Reason) -> None:
     with pytest.raises(DecryptionError) as caught:
-        decrypt(keys, stored)  # type: ignore[arg-type]
+        keys.decrypt(stored)
     assert caught.value.reason == reason
 
 
@@ -143,7 +132,7 @@ def test_keys_are_not_shown(keys: Package1xKeys) -> None:
     with pytest.raises(TypeError):
         pickle.dumps(keys)
     with pytest.raises(TamperedError) as caught:
-        decrypt(keys, bytes([1, 2]) + bytes(40))
+        keys.decrypt(bytes([1, 2]) + bytes(40))
     frames = [entry.path.name for entry in caught.traceback if isinstance(entry.path, Path)]
     assert "package_1x.py" not in frames
 

@@ -28,11 +28,12 @@ from adk_secure_sessions import (
     DecryptionError,
     FernetBackend,
     KeyServiceError,
+    Reason,
     WrongKeyError,
 )
 from adk_secure_sessions.backends.named import NAMES
-from adk_secure_sessions.crypto.package_1x import Package1xKeys
-from adk_secure_sessions.formats import blobs, envelopes_1x, events, json_text, memory_items, states
+from adk_secure_sessions.crypto.package_1x import Package1xKeys, is_envelope
+from adk_secure_sessions.formats import blobs, events, json_text, memory_items, states
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.formats.records import (
     FLAGS,
@@ -444,17 +445,11 @@ def envelope(data: bytes) -> None:
     """A value of adk-secure-sessions 1.x, as bytes and as text."""
     for stored in (data, _text(data), data.decode("latin-1")):
         try:
-            parsed = envelopes_1x.parse_envelope(stored)
-        except DecryptionError:
-            continue
-        assert envelopes_1x.is_envelope(stored)
-        decrypt = (
-            _keys_1x().decrypt_fernet
-            if parsed.backend_id == envelopes_1x.FERNET
-            else _keys_1x().decrypt_aes_256_gcm
-        )
-        with suppress(DecryptionError):
-            decrypt(parsed.body)
+            _keys_1x().decrypt(stored)
+        except DecryptionError as error:
+            if error.reason is not Reason.AUTHENTICATION:
+                continue
+        assert is_envelope(stored)
 
 
 # --- blobs ---------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ PLAN: dict[str, list[list[str]]] = {
     "keys/data_keys.py": [["tests/test_data_keys.py"], ["tests/test_keyring.py"], _VECTORS],
     "keys/providers.py": [["tests/test_keys.py"], _VECTORS, ["tests/test_platforms.py"]],
     "formats/blobs.py": [["tests/test_blobs.py"]],
-    "crypto/chunks.py": [["tests/test_blobs.py"]],
     "crypto/key_material.py": [["tests/test_key_material.py"]],
     "tracebacks.py": [["tests/test_tracebacks.py"]],
     "keys/specs.py": [["tests/test_keys.py"]],
@@ -33,7 +32,6 @@ PLAN: dict[str, list[list[str]]] = {
     "backends/protocol.py": [["tests/test_backends.py"]],
     "backends/named.py": [["tests/test_named_backends.py"]],
     "crypto/package_1x.py": [["tests/test_package_1x_keys.py"]],
-    "formats/envelopes_1x.py": [["tests/test_package_1x_keys.py"]],
     "formats/states.py": [["tests/test_states.py"]],
     "formats/times.py": [["tests/test_times.py"]],
     "formats/json_text.py": [

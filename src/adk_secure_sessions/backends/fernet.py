@@ -50,65 +50,48 @@ class FernetCipher(KeyMaterial):
 
     def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
         """Encrypt, and return the bytes of a token: 0x80, time, IV, ciphertext, HMAC."""
-        token_key = self._token_key(associated_data)
-        return token_key.encrypt(plaintext, int(time.time()), os.urandom(_BLOCK))
-
-    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        """Return the plaintext of *sealed*, the bytes of a token.  Tokens do not expire."""
-        try:
-            return self._token_key(associated_data).decrypt(sealed)
-        # ValueError: the padding is wrong.  Only a program that has the key can make such a token.
-        except (InvalidSignature, ValueError):
-            raise TamperedError() from None
-
-    def _token_key(self, associated_data: bytes) -> "TokenKey":
-        return TokenKey(HKDFExpand(SHA256(), _KEY_LENGTH, associated_data).derive(self._key))
-
-
-class TokenKey(KeyMaterial):
-    """The key of one Fernet token: 16 bytes for HMAC, then 16 bytes for AES.
-
-    An object can encrypt or decrypt only one token, because its HMAC can be finished only once.
-    """
-
-    __slots__ = ("_aes", "_hmac")
-
-    def __init__(self, key: bytes) -> None:
-        self._hmac = HMAC(key[:16], SHA256())
-        self._aes = AES(key[16:])
-
-    def encrypt(self, plaintext: bytes, seconds: int, iv: bytes) -> bytes:
-        """Return the token of *plaintext*; *seconds* is the time since 1970."""
-        encryptor = SymmetricCipher(self._aes, CBC(iv)).encryptor()
+        mac, aes = self._token_keys(associated_data)
+        iv = os.urandom(_BLOCK)
+        encryptor = SymmetricCipher(aes, CBC(iv)).encryptor()
         missing = _BLOCK - len(plaintext) % _BLOCK
         padding = bytes([missing]) * missing  # PKCS #7
         token = b"".join(
             (
                 _VERSION,
-                seconds.to_bytes(8, "big"),
+                int(time.time()).to_bytes(8, "big"),
                 iv,
                 encryptor.update(plaintext),
                 encryptor.update(padding),
                 encryptor.finalize(),
             )
         )
-        self._hmac.update(token)
-        return token + self._hmac.finalize()
+        mac.update(token)
+        return token + mac.finalize()
 
-    def decrypt(self, token: bytes) -> bytes:
-        """Return the plaintext of *token*; raise InvalidSignature if it is not authentic.
+    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
+        """Return the plaintext of *sealed*, the bytes of a token.  Tokens do not expire."""
+        if len(sealed) < _START + _BLOCK + _MAC_LENGTH or not sealed.startswith(_VERSION):
+            raise TamperedError()
+        mac, aes = self._token_keys(associated_data)
+        signed = memoryview(sealed)[:-_MAC_LENGTH]
+        mac.update(signed)
+        try:
+            mac.verify(sealed[-_MAC_LENGTH:])
+            decryptor = SymmetricCipher(aes, CBC(sealed[_START - _BLOCK : _START])).decryptor()
+            padded = decryptor.update(signed[_START:]) + decryptor.finalize()
+            unpadder = PKCS7(8 * _BLOCK).unpadder()
+            return unpadder.update(padded) + unpadder.finalize()
+        # ValueError: the padding is wrong.  Only a program that has the key can make such a token.
+        except (InvalidSignature, ValueError):
+            raise TamperedError() from None
 
-        If only its padding or its length is wrong, raise ValueError.
-        """
-        if len(token) < _START + _BLOCK + _MAC_LENGTH or not token.startswith(_VERSION):
-            raise InvalidSignature
-        signed = memoryview(token)[:-_MAC_LENGTH]
-        self._hmac.update(signed)
-        self._hmac.verify(token[-_MAC_LENGTH:])
-        decryptor = SymmetricCipher(self._aes, CBC(token[_START - _BLOCK : _START])).decryptor()
-        padded = decryptor.update(signed[_START:]) + decryptor.finalize()
-        unpadder = PKCS7(8 * _BLOCK).unpadder()
-        return unpadder.update(padded) + unpadder.finalize()
+    def _token_keys(self, associated_data: bytes) -> tuple[HMAC, AES]:
+        return split_key(HKDFExpand(SHA256(), _KEY_LENGTH, associated_data).derive(self._key))
+
+
+def split_key(key: bytes) -> tuple[HMAC, AES]:
+    """Split the key of one Fernet token: 16 bytes for HMAC, then 16 bytes for AES."""
+    return HMAC(key[:16], SHA256()), AES(key[16:])
 
 
 @hides_locals

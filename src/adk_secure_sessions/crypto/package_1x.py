@@ -1,17 +1,21 @@
-"""Decrypt values that the backends of the distribution adk-secure-sessions 1.x have encrypted.
+"""Decrypt the states and events of the distribution adk-secure-sessions 1.x.
 
-That distribution is another author's, with the same name.  Only `migration.package_1x` uses this
-module, and nothing is encrypted with it.
+That distribution is another author's, with the same name.  Nothing is encrypted with this module.
+
+An envelope is `0x01 ‖ backend id ‖ ciphertext`.  Releases 0.1 and 1.0 store the bytes of the
+envelope, and later releases store them as base64 text.  The ciphertext has no associated data.  An
+envelope does not name its row or its key.
 
 `FernetBackend` of 1.x takes a Fernet key or a passphrase.  From a passphrase, it derives keys with
 PBKDF2, and since release 1.2 also with HKDF and a salt for each value.  `AesGcmBackend` takes 32
-bytes.  Neither backend uses associated data.
+bytes.
 """
 
+import binascii
 import hashlib
-import threading
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from cryptography.exceptions import InvalidTag
 from cryptography.fernet import Fernet, InvalidToken
@@ -23,12 +27,19 @@ from adk_secure_sessions.crypto.aead import KEY_LENGTH, NONCE_LENGTH
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
+    DecryptionError,
+    PlaintextRefusedError,
     Reason,
     TamperedError,
     UnknownKeyError,
 )
 from adk_secure_sessions.tracebacks import hides_locals
 
+_VERSION = b"\x01"
+_FERNET, _AES_256_GCM = 1, 2  # the backend ids
+_HEADER_LENGTH = 2
+# The number of base64 characters that contain the first 3 bytes of an envelope.
+_BASE64_START = 4
 _PBKDF2_SALT = b"adk-secure-sessions-fernet-v1"
 _ITERATIONS = 600_000
 _ITERATIONS_BEFORE_1_2 = 480_000
@@ -42,22 +53,35 @@ _LEAST_TOKEN = 100  # the minimum length of a Fernet token, in characters of bas
 _GCM_TAG_LENGTH = 16
 
 
-class _Passphrase(KeyMaterial):
-    """A passphrase, and the keys that were derived from it."""
+def is_envelope(start: str | bytes) -> bool:
+    """Return whether a stored value is an envelope, given the value or its first 4 characters."""
+    data = start.encode("utf-8", "surrogatepass") if isinstance(start, str) else start
+    if not data.startswith(_VERSION):
+        try:
+            data = binascii.a2b_base64(data[:_BASE64_START], strict_mode=True)
+        except ValueError:
+            return False
+    return data.startswith(_VERSION) and data[1:2] in (bytes([_FERNET]), bytes([_AES_256_GCM]))
 
-    def __init__(self, passphrase: bytes) -> None:
-        self._passphrase = passphrase
-        self._derived: dict[int, bytes] = {}
-        self._lock = threading.Lock()
 
-    def derived(self, iterations: int) -> bytes:
-        """Return the 32 bytes that PBKDF2 derives; the first call for *iterations* takes 0.2 s."""
-        with self._lock:
-            if iterations not in self._derived:
-                self._derived[iterations] = hashlib.pbkdf2_hmac(
-                    "sha256", self._passphrase, _PBKDF2_SALT, iterations, KEY_LENGTH
-                )
-            return self._derived[iterations]
+def parse_envelope(stored: object) -> tuple[bytes, bool]:
+    """Return the bytes of an envelope, and whether it is stored as base64, in text or bytes."""
+    if isinstance(stored, str):
+        stored = stored.encode("utf-8", "surrogatepass")
+    if not stored:
+        raise TamperedError("its encrypted value was removed", reason=Reason.MISSING)
+    data = stored if isinstance(stored, bytes) else b""
+    if data.startswith(b"{"):
+        raise PlaintextRefusedError("not encrypted: adk-secure-sessions 1.x did not write it")
+    is_base64 = not data.startswith(_VERSION)
+    if is_base64:
+        try:
+            data = binascii.a2b_base64(data, strict_mode=True)
+        except ValueError:
+            data = b""
+    if not data.startswith(_VERSION) or len(data) <= _HEADER_LENGTH:
+        raise TamperedError("not an envelope of adk-secure-sessions 1.x", reason=Reason.MALFORMED)
+    return data, is_base64
 
 
 @hides_locals
@@ -77,15 +101,28 @@ class Package1xKeys(KeyMaterial):
         if isinstance(keys, str | bytes):
             keys = [keys]
         self._fernets: list[Fernet] = []
-        self._passphrases: list[_Passphrase] = []
+        self._passphrases: list[bytes] = []
+        self._derived = cache(_derived)  # each derivation takes 0.2 s
         self._aes: list[AESGCM] = []
         for key in keys:
             self._add(key)
         if not self._passphrases and not self._fernets:
             raise ConfigurationError("give the keys of adk-secure-sessions 1.x")
 
-    def decrypt_fernet(self, sealed: bytes) -> bytes:
-        """Return the plaintext of *sealed*, a ciphertext of `FernetBackend`."""
+    def decrypt(self, stored: object) -> bytes:
+        """Return the plaintext of the envelope *stored*."""
+        data, _ = parse_envelope(stored)
+        backend_id, sealed = data[1], data[_HEADER_LENGTH:]
+        if backend_id == _FERNET:
+            return self._decrypt_fernet(sealed)
+        if backend_id == _AES_256_GCM:
+            return self._decrypt_aes_256_gcm(sealed)
+        raise DecryptionError(
+            f"encrypted by backend {backend_id}, which is not one of adk-secure-sessions 1.x",
+            reason=Reason.UNKNOWN_BACKEND,
+        )
+
+    def _decrypt_fernet(self, sealed: bytes) -> bytes:
         salt_end = 1 + _HKDF_SALT_LENGTH
         if sealed[:1] == bytes([_SALTED]) and len(sealed) >= salt_end + _LEAST_TOKEN:
             if not self._passphrases:
@@ -95,8 +132,7 @@ class Package1xKeys(KeyMaterial):
             raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
         return _first(self._unsalted(), sealed)
 
-    def decrypt_aes_256_gcm(self, sealed: bytes) -> bytes:
-        """Return the plaintext of *sealed*, a ciphertext of `AesGcmBackend`."""
+    def _decrypt_aes_256_gcm(self, sealed: bytes) -> bytes:
         if len(sealed) < NONCE_LENGTH + _GCM_TAG_LENGTH:
             raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
         if not self._aes:
@@ -123,18 +159,22 @@ class Package1xKeys(KeyMaterial):
             self._fernets.append(Fernet(data))
             raw.append(urlsafe_b64decode(data))
         except ValueError:
-            self._passphrases.append(_Passphrase(data))
+            self._passphrases.append(data)
         self._aes += [AESGCM(one) for one in raw if len(one) == KEY_LENGTH]
 
     def _salted(self, salt: bytes) -> Iterator[Fernet]:
         for passphrase in self._passphrases:
             hkdf = HKDF(SHA256(), KEY_LENGTH, salt, _HKDF_INFO)
-            yield _fernet(hkdf.derive(passphrase.derived(_ITERATIONS)))
+            yield _fernet(hkdf.derive(self._derived(passphrase, _ITERATIONS)))
 
     def _unsalted(self) -> Iterator[Fernet]:
         yield from self._fernets
         for passphrase in self._passphrases:
-            yield _fernet(passphrase.derived(_ITERATIONS_BEFORE_1_2))
+            yield _fernet(self._derived(passphrase, _ITERATIONS_BEFORE_1_2))
+
+
+def _derived(passphrase: bytes, iterations: int) -> bytes:
+    return hashlib.pbkdf2_hmac("sha256", passphrase, _PBKDF2_SALT, iterations, KEY_LENGTH)
 
 
 def _fernet(key: bytes) -> Fernet:

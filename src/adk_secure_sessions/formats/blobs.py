@@ -1,5 +1,10 @@
 """Encrypt and decrypt blobs: long values that consist of chunks (docs/format.md, "Blobs").
 
+The numbered chunks are encrypted with AES-256-GCM as in STREAM: Hoang, Reyhanitabar, Rogaway and
+Vizár, "Online Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", CRYPTO 2015.  A
+nonce consists of the number of the chunk, and of whether it is the last one.  Therefore a chunk
+decrypts only at its own position, and a blob whose last chunks were removed is rejected.
+
 Between two calls, a `BlobEncryptor` or `BlobDecryptor` holds at most one chunk, so the
 memory used does not grow with the size of the blob.  Each object processes one blob, once.
 """
@@ -7,8 +12,10 @@ memory used does not grow with the size of the blob.  Each object processes one 
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
-from adk_secure_sessions.crypto.chunks import TAG_LENGTH, ChunkCipher
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.tracebacks import hides_locals
@@ -18,6 +25,7 @@ Bytes = bytes | bytearray | memoryview
 MAGIC = b"AKSB"
 VERSION = 1
 HEADER = MAGIC + bytes([VERSION])
+TAG_LENGTH = 16
 CHUNK_LENGTH = 65536  # bytes of plaintext in each chunk except the last, which may be shorter
 SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH  # bytes of such a chunk after encryption
 MAX_SIZE = 2**48  # bytes of plaintext in one blob
@@ -45,7 +53,7 @@ class BlobEncryptor(KeyMaterial):
     def __init__(self) -> None:
         self.key: bytes = os.urandom(KEY_LENGTH)
         self.size: int = 0
-        self._cipher = ChunkCipher(self.key, HEADER)
+        self._cipher = AESGCM(self.key)  # for this blob only: its nonces are not random
         self._next = 0  # number of the next chunk
         self._pending = bytearray()  # at most one chunk, which may be the last chunk of the blob
         self._is_finished = False
@@ -82,7 +90,7 @@ class BlobEncryptor(KeyMaterial):
     def _seal(self, plaintext: bytes | memoryview, is_last: bool) -> bytes:
         number = self._next
         self._next = number + 1
-        sealed = self._cipher.encrypt(number, is_last, plaintext)
+        sealed = self._cipher.encrypt(_nonce(number, is_last), plaintext, HEADER)
         return sealed if number else HEADER + sealed
 
 
@@ -103,10 +111,12 @@ class BlobDecryptor(KeyMaterial):
         *size* is the number of bytes of the whole plaintext.  It comes from the record that names
         the blob, never from the store.
         """
+        if len(key) != KEY_LENGTH:
+            raise ValueError(f"an AES-256 key is {KEY_LENGTH} bytes, got {len(key)}")
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size <= MAX_SIZE:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        self._cipher = ChunkCipher(key, HEADER)
+        self._cipher = AESGCM(key)
         self._chunks = chunk_count(size)
         self._next = start // CHUNK_LENGTH  # number of the next chunk
         chunk_end = chunk_count(stop)  # number of the chunk after the last chunk to read
@@ -158,12 +168,21 @@ class BlobDecryptor(KeyMaterial):
         if number == 0:
             _check_header(bytes(sealed[: len(HEADER)]))
             sealed = sealed[len(HEADER) :]
-        opened = self._cipher.decrypt(number, number == self._chunks - 1, sealed)
+        try:
+            nonce = _nonce(number, number == self._chunks - 1)
+            opened = self._cipher.decrypt(nonce, sealed, HEADER)
+        except InvalidTag:
+            detail = f"chunk {number}: wrong key, or the chunk was modified or moved"
+            raise TamperedError(detail) from None
         self._next = number + 1
         wanted = opened[self._skip : self._skip + self._left]
         self._skip = 0
         self._left -= len(wanted)
         plaintext.append(wanted)
+
+
+def _nonce(number: int, is_last: bool) -> bytes:
+    return number.to_bytes(11, "big") + bytes([is_last])
 
 
 def _check_header(header: bytes) -> None:

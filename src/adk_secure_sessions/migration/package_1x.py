@@ -1,7 +1,7 @@
 """Read databases that the distribution adk-secure-sessions 1.x has written.
 
 That distribution is another author's, with the same name.  It encrypts states and events, and
-stores them in tables like google-adk's.  `formats.envelopes_1x` describes the stored values.
+stores them in tables like google-adk's.  `crypto.package_1x` describes the stored values.
 """
 
 import asyncio
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.crypto.package_1x import Package1xKeys
+from adk_secure_sessions.crypto.package_1x import Package1xKeys, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.envelopes_1x import FERNET, parse_envelope
 from adk_secure_sessions.formats.states import TEMP_PREFIX, JsonObject
 from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, text
 from adk_secure_sessions.migration.adk_sql import AdkQueries, Kind, not_plaintext
@@ -138,7 +137,8 @@ class _Package1xQueries(AdkQueries):
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
         found = super().content(session, row, history)
         state = found.state
-        if not parse_envelope(row.state).is_base64:  # a release before 1.1
+        _, is_base64 = parse_envelope(row.state)
+        if not is_base64:  # a release before 1.1
             state = {key: state[key] for key in state if not key.startswith(TEMP_PREFIX)}
         # The query sorts the rows by their column `timestamp`.  This column is not authenticated.
         # Some releases stored local time in the column, others UTC.  So sort the events by their
@@ -148,7 +148,7 @@ class _Package1xQueries(AdkQueries):
 
     def convert_state(self, stored: object) -> JsonObject:
         try:
-            plaintext = self._opened(stored)
+            plaintext = self._keys.decrypt(stored)
         except DecryptionError as error:
             raise ConversionError(f"its state: {error}") from None
         return state_of(plaintext, "its")
@@ -157,7 +157,7 @@ class _Package1xQueries(AdkQueries):
         event_id, invocation_id, timestamp, stored = row
         names = {"id": text(event_id), "invocation_id": text(invocation_id)}
         try:
-            plaintext = self._opened(stored)
+            plaintext = self._keys.decrypt(stored)
             fields = json_text.loads(plaintext)
         except DecryptionError as error:
             raise ConversionError(str(error)) from None
@@ -165,9 +165,3 @@ class _Package1xQueries(AdkQueries):
             if (fields.get(name) or column) != column:
                 raise ConversionError(f"its column {name} differs from its encrypted {name}")
         return event_of(plaintext, names, timestamp, UTC)
-
-    def _opened(self, stored: object) -> bytes:
-        envelope = parse_envelope(stored)
-        if envelope.backend_id == FERNET:
-            return self._keys.decrypt_fernet(envelope.body)
-        return self._keys.decrypt_aes_256_gcm(envelope.body)
