@@ -77,7 +77,7 @@ async def made(*roots: KeyProvider) -> list[MasterKeyRow]:
 
 
 async def row_of(purpose: str, root: KeyProvider, created_at: int) -> MasterKeyRow:
-    return (await new_master(purpose, root, DATABASE, created_at)).row
+    return (await new_master(purpose, root, DATABASE, created_at))[0]
 
 
 async def opened(
@@ -413,7 +413,7 @@ async def test_wrapped_key_of_more_than_64_kib_is_not_stored(length: int) -> Non
     """Another process would not read it."""
     root = KeyService(bytes(length))
     if length == 65_536:
-        assert (await new_master(DATA, root, DATABASE, 0)).row.wrapped == bytes(length)
+        assert (await new_master(DATA, root, DATABASE, 0))[0].wrapped == bytes(length)
         return
     message = f"root key {ROOT.key_id!r} wraps a master key in more than 65536 bytes"
     with pytest.raises(KeyServiceError, match=message):

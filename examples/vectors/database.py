@@ -227,8 +227,8 @@ async def _add_master(path: Path, backend: EncryptionBackend) -> None:
         query = "SELECT value FROM secure_meta WHERE name = 'database_id'"
         ((database_id,),) = connection.execute(query)
         now = vars(setup)["time"].time_ns() // 1000  # the fixed clock
-        made = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), now)
-        connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", made.row)
+        row, _ = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), now)
+        connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", row)
 
 
 async def _converse(

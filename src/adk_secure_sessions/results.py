@@ -16,7 +16,7 @@ session".
 from collections.abc import Iterator
 from dataclasses import field, fields
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 
 class _Count(NamedTuple):
@@ -32,11 +32,6 @@ class _Count(NamedTuple):
     @property
     def heading(self) -> tuple[str, bool]:
         return self.words, self.changes
-
-
-class _HasLine(Protocol):
-    @property
-    def line(self) -> str: ...
 
 
 def count(
@@ -100,7 +95,7 @@ class Result:
     def lines(self, dry_run: bool = False) -> Iterator[str]:
         """Yield a line for each listed row, and then those of the counters."""
         for name, totals in self._declared("totals"):
-            rows: tuple[_HasLine, ...] = getattr(self, name)
+            rows: tuple[Any, ...] = getattr(self, name)
             yield from (one.line for one in rows)
             more = sum(map(self._number, totals)) - len(rows)
             if totals and more > 0:

@@ -34,9 +34,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NAME = "adk_secure_sessions"
-# Asking OpenTelemetry whether a provider was set takes 4 µs, as much as encrypting two events.  The
-# application may set a provider at any time, so the question is repeated after this time.
-_RECHECK = 1.0  # seconds
 # The values of the attribute `SIZE`, and their upper limits: the bytes of plaintext that one
 # operation encrypts or decrypts.
 _SIZES = (1024, 16 * 1024, 256 * 1024, 4096 * 1024)
@@ -153,23 +150,16 @@ class _Instruments:
 _instruments = cache(_Instruments)
 
 
-class _Switch:
-    """Whether the application has set a meter provider or a tracer provider."""
+def _is_on() -> bool:
+    """Return whether the application has set a meter provider or a tracer provider.
 
-    def __init__(self) -> None:
-        self._check_at = 0.0
-        self._is_on = False
-
-    def is_on(self) -> bool:
-        """Return whether a provider was set, as of at most `_RECHECK` seconds ago."""
-        now = time.monotonic()
-        if now >= self._check_at:
-            self._check_at = now + _RECHECK
-            self._is_on = _has_providers()
-        return self._is_on
+    The answer may be a second old: asking OpenTelemetry takes as long as encrypting two events.
+    """
+    return _has_providers(int(time.monotonic()))
 
 
-def _has_providers() -> bool:
+@lru_cache(maxsize=1)
+def _has_providers(_second: int) -> bool:
     if "opentelemetry" not in sys.modules:
         return False
     from opentelemetry import metrics, trace
@@ -186,21 +176,15 @@ def _records(provider: object) -> bool:
     return not module.startswith(("opentelemetry.metrics", "opentelemetry.trace"))
 
 
-_is_on = _Switch().is_on
+_error_names, _backend_names, _provider_names = set[str](), set[str](), set[str]()
 
 
-class _Names(set[str]):
-    """The names that an attribute has had, at most `_MOST_NAMES`."""
-
-    def limited(self, name: str) -> str:
-        """Return *name*, or `_OTHER` if the attribute already has too many other names."""
-        if name not in self and len(self) >= _MOST_NAMES:
-            return _OTHER
-        self.add(name)
-        return name
-
-
-_error_names, _backend_names, _provider_names = _Names(), _Names(), _Names()
+def _limited(name: str, names: set[str]) -> str:
+    """Return *name*, or `_OTHER` if the attribute has had many other *names*."""
+    if name not in names and len(names) >= _MOST_NAMES:
+        return _OTHER
+    names.add(name)
+    return name
 
 
 _Attributes = dict[str, str | bool]
@@ -218,7 +202,7 @@ class WorkKind:
 @lru_cache(maxsize=256)  # two databases in one operation have the same kinds
 def cipher_kind(backend: str, direction: str) -> WorkKind:
     """Return the kind of an encryption or a decryption: *direction* is `encrypt` or `decrypt`."""
-    of_amount: _Attributes = {BACKEND: _backend_names.limited(backend), DIRECTION: direction}
+    of_amount: _Attributes = {BACKEND: _limited(backend, _backend_names), DIRECTION: direction}
     return WorkKind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
 
 
@@ -323,7 +307,7 @@ class _Measured:
         seconds = perf_counter() - self.began
         attributes = self.attributes
         if failed is not None:
-            attributes = {**attributes, ERROR: _error_names.limited(failed.__qualname__)}
+            attributes = {**attributes, ERROR: _limited(failed.__qualname__, _error_names)}
         self.duration.record(seconds, attributes)
         if self.token is not None:
             self.otel.context.detach(self.token)
@@ -376,7 +360,7 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
     """Await *call*, one request (`wrap` or `unwrap`) to a key service, and measure it."""
     if not _is_on():
         return await call()
-    otel, provider = _instruments(), _provider_names.limited(provider)
+    otel, provider = _instruments(), _limited(provider, _provider_names)
     attributes = {PROVIDER: provider, OPERATION: operation}
     name = f"{provider}.{operation}"
     with _Measured(otel, name, otel.client, otel.key_service_duration, attributes):

@@ -8,10 +8,9 @@ import base64
 import hashlib
 import os
 import re
-import threading
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
@@ -23,6 +22,7 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
+from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
@@ -72,14 +72,6 @@ _RETRYABLE = {
 _TOO_MANY, _SERVER_ERROR = 429, 500  # HTTP status codes
 
 
-class _ProcessSession(NamedTuple):
-    """A botocore session and its lock.  Only the process with the id *pid* may use them."""
-
-    pid: int
-    lock: threading.Lock
-    botocore: Any
-
-
 @hides_locals
 class AwsKmsKey(RemoteKey):
     """A root key that is a symmetric key of AWS KMS; key spec `aws-kms:ARN-or-alias`.
@@ -127,7 +119,8 @@ class AwsKmsKey(RemoteKey):
         self._profile = profile
         self._endpoint_url = endpoint_url
         self._region = region or named["region"]
-        self._current: _ProcessSession | None = None
+        self._sessions: dict[int, Any] = {}  # the botocore session, by the id of its process
+        self._one_client = ThreadLock()  # botocore sessions create one client at a time
         try:
             self._region = self._region or self._default_region()
             # A client that does not sign needs no credentials, which may come from a slow service.
@@ -235,25 +228,25 @@ class AwsKmsKey(RemoteKey):
     def _client(self, **options: Any) -> Any:
         from botocore.config import Config
 
-        current = self._process_session()
         config = Config(
             connect_timeout=self._timeout,
             read_timeout=self._timeout,
             retries={"total_max_attempts": 1},  # RemoteKey retries
             **options,
         )
-        with current.lock:
-            return current.botocore.create_client(
+        with self._one_client.lock:
+            return self._session().create_client(
                 "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
             )
 
-    def _process_session(self) -> _ProcessSession:
+    def _session(self) -> Any:
+        """Return the botocore session of this process: a forked process needs its own."""
         from urllib.request import getproxies  # this module imports 20 others
 
         from botocore.session import Session
 
-        current = self._current
-        if current is None or current.pid != os.getpid():
+        pid = os.getpid()
+        if pid not in self._sessions:
             session = Session(profile=self._profile)
             # In the mode "auto", botocore asks the machine's metadata service for the region, and
             # may ask it through a proxy.
@@ -261,14 +254,11 @@ class AwsKmsKey(RemoteKey):
             session.register("before-send", partial(_send_plain_http_directly, self._timeout))
             if "http" in getproxies():
                 _ask_metadata_service_directly(session)
-            current = _ProcessSession(os.getpid(), threading.Lock(), session)
-            self._current = current
-        return current
+            self._sessions = {pid: session}
+        return self._sessions[pid]
 
     def _default_region(self) -> str:
-        known = self._process_session().botocore.get_config_variable("region") or os.environ.get(
-            "AWS_REGION"
-        )
+        known = self._session().get_config_variable("region") or os.environ.get("AWS_REGION")
         if not known:
             raise ConfigurationError("no AWS region is known: give region, or set AWS_REGION")
         return str(known)

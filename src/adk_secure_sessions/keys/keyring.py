@@ -112,13 +112,6 @@ class MasterKeyRow(NamedTuple):
         return context(parts, self.id, self.created_at)
 
 
-class NewMaster(NamedTuple):
-    """A master key that `new_master` created, and the row to store."""
-
-    row: MasterKeyRow
-    key: UnwrappedMaster
-
-
 class Separation(NamedTuple):
     """The state of an unfinished `separate`, which gives a copy of a database its own id and keys.
 
@@ -250,11 +243,13 @@ def _typed(row: MasterKeyRow) -> tuple[tuple[type, object], ...]:
     return tuple((type(value), value) for value in row)
 
 
-async def new_master(purpose: str, root: KeyProvider, database_id: bytes, now: int) -> NewMaster:
-    """Create a random master key at the time *now* (microseconds since 1970), wrapped by *root*."""
+async def new_master(
+    purpose: str, root: KeyProvider, database_id: bytes, now: int
+) -> tuple[MasterKeyRow, UnwrappedMaster]:
+    """Create a random master key, wrapped by *root*, and return its row, created at *now*."""
     row = MasterKeyRow(new_key_id(), purpose, root.key_id, now, b"")
     key = UnwrappedMaster(secrets.token_bytes(KEY_LENGTH))
-    return NewMaster(await wrap_master_key(row, root, database_id, key), key)
+    return await wrap_master_key(row, root, database_id, key), key
 
 
 async def wrap_master_key(

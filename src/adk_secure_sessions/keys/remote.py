@@ -53,21 +53,16 @@ _MAX_ABANDONED = 100
 _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", default=False)
 
 
-class _Quiet(logging.Filter):
-    """Removes secrets from the messages that libraries log in our calls.
+def _log_filter(record: logging.LogRecord) -> bool:
+    """Remove secrets from the messages that libraries log in our calls.
 
     Debug messages may contain plaintext keys.  The traceback of an error leads to local variables,
     which error reporters record.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not _is_calling.get():
-            return True
-        record.exc_info = None
-        return record.levelno > logging.DEBUG
-
-
-_quiet = _Quiet()
+    if not _is_calling.get():
+        return True
+    record.exc_info = None
+    return record.levelno > logging.DEBUG
 
 
 @hides_locals
@@ -178,13 +173,13 @@ class RemoteKey(KeyMaterial):
 
 
 def _silence_libraries() -> None:
-    """Add the filter `_quiet` to every logger of the libraries in `_LOGGERS`.
+    """Add `_log_filter` to every logger of the libraries in `_LOGGERS`.
 
     A filter does not apply to child loggers, so each logger needs it.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LOGGERS:
-            logging.getLogger(name).addFilter(_quiet)
+            logging.getLogger(name).addFilter(_log_filter)
 
 
 async def in_thread(call: Callable[[], T]) -> T:

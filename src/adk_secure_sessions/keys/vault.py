@@ -12,7 +12,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_text, read_environment
@@ -51,11 +51,6 @@ _WORDS = {
     "is disallowed by policy": "min_decryption_version is above the version that wrapped it",
     "key not found": "there is no key of this name",
 }
-
-
-class _Answer(NamedTuple):
-    status: int
-    content: bytes
 
 
 @hides_locals
@@ -195,13 +190,13 @@ class VaultKey(RemoteKey):
         path = f"{self._mount}/{operation}/{self._name}"
         async with self._client() as client:
             token = await self._current_token(client, instead_of=None)
-            answer = await self._post(client, path, body, token)
-            if answer.status == _LOGIN_IS_NEEDED and self._login:
+            status, content = await self._post(client, path, body, token)
+            if status == _LOGIN_IS_NEEDED and self._login:
                 token = await self._current_token(client, instead_of=token)
-                answer = await self._post(client, path, body, token)
-        if answer.status != _OK:
-            raise self._explained(answer, operation)
-        return self._part(answer, "data")
+                status, content = await self._post(client, path, body, token)
+        if status != _OK:
+            raise self._explained(status, content, operation)
+        return self._part(content, "data")
 
     async def _current_token(self, client: "httpx.AsyncClient", *, instead_of: str | None) -> str:
         if self._token_file is not None:
@@ -228,22 +223,22 @@ class VaultKey(RemoteKey):
         raise self._failure(f"cannot read the token in {str(path)!r}", "check that file")
 
     async def _log_in(self, client: "httpx.AsyncClient", login: Mapping[str, str]) -> str:
-        answer = await self._post(client, self._login_path, login, None)
-        if answer.status == _OK:
-            token = self._part(answer, "auth").get("client_token")
+        status, content = await self._post(client, self._login_path, login, None)
+        if status == _OK:
+            token = self._part(content, "auth").get("client_token")
             if isinstance(token, str) and _HEADER_VALUE.fullmatch(token):
                 return token
             raise self._unexpected_answer()
-        retryable = answer.status in _RETRYABLE
         raise self._failure(
-            f"Vault rejected the AppRole login ({answer.status})",
+            f"Vault rejected the AppRole login ({status})",
             f"check role_id, secret_id (expired, used up?), {self._login_path} and the namespace",
-            retryable=retryable,
+            retryable=status in _RETRYABLE,
         )
 
     async def _post(
         self, client: "httpx.AsyncClient", path: str, body: Mapping[str, str], token: str | None
-    ) -> "_Answer":
+    ) -> tuple[int, bytes]:
+        """Return the status code and the body of the answer."""
         import httpx
 
         headers = {} if token is None else {"X-Vault-Token": token}
@@ -251,8 +246,7 @@ class VaultKey(RemoteKey):
             async with client.stream(
                 "POST", f"{self._url}/{path}", json=body, headers=headers
             ) as response:
-                content = await self._content(response)
-                return _Answer(response.status_code, content)
+                return response.status_code, await self._content(response)
         except httpx.TransportError as error:
             if _is_certificate_error(error):
                 raise self._failure(
@@ -275,11 +269,10 @@ class VaultKey(RemoteKey):
                 return bytes(content)
         raise self._unreachable("sent an answer that is compressed or very long")
 
-    def _explained(self, answer: "_Answer", operation: str) -> Exception:
-        status = answer.status
+    def _explained(self, status: int, content: bytes, operation: str) -> Exception:
         found = None
         if status == _BAD_REQUEST:  # with other codes, the same words are about Vault's own storage
-            text = answer.content.decode(errors="replace")
+            text = content.decode(errors="replace")
             found = next((means for words, means in _WORDS.items() if words in text), None)
         if found == _TAMPERED and operation == "decrypt":
             return TamperedError()
@@ -304,9 +297,9 @@ class VaultKey(RemoteKey):
             "the key is of type aes256-gcm96, aes128-gcm96 or chacha20-poly1305 and not derived",
         )
 
-    def _part(self, answer: "_Answer", name: str) -> Mapping[str, Any]:
+    def _part(self, content: bytes, name: str) -> Mapping[str, Any]:
         try:
-            part = json.loads(answer.content)[name]
+            part = json.loads(content)[name]
         except (ValueError, KeyError, TypeError, RecursionError):
             part = None
         if not isinstance(part, dict):

@@ -132,7 +132,7 @@ class _MasterRotationRun(Rotation):
             # Services wrap new data keys with the data master that was created last.  So the new
             # data master must have a later time of creation than all other data masters.
             now = max([self.done.since, *(after_creation(keyring, row) for row in masters)])
-            fresh = (await new_master(DATA, root, database_id, now)).row
+            fresh, _ = await new_master(DATA, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.unit.change_keys(partial(_add, fresh, len(survey.keyring), database_id))

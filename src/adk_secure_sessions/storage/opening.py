@@ -81,10 +81,10 @@ async def open_database(
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
             created = marks
             if opened is None:
-                created = {**marks, meta.FEATURES: feature_mark(fresh[0].key.index(), database_id)}
-            await _make(executors.keys, part, keys, created, [made.row for made in fresh])
-            for made in fresh:
-                row = made.row
+                (_, index), _ = fresh
+                created = {**marks, meta.FEATURES: feature_mark(index.index(), database_id)}
+            await _make(executors.keys, part, keys, created, [row for row, _ in fresh])
+            for row, _ in fresh:
                 kind = f"{row.purpose} master"
                 record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
