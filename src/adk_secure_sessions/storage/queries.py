@@ -191,17 +191,18 @@ def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> S
     return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
-def _master() -> Select[Any]:
-    # To detect a keyring with too many rows, read one row more than a keyring may have.
-    return _first(MAX_ROWS + 1, _MASTER.select(), "masters")
-
-
 def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
     """Return a SELECT of the first *number* rows of *rows*, for use in a UNION ALL."""
     # Without an offset, SQLAlchemy would add a parameter for the offset on SQLite.  No caller has a
     # value for this parameter.
     limited = rows.limit(literal_column(str(number))).offset(_ZERO)
     return select(limited.subquery(name))
+
+
+# To detect a keyring with too many rows, read one row more than a keyring may have.
+_MASTERS = _first(MAX_ROWS + 1, _MASTER.select(), "masters")
+_KEYS = (_keys_of(_app_tag), _keys_of(_user_tag), _MASTERS)
+_APP_AND_USER = (_APP_ROW, _USER_ROW, _witness(_app_tag, _user_tag))
 
 
 def _session(
@@ -230,25 +231,24 @@ def index_row_of_user(user_row: Any) -> ColumnElement[int]:
     return row_id
 
 
-def _forms(*members: Select[Any]) -> QueryForms:
-    """Return the two forms of the UNION ALL of *members*, which read one app and one user."""
-    keys = (_keys_of(_app_tag), _keys_of(_user_tag), _master())
+_SESSION = (
+    _APP_ROW,
+    _USER_ROW,
+    _witness(_app_tag, _user_tag, _session_tag),
+    _session(sessions.c.tag == _session_tag),
+)
+
+
+def _forms(*members: Select[Any], keys: Iterable[Select[Any]] = _KEYS) -> QueryForms:
+    """Return the two forms of the UNION ALL of *members*; one also has *keys*, by default those of
+    one app and one user.
+    """
     return {False: union_all(*members), True: union_all(*members, *keys)}
 
 
 def _session_forms(*history: Select[Any]) -> QueryForms:
-    return _forms(
-        _APP_ROW,
-        _USER_ROW,
-        _witness(_app_tag, _user_tag, _session_tag),
-        _session(sessions.c.tag == _session_tag),
-        _SNAPSHOT.select(snapshots.c.session_row == _SESSION_ID),
-        *history,
-    )
-
-
-def _owner_forms(*more: Select[Any]) -> QueryForms:
-    return _forms(_APP_ROW, _USER_ROW, _witness(_app_tag, _user_tag), *more)
+    state = _SNAPSHOT.select(snapshots.c.session_row == _SESSION_ID)
+    return _forms(*_SESSION, state, *history)
 
 
 def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
@@ -258,7 +258,8 @@ def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
     Otherwise, an attacker could hide a session by marking its row as a collection.
     """
     mine = and_(sessions.c.user_row == _USER_ID, *conditions)
-    return _owner_forms(
+    return _forms(
+        *_APP_AND_USER,
         _listed(mine),
         _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, mine),
     )
@@ -280,12 +281,8 @@ def _listing_of_app() -> QueryForms:
         _listed(of_app, source=theirs),
         _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
     ]
-    keys = [
-        _KEY.select(data_keys.c.owner == _app_tag),
-        _KEY.select(data_keys.c.owner == users.c.tag, of_app),
-        _master(),
-    ]
-    return {False: union_all(*members), True: union_all(*members, *keys)}
+    keys_of_users = _KEY.select(data_keys.c.owner == users.c.tag, of_app)
+    return _forms(*members, keys=(_KEYS[0], keys_of_users, _MASTERS))
 
 
 @functools.cache
@@ -340,7 +337,6 @@ def page_of_sessions(
         rows = rows.where(sessions.c.user_row == _USER_ID)
     page = rows.limit(_limit).offset(_ZERO).cte("page")
     members = [
-        _APP_ROW,
         _listed(source=page.join(sessions, sessions.c.id == page.c.id)),
     ]
     if found_by in ("session", "user"):
@@ -348,16 +344,17 @@ def page_of_sessions(
     if with_snapshots:
         members.append(_SNAPSHOT.select(snapshots.c.session_row.in_(select(page.c.id))))
     if not of_app:
-        return _forms(*members, _USER_ROW, _witness(_app_tag, _user_tag))
+        return _forms(*_APP_AND_USER, *members)
     owners = users.c.id.in_(select(page.c.user_row))
     of_owners = select(users.c.tag).where(owners)
     members += [
+        _APP_ROW,
         USER.select(owners),
         _witness(_app_tag),
         WITNESS.select(witnesses.c.tag.in_(of_owners)),
     ]
-    keys = [_keys_of(_app_tag), _KEY.select(data_keys.c.owner.in_(of_owners)), _master()]
-    return {False: union_all(*members), True: union_all(*members, *keys)}
+    keys_of_owners = _KEY.select(data_keys.c.owner.in_(of_owners))
+    return _forms(*members, keys=(_KEYS[0], keys_of_owners, _MASTERS))
 
 
 def _last_events() -> Select[Any]:
@@ -374,10 +371,7 @@ SESSION_WITH_NEW_EVENTS = _session_forms(
 SESSION_WITHOUT_EVENTS = _session_forms()
 # Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
 SESSION_WITH_EVENTS_BETWEEN = _forms(
-    _APP_ROW,
-    _USER_ROW,
-    _witness(_app_tag, _user_tag, _session_tag),
-    _session(sessions.c.tag == _session_tag),
+    *_SESSION,
     _EVENT.select(
         events.c.session_row == _SESSION_ID,
         events.c.seq.between(bindparam("first", type_=BigInteger), bindparam("last")),
@@ -386,14 +380,18 @@ SESSION_WITH_EVENTS_BETWEEN = _forms(
 SESSIONS_OF_USER = _listing()
 COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == literal_column(str(COLLECTION)))
 SESSIONS_OF_APP = _listing_of_app()
-OWNERS = _owner_forms()
+OWNERS = _forms(*_APP_AND_USER)
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
 # a row says whether a session or a state was imported before.
 IMPORTED_SESSION = _session_forms(_MIGRATED.select(migrated.c.tag.in_([_user_tag, _session_tag])))
-IMPORTED_OWNERS = _owner_forms(_MIGRATED.select(migrated.c.tag.in_([_app_tag, _user_tag])))
+IMPORTED_OWNERS = _forms(
+    *_APP_AND_USER, _MIGRATED.select(migrated.c.tag.in_([_app_tag, _user_tag]))
+)
 # The next two queries also read the rows of `secure_state_index` of the session or the user.
 INDEXED_SESSION = _session_forms(_INDEXED.select(indexed.c.row_id == _SESSION_ID))
-INDEXED_USER = _owner_forms(_INDEXED.select(indexed.c.row_id == index_row_of_user(_USER_ID)))
+INDEXED_USER = _forms(
+    *_APP_AND_USER, _INDEXED.select(indexed.c.row_id == index_row_of_user(_USER_ID))
+)
 EVENT_AT = _EVENT.select(
     events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
 )
@@ -649,9 +647,9 @@ def data_keys_of(number: int) -> CompoundSelect[Any]:
     It is for a key database, whose rows cannot be read together with the data, and for commands.
     """
     if number > _FEW:
-        return union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _master())
+        return union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _MASTERS)
     first, second = (bindparam(f"v{n}", type_=LargeBinary) for n in range(_FEW))
-    return union_all(_keys_of(first), _keys_of(second, second != first), _master())
+    return union_all(_keys_of(first), _keys_of(second, second != first), _MASTERS)
 
 
 @functools.cache
