@@ -16,9 +16,18 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from google.adk.events import Event, EventActions
+from google.adk.memory.memory_entry import MemoryEntry
 from google.adk.sessions import Session
+from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ConfigurationError,
+    EncryptedMemoryService,
+    EncryptedSessionService,
+)
+from adk_secure_sessions.integrations import adk
+from adk_secure_sessions.integrations.memory_index import UserMemory
 from tests.processes import FORKS, IMPORTED_ONCE, children, results, say_imported
 from tests.servers import Server
 
@@ -343,6 +352,41 @@ def close_in_a_fork_while_a_thread_has_the_lock(say: Say, url: str) -> None:
 def test_service_can_be_closed_in_a_process_that_was_forked_during_a_call(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/s.db"
     assert results((close_in_a_fork_while_a_thread_has_the_lock, url)) == [[0]]
+
+
+def search_in_a_fork_while_a_thread_has_the_locks(say: Say, url: str) -> None:
+    user: dict[str, Any] = {"app_name": APP, "user_id": USER}
+    uri = f"encrypted+{url}?key=file:{url.partition('///')[2]}.key"
+    service = EncryptedMemoryService(open_service(url))
+
+    async def search(text: str) -> int:
+        return len((await service.search_memory(**user, query=text)).memories)
+
+    def child() -> None:
+        signal.alarm(10)  # ends the child if it waits for a lock
+        assert asyncio.run(search("needle")) == 1
+        with pytest.raises(ConfigurationError, match="file"):
+            adk.session_service(uri)
+
+    async def remember() -> UserMemory | None:
+        content = types.Content(parts=[types.Part(text="needle")])
+        await service.add_memory(**user, memories=[MemoryEntry(content=content)])
+        assert await search("needle") == 1
+        return (await service._cache()).get((APP, USER))
+
+    memory = asyncio.run(remember())
+    assert memory is not None
+    with memory.lock, adk._lock.lock:
+        started = forked(child)
+    say(ended(started))
+
+
+@needs_fork
+def test_memory_can_be_searched_in_a_process_that_was_forked_during_a_search(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path}/s.db"
+    assert results((search_in_a_fork_while_a_thread_has_the_locks, url)) == [[0]]
 
 
 def fork_with_database_in_memory(say: Say) -> None:

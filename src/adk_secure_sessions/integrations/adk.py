@@ -28,7 +28,7 @@ from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.formats.times import parse_age
-from adk_secure_sessions.loops import bound
+from adk_secure_sessions.loops import ThreadLock, bound
 from adk_secure_sessions.service import EncryptedSessionService
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -294,12 +294,12 @@ def register() -> None:
 # --- One service for each database ----------------------------------------------------------------
 
 _services: dict[tuple[object, ...], EncryptedSessionService] = {}
-_lock = threading.Lock()
+_lock = ThreadLock()
 
 
 def _shared(uri: ServiceUri) -> EncryptedSessionService:
     which = uri._replace(blobs=None, allow_http=False)
-    with _lock:
+    with _lock.lock:
         if which not in _services:
             backend, additional = backends_for(uri.backends, uri.keys)
             service = EncryptedSessionService(

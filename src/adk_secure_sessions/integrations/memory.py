@@ -5,6 +5,7 @@ added and dropped: see `formats.memory_items`.  The decrypted entries are cached
 `memory_index`.
 """
 
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
@@ -408,7 +409,10 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
     # --- read ------------------------------------------------------------------------------------
 
     async def _cache(self) -> "_Cache":
-        return await self._collections.cache(self, lambda: SizedLru(self._cache_entries))
+        # A forked process begins with an empty cache: a thread of the parent may hold the lock of
+        # a `UserMemory`, and be changing it.
+        key = (self, os.getpid())
+        return await self._collections.cache(key, lambda: SizedLru(self._cache_entries))
 
     async def _current(self, cache: "_Cache", app_name: str, user_id: str) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""
