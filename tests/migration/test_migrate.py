@@ -5,7 +5,7 @@ import logging
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.maintenance import purge, verify
 from adk_secure_sessions.migration import Migration, Selection, compare, migrate
-from adk_secure_sessions.migration.encrypted_sessions import EncryptedSessions
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
+from adk_secure_sessions.migration.walk import Walk
 from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.dying import Statements, dying
 from tests.migration.memory_source import APP, START, MemorySource, event
@@ -246,13 +246,14 @@ async def test_gone_session_that_a_service_continues_meanwhile_is_neither_delete
     source = filled()
     await copy(source, file_url)
     source.remove("ada", "s0")
-    delete = EncryptedSessions.delete
+    gone = Walk.gone
 
-    async def continued_before(target: EncryptedSessions, found: Any) -> bool:
-        await append(file_url, "ada", "s0")
-        return await delete(target, found)
+    async def continued_after(walk: Walk) -> AsyncIterator[Any]:
+        async for found in gone(walk):
+            await append(file_url, "ada", "s0")
+            yield found
 
-    monkeypatch.setattr(EncryptedSessions, "delete", continued_before)
+    monkeypatch.setattr(Walk, "gone", continued_after)
     assert (await copy(source, file_url, delete_gone=True)).gone == 0
     assert await stored(file_url, "ada", "s0") is not None
 

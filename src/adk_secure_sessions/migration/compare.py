@@ -11,13 +11,7 @@ from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.encrypted import reason_of
-from adk_secure_sessions.migration.encrypted_sessions import (
-    EncryptedSessions,
-    Pair,
-    SessionPair,
-    StatePair,
-)
+from adk_secure_sessions.migration.encrypted import reason_of, stored_content, stored_state
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     Selection,
@@ -31,6 +25,9 @@ from adk_secure_sessions.migration.walk import (
     Finding,
     Findings,
     Fingerprints,
+    Pair,
+    SessionPair,
+    StatePair,
     Walk,
     Workers,
     packed,
@@ -130,7 +127,7 @@ class Comparing:
     """One run of `compare`; *equal_states* has the ids and the JSON of each equal state."""
 
     walk: Walk
-    _target: EncryptedSessions
+    _db: Database
     _meter: Meter
 
     def __init__(self, source: Source, selection: Selection, *, show_ids: bool) -> None:
@@ -145,8 +142,8 @@ class Comparing:
     ) -> Comparison:
         """Compare everything; if *completes* is True, store or remove the mark."""
         began = time.monotonic()
-        self._target = await EncryptedSessions.of(db)
-        self.walk = Walk(self._source, self._target, self._selection)
+        self._db = db
+        self.walk = Walk(self._source, db, (await db.keys()).keyring.index, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
         async with Workers(_READS, _READ_BYTES) as workers:
             async for sessions in self.walk.sessions():
@@ -157,18 +154,18 @@ class Comparing:
                 await self._compare_state(state)
         async for changed in self.walk.changed():
             self._done.changed += 1
-            self._findings.add(self._target.tag(*changed.ids), _OLDER, *changed.ids)
-        async for gone in self.walk.gone():
+            self._findings.add(self.walk.tag(*changed.ids), _OLDER, *changed.ids)
+        async for ids, copy in self.walk.gone():
             self._done.changed += 1
-            self._findings.add(gone.tag, GONE, *gone.ids)
+            self._findings.add(copy.tag, GONE, *ids)
         self._meter.finish()
-        done, imports = self._done, self._target.imports
+        done = self._done
         done.clean = done.succeeded
         done.completed = completes and done.clean and self._selection == EVERYTHING
         done.completed = done.completed and done.sessions + done.states > 0
         if done.completed:
-            await imports.complete_migration()
-        done.withdrawn = completes and not done.clean and await imports.withdraw_migration()
+            await db.imports.complete_migration()
+        done.withdrawn = completes and not done.clean and await db.imports.withdraw_migration()
         done.findings = tuple(self._findings.kept)
         done.seconds = time.monotonic() - began
         return done
@@ -210,7 +207,7 @@ class Comparing:
             return CONFLICTS[pair.status]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
-        copy, problem = await _read(self._target.content(*pair.session.ids))
+        copy, problem = await _read(stored_content(self._db, *pair.session.ids))
         if problem:
             return problem
         if copy is None or pair.status is ImportStatus.DELETED:
@@ -240,7 +237,7 @@ class Comparing:
 
     async def _state_reason(self, pair: StatePair, state: bytes) -> str:
         """Return why *state* is not equal; empty if it is, or was changed later in the target."""
-        stored, problem = await _read(self._target.state(*pair.ids))
+        stored, problem = await _read(stored_state(self._db, *pair.ids))
         if stored is None:
             return problem
         if pair.status in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or json_text.same_json(

@@ -183,18 +183,39 @@ async def _content(db: Database, one: SourceSession) -> SessionContent | Unreada
     try:
         who = await db.unit.identify(*one.ids)
         found = await db.unit.run(reads.GetSession(who, _event))
-        return None if found is None else content_of(found[0].session, found[1])
+        return None if found is None else _content_of(found[0].session, found[1])
     except UNREADABLE as error:
         return Unreadable(reason_of(error))
 
 
-def content_of(stored: StoredSession, history: Sequence[SourceEvent]) -> SessionContent:
+def _content_of(stored: StoredSession, history: Sequence[SourceEvent]) -> SessionContent:
     with naming(snapshots.name, stored.id):
         snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
     with naming(sessions.name, stored.id):
         state = snapshot | loads(stored.overlay)
     expires_at = None if stored.expires_at == NEVER else stored.expires_at
     return SessionContent(state, history, stored.created_at, stored.updated_at, expires_at)
+
+
+async def stored_content(
+    db: Database, app_name: str, user_id: str, session_id: str
+) -> SessionContent | None:
+    """Return a session of *db*, even if it has expired; None if it does not exist."""
+    who = await db.unit.identify(app_name, user_id, session_id)
+    operation = reads.CheckSession(who, lambda plaintext, _row, _seq: plaintext)
+    found = await db.unit.run(operation)
+    if found is None:
+        return None
+    history = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
+    return _content_of(found[0].session, history)
+
+
+async def stored_state(db: Database, app_name: str, user_id: str | None = None) -> bytes:
+    """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
+    of_user = user_id is not None
+    who = await db.unit.identify(app_name, user_id or "")
+    owner = await db.unit.run(reads.CheckOwner(who, of_user=of_user))
+    return owner.state if owner else b"{}"
 
 
 def _event(plaintext: bytes, session_row: int, seq: int) -> SourceEvent:

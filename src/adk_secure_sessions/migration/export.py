@@ -12,6 +12,7 @@ from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.formats.times import datetime_of
+from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -21,8 +22,7 @@ from adk_secure_sessions.migration.adk_target import (
     SessionRows,
     json_of,
 )
-from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of
-from adk_secure_sessions.migration.encrypted_sessions import EncryptedSessions
+from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of, stored_state
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
@@ -30,7 +30,13 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Unreadable,
 )
-from adk_secure_sessions.migration.walk import Finding, Findings, Stop, Walk
+from adk_secure_sessions.migration.walk import (
+    Finding,
+    Findings,
+    Stop,
+    encode_states,
+    tag_of,
+)
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads
 
@@ -106,8 +112,8 @@ async def export_to_adk(
         DatabaseError: One of the databases raised an error.
     """
     run = _Exporting(db, app_name, user_id, skip_bad=skip_bad)
-    to_adk = _ToAdk(run, target)
-    return await run.run(partial(to_adk.write, verify=verify), progress, passes=2 if verify else 1)
+    write = partial(_write_to_adk, run, target, verify=verify)
+    return await run.run(write, progress, passes=2 if verify else 1)
 
 
 @command
@@ -146,13 +152,14 @@ async def export_lines(
 class _Exporting:
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
-    encrypted: EncryptedSessions  # it has the blind indexes of the findings
+    _index: BlindIndex  # for the blind indexes of the findings
 
     def __init__(
         self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
     ) -> None:
         self.done: Export = Export()
         self.db, self.app_name, self.user_id = db, app_name, user_id
+        self._source, self._selection = EncryptedSource(db), Selection(app_name)
         self._skip_bad = skip_bad
         self._findings = Findings(with_ids=False)
         # If only one user id is exported: the tag of this user in each app.
@@ -164,8 +171,8 @@ class _Exporting:
         """Call *write*, which reads all sessions *passes* times."""
         began = time.monotonic()
         # Notice a wrong key before anything is written.
-        self.encrypted = await EncryptedSessions.of(self.db)
-        number = await EncryptedSource(self.db).count(Selection(self.app_name))
+        self._index = (await self.db.keys()).keyring.index
+        number = await self._source.count(self._selection)
         if self.app_name is not None:
             add_facts(app=self.app_name)
         self._meter = Meter(progress, passes * number, None)
@@ -178,33 +185,32 @@ class _Exporting:
         self.done.seconds = time.monotonic() - began
         return self.done
 
-    def _walk(self) -> Walk:
-        return Walk(EncryptedSource(self.db), None, Selection(self.app_name), user_id=self.user_id)
-
     async def readable_sessions(
         self, *, reports: bool = True
     ) -> AsyncIterator[Mapping[Ids, SessionContent]]:
         """Yield the sessions in batches; with *reports*, reject those that cannot be decrypted."""
-        async for batch in self._walk().sessions():
-            for one in batch:
-                if one.ids[1] == self.user_id:
-                    self._record_user(one.ids[0])
-            yield {p.ids: p.content for p in batch if isinstance(p.content, SessionContent)}
-            for one in batch:
-                if reports and isinstance(one.content, Unreadable):
-                    has_ids = one.session is not None and one.session.has_ids
-                    self.reject(one.ids, one.content.reason, has_ids=has_ids)
-            await self._meter.advance(len(batch))
+        async for listed in self._source.sessions(self._selection):
+            if self.user_id is not None:
+                listed = [one for one in listed if one.user_id == self.user_id or not one.has_ids]
+            contents = await self._source.read(listed)
+            for one in contents:
+                if one.user_id == self.user_id:
+                    self._record_user(one.app_name)
+            yield {one.ids: c for one, c in contents.items() if isinstance(c, SessionContent)}
+            for one, content in contents.items():
+                if reports and isinstance(content, Unreadable):
+                    self.reject(one.ids, content.reason, has_ids=one.has_ids)
+            await self._meter.advance(len(contents))
 
     async def readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
         """Yield the states as JSON; with one user id, only the states of this user and its apps."""
-        async for batch in self._walk().states():
-            for one in batch:
-                if isinstance(one.content, Unreadable):
-                    if reports:
-                        self.reject(one.ids, one.content.reason, has_ids=False)
-                elif one.content is not None and self._is_wanted(*one.ids):
-                    yield one.ids, one.content
+        async for batch in self._source.states(self._selection):
+            for ids, state in encode_states(batch).items():
+                if isinstance(state, bytes):
+                    if self._is_wanted(*ids):
+                        yield ids, state
+                elif reports:
+                    self.reject(ids, state.reason, has_ids=False)
 
     def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
         if self.user_id is None:
@@ -216,85 +222,81 @@ class _Exporting:
     def _record_user(self, app_name: str) -> None:
         """Add the user's tag in this app to the audit record."""
         if self.user_id is not None and app_name not in self._users:
-            self._users[app_name] = self.encrypted.tag(app_name, self.user_id).hex()
+            self._users[app_name] = tag_of(self._index, app_name, self.user_id).hex()
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
         self.done.bad += 1
-        self.report(ids, reason, has_ids=has_ids)
+        self._report(ids, reason, has_ids=has_ids)
         if not self._skip_bad:
             raise Stop
 
-    def report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        self._findings.add(self.encrypted.tag(*ids) if has_ids else b"", reason, *ids)
-
-
-class _ToAdk:
-    def __init__(self, run: _Exporting, target: AdkTarget) -> None:
-        self._run = run
-        self._adk = target
-
-    async def write(self, *, verify: bool) -> None:
-        await self._adk.open()
-        async for batch in self._run.readable_sessions():
-            await self._write_sessions(batch)
-        # google-adk needs a row of state for each user and each app, even if the state is empty.
-        async for owner, state in self._run.readable_states():
-            try:
-                self._run.done.states += await self._adk.insert_state(owner, state)
-            except ConversionError as error:
-                self._run.reject(owner, str(error))
-        if verify:
-            await self._compare()
-
-    async def _write_sessions(self, batch: Mapping[Ids, SessionContent]) -> None:
-        """Write the sessions that the target does not have; compare the others."""
-        failed: dict[Ids, str] = {}
-        suitable: dict[Ids, SessionRows] = {}
-        for ids, content in batch.items():
-            try:
-                suitable[ids] = self._adk.rows_of(ids, content)
-            except ConversionError as error:
-                failed[ids] = str(error)
-        known = await self._adk.differences({ids: batch[ids] for ids in suitable})
-        new = {ids: rows for ids, rows in suitable.items() if known[ids] == MISSING}
-        rejected = await self._adk.insert(new)
-        for ids in new.keys() - rejected.keys():
-            self._run.done.sessions += 1
-            self._run.done.events += len(batch[ids].events)
-        # If the connection was lost after the commit, the repeated INSERT is rejected, although the
-        # sessions are stored.  So compare the rejected sessions, too.
-        again = await self._adk.differences({ids: batch[ids] for ids in rejected})
-        for ids, difference in (known | again).items():
-            if difference is None:
-                self._run.done.unchanged += 1
-            elif ids in rejected:
-                failed[ids] = rejected[ids]
-            elif difference != MISSING:
-                failed[ids] = f"the target has another session with its ids: {difference}"
-        for ids, reason in failed.items():
-            self._run.reject(ids, reason)
-
-    async def _compare(self) -> None:
-        """Read both databases again, compare all sessions and states, and report differences."""
-        found = verified = 0
-        async for batch in self._run.readable_sessions(reports=False):
-            for ids, difference in (await self._adk.differences(batch)).items():
-                verified += 1
-                found += difference != MISSING
-                self._report_difference(ids, difference)
-        async for owner, state in self._run.readable_states(reports=False):
-            different = await self._adk.state_difference(owner, state)
-            self._report_difference(owner, different)
-        self._run.done.verified = verified
-        self._run.done.extra = max(
-            await self._adk.count(self._run.app_name, self._run.user_id) - found, 0
-        )
-
-    def _report_difference(self, ids: Ids, difference: str | None) -> None:
+    def report_difference(self, ids: Ids, difference: str | None) -> None:
         if difference is not None:
-            self._run.done.differences += 1
-            self._run.report(ids, difference)
+            self.done.differences += 1
+            self._report(ids, difference)
+
+    def _report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
+        self._findings.add(tag_of(self._index, *ids) if has_ids else b"", reason, *ids)
+
+
+async def _write_to_adk(run: _Exporting, adk: AdkTarget, *, verify: bool) -> None:
+    await adk.open()
+    async for batch in run.readable_sessions():
+        await _write_sessions(run, adk, batch)
+    # google-adk needs a row of state for each user and each app, even if the state is empty.
+    async for owner, state in run.readable_states():
+        try:
+            run.done.states += await adk.insert_state(owner, state)
+        except ConversionError as error:
+            run.reject(owner, str(error))
+    if verify:
+        await _compare(run, adk)
+
+
+async def _write_sessions(
+    run: _Exporting, adk: AdkTarget, batch: Mapping[Ids, SessionContent]
+) -> None:
+    """Write the sessions that the target does not have; compare the others."""
+    failed: dict[Ids, str] = {}
+    suitable: dict[Ids, SessionRows] = {}
+    for ids, content in batch.items():
+        try:
+            suitable[ids] = adk.rows_of(ids, content)
+        except ConversionError as error:
+            failed[ids] = str(error)
+    known = await adk.differences({ids: batch[ids] for ids in suitable})
+    new = {ids: rows for ids, rows in suitable.items() if known[ids] == MISSING}
+    rejected = await adk.insert(new)
+    for ids in new.keys() - rejected.keys():
+        run.done.sessions += 1
+        run.done.events += len(batch[ids].events)
+    # If the connection was lost after the commit, the repeated INSERT is rejected, although the
+    # sessions are stored.  So compare the rejected sessions, too.
+    again = await adk.differences({ids: batch[ids] for ids in rejected})
+    for ids, difference in (known | again).items():
+        if difference is None:
+            run.done.unchanged += 1
+        elif ids in rejected:
+            failed[ids] = rejected[ids]
+        elif difference != MISSING:
+            failed[ids] = f"the target has another session with its ids: {difference}"
+    for ids, reason in failed.items():
+        run.reject(ids, reason)
+
+
+async def _compare(run: _Exporting, adk: AdkTarget) -> None:
+    """Read both databases again, compare all sessions and states, and report differences."""
+    found = verified = 0
+    async for batch in run.readable_sessions(reports=False):
+        for ids, difference in (await adk.differences(batch)).items():
+            verified += 1
+            found += difference != MISSING
+            run.report_difference(ids, difference)
+    async for owner, state in run.readable_states(reports=False):
+        run.report_difference(owner, await adk.state_difference(owner, state))
+    run.done.verified = verified
+    run.done.extra = max(await adk.count(run.app_name, run.user_id) - found, 0)
 
 
 async def _write_lines(run: _Exporting, write: Callable[[bytes], object]) -> None:
@@ -303,7 +305,7 @@ async def _write_lines(run: _Exporting, write: Callable[[bytes], object]) -> Non
     async def state_of(*owner: str) -> bytes:
         state = cached.get(owner)
         if state is None:
-            state = await run.encrypted.state(*owner)
+            state = await stored_state(run.db, *owner)
             cached.put(owner, state)
         return state
 

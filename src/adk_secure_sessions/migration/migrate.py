@@ -17,12 +17,7 @@ from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.encrypted_sessions import (
-    EncryptedSessions,
-    Pair,
-    SessionPair,
-    StatePair,
-)
+from adk_secure_sessions.migration.encrypted import stored_content
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     Ids,
@@ -37,13 +32,18 @@ from adk_secure_sessions.migration.walk import (
     TOO_LARGE,
     Finding,
     Findings,
+    Pair,
+    SessionPair,
+    StatePair,
     Stop,
     Walk,
     Workers,
     size_of,
 )
 from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.imports import ImportStatus
+from adk_secure_sessions.storage.schema import MigratedRow
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
@@ -160,8 +160,8 @@ async def migrate(
     number = await source.count(selection)
     if not dry_run:
         await init(db)
-    target = None if dry_run and await db.is_new() else await EncryptedSessions.of(db)
-    if delete_gone and target is not None and await target.imports.migration_end():
+    index = None if dry_run and await db.is_new() else (await db.keys()).keyring.index
+    if delete_gone and index is not None and await db.imports.migration_end():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "
             "longer has are not deleted: omit delete_gone"
@@ -169,11 +169,12 @@ async def migrate(
     done = Migration(deleted_gone=delete_gone and not dry_run)
     run = _Run(
         done,
-        Walk(source, target, selection, _DUE),
-        target,
+        Walk(source, db, index, selection, _DUE),
+        db,
         Findings(with_ids=show_ids),
         Meter(progress, number, None),
         Meter(None, 0, events_per_second),
+        has_keys=index is not None,
         writes=not dry_run,
         skip_bad=skip_bad or dry_run,
         lifetime=lifetime,
@@ -192,14 +193,15 @@ async def migrate(
 
 @dataclass
 class _Run:
-    """One run of `migrate`.  If *writes* is False, it is a dry run, and *target* may be None."""
+    """One run of `migrate`.  In a dry run, *writes* is False, and the target may have no keys."""
 
     done: Migration
     walk: Walk
-    target: EncryptedSessions | None
+    target: Database
     findings: Findings
     meter: Meter
     limit: Meter  # of the events per second
+    has_keys: bool
     writes: bool
     skip_bad: bool
     lifetime: int | None  # microseconds
@@ -211,10 +213,10 @@ class _Run:
 
     async def copy(self) -> None:
         number = _IMPORTS
-        if self.target is not None:
+        if self.has_keys:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
-            executor = self.target.db.unit.executors.data
+            executor = self.target.unit.executors.data
             is_server = await executor.run(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
         async with Workers(number, _IMPORT_BYTES) as workers:
@@ -253,7 +255,7 @@ class _Run:
         is_older = status is ImportStatus.OLDER
         if is_older and self.is_erased and not await self._has_copy(pair, content):
             status = ImportStatus.CONFLICT
-        elif self.target is not None and self.writes:
+        elif self.writes:
             assert pair.session is not None
             try:
                 async with self._alone_if_first(*pair.ids[:2]):
@@ -294,9 +296,8 @@ class _Run:
         created another session with the same ids in the source.  Such a session must not
         replace the copy.
         """
-        assert self.target is not None
         assert pair.session is not None
-        copy = await self.target.content(*pair.session.ids)
+        copy = await stored_content(self.target, *pair.session.ids)
         if copy is None or copy.created_at != content.created_at:
             return copy is None
         return list(content.events[: len(copy.events)]) == list(copy.events)
@@ -310,7 +311,7 @@ class _Run:
 
     async def _import_state(self, pair: StatePair, state: bytes) -> None:
         status = pair.status
-        if self.target is not None and self.writes:
+        if self.writes:
             async with self._alone_if_first(*pair.ids):
                 status = await self.target.imports.import_state(
                     pair.ids, state, replace=not self.is_erased
@@ -349,14 +350,20 @@ class _Run:
         """Count the sessions that have changed since, and those that the source no longer has."""
         async for _ in self.walk.changed():
             self.done.behind += 1
-        async for found in self.walk.gone():
+        async for ids, copy in self.walk.gone():
             if delete and not self.walk.versions:
                 raise ConfigurationError(
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"
                 )
-            deletes = self.target if delete and self.writes else None
-            if deletes and not await deletes.delete(found):
-                continue  # a service has continued or deleted it meanwhile
+            if delete and self.writes and not await self._delete(ids, copy):
+                continue
             self.done.gone += 1
-            self.findings.add(found.tag, GONE, *found.ids)
+            self.findings.add(copy.tag, GONE, *ids)
+
+    async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
+        """Delete a copied session; return False if a service has continued or deleted it."""
+        who, untouched = await self.target.unit.identify(*ids), (copy.row_id, copy.number)
+        return await self.target.unit.run(
+            writes.DeleteSession(who, lambda now: (now.id, now.revision) == untouched)
+        )

@@ -1,28 +1,28 @@
 """One walk over the sessions and states of a source, each with its status in the target.
 
-`migrate`, `compare` and the exports visit the pairs that a `Walk` yields.  `Workers` visits several
+`migrate` and `compare` visit the pairs that a `Walk` yields.  `Workers` visits several
 pairs at the same time, and `Findings` lists those that need attention.
 """
 
 import asyncio
+import functools
 import secrets
+import time
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import sqlalchemy as sa
 
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.problems import Listed
-from adk_secure_sessions.migration.encrypted_sessions import (
-    EncryptedSessions,
-    Located,
-    Pair,
-    SessionPair,
-    StatePair,
-)
+from adk_secure_sessions.maintenance.walk import located
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,
@@ -33,6 +33,10 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import ImportStatus
+from adk_secure_sessions.storage.pages import pages, rows_where
+from adk_secure_sessions.storage.schema import MigratedRow, apps, migrated, sessions, users
+
+C = TypeVar("C")
 
 TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
 CONFLICTS = {
@@ -48,41 +52,74 @@ class Stop(Exception):
     """A session or state cannot be copied or exported, and `skip_bad` is False."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pair(Generic[C]):
+    """A session of the source, or the state of a user or an app, and its status in the target.
+
+    Without keys in the target, *tag* is empty.  A *content* that was not read is None; of a
+    state, it is JSON.  *copied_events* were copied before.
+    """
+
+    ids: Ids
+    tag: bytes = b""
+    status: ImportStatus = ImportStatus.NEW
+    content: C | Unreadable | None = None
+    session: SourceSession | None = None
+    copied_events: int = 0
+
+
+SessionPair = Pair[SessionContent]
+StatePair = Pair[bytes]
+
+
+def tag_of(index: BlindIndex, app_name: str, *ids: str) -> bytes:
+    """Return the blind index of an app, a user or a session."""
+    if not ids:
+        return index.app(app_name)
+    return index.user(app_name, *ids) if len(ids) == 1 else index.session(app_name, *ids)
+
+
 class Walk:
     """Yields the sessions of a source, its states, and what has changed in it during the walk.
 
-    If *target* is None, everything is new.  Only sessions and states with a status in *wanted*
-    are read.  With *user_id*, other users' sessions are left out.
+    *index* computes the blind indexes of the target; if it is None, the target has no keys yet, and
+    everything is new.  Only sessions with a status in *wanted* are read.
+
+    The status of many sessions and states is found with few queries.  The queries read the
+    revisions of sessions and the versions of states, but decrypt no rows.  The methods of `Imports`
+    that write check the revisions and versions again.
     """
 
     def __init__(
         self,
         source: Source,
-        target: EncryptedSessions | None,
+        target: Database,
+        index: BlindIndex | None,
         selection: Selection,
         wanted: Collection[ImportStatus] = tuple(ImportStatus),
-        user_id: str | None = None,
     ) -> None:
         self.versions: Fingerprints = Fingerprints()
         self._source = source
         self._target = target
+        self._index = index
         self._selection = selection
         self._wanted = wanted
-        self._user_id = user_id
         self._tags = Fingerprints()  # of the sessions that were listed first
         # Versions that were listed, and were gone when their contents were read.  If one is there
         # again later, for example from a replica that lagged behind, nobody has visited it.
         self._unread: set[bytes] = set()
         self._missing: dict[bytes, int] = {}
 
+    def tag(self, *ids: str) -> bytes:
+        """Return the blind index in the target, or an empty text if it has no keys."""
+        return tag_of(self._index, *ids) if self._index else b""
+
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for listed in self._source.sessions(self._selection):
-            if self._user_id is not None:
-                listed = [one for one in listed if one.user_id == self._user_id or not one.has_ids]
             for one in listed:
                 self.versions.add(packed(*one))
-            pairs = await self._pairs(listed)
+            pairs = await self._session_pairs(listed)
             for pair in pairs:
                 self._tags.add(pair.tag)
             if left := [one for one in pairs if one.status not in self._wanted]:
@@ -93,23 +130,18 @@ class Walk:
     async def again(self, pair: SessionPair) -> SessionPair | None:
         """Return *pair* with its present status and content; None if the source deleted it."""
         assert pair.session is not None
-        found = await self._with_contents(await self._pairs([pair.session]))
+        found = await self._with_contents(await self._session_pairs([pair.session]))
         return found[0] if found else None
 
     async def states(self) -> AsyncIterator[Sequence[StatePair]]:
         """Yield the states of users, and then those of apps, in batches."""
         async for batch in self._source.states(self._selection):
-            encoded = encode_states(batch)
-            if self._target:
-                yield await self._target.states(encoded)
-            else:
-                yield [Pair(ids, content=state) for ids, state in encoded.items()]
+            yield await self._state_pairs(encode_states(batch))
 
     async def state_again(self, pair: StatePair) -> StatePair:
         """Return *pair* with its present status in the target."""
-        assert self._target is not None
-        assert isinstance(pair.content, bytes)
-        return (await self._target.states({pair.ids: pair.content}))[0]
+        assert pair.content is not None
+        return (await self._state_pairs({pair.ids: pair.content}))[0]
 
     def has_visited(self, session: SourceSession) -> bool:
         """Return whether the walk has yielded this version of a session."""
@@ -121,36 +153,72 @@ class Walk:
         await self._find_missing()
         async for listed in self._source.sessions(self._selection):
             for one in listed:
-                if self._missing and self._target is not None:
-                    self._missing.pop(self._target.tag(*one.ids), None)
+                if self._missing:
+                    self._missing.pop(self.tag(*one.ids), None)
                 if not self.has_visited(one):
                     yield one
 
-    async def gone(self) -> AsyncIterator[Located]:
-        """Yield the copied sessions that the source no longer has.
+    async def gone(self) -> AsyncIterator[tuple[tuple[str, str, str], MigratedRow]]:
+        """Yield the ids of copied sessions that the source no longer has, and what was copied.
 
-        Expired and continued ones are left out.  With `since`, or after a comparison has
-        ended the migration, no session is gone.
+        Sessions that were continued in the target, or have expired there, are left out: the source
+        may not list an expired session.  With `since`, or after a comparison has ended the
+        migration, no session is gone.
         """
-        assert self._target is not None or not self._missing
         for tag, row in self._missing.items():
-            found = self._target and await self._target.located(tag, row)
-            if found:
-                yield found
+            for found in await located(self._target, [row]):
+                ids = found.known_ids()[:3]
+                has_expired = found.columns and found.columns.expires_at <= time.time_ns() // 1000
+                if found.tag != tag or has_expired:
+                    continue
+                copy = (await self._target.imports.imported([ids])).get(ids)
+                if copy and copy.is_untouched:
+                    yield ids, copy.row
 
     async def _find_missing(self) -> None:
-        target = self._target
-        if target is None or self._selection.since is not None:
+        """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
+        target, app_name = self._target, self._selection.app_name
+        if self._index is None or self._selection.since is not None:
             return
-        if await target.imports.migration_end():
+        if await target.imports.migration_end() or not await target.imports.has_imports():
             return
-        async for copies in target.copies(self._selection.app_name):
+        parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
+        query, key, size = _copies(app_name is not None), migrated.c.tag, target.limits.headers
+        async for rows in pages(target.unit.read, query, key, size, lambda *row: row, **parameters):
+            copies = {bytes(tag): int(row) for tag, row in rows}
             self._missing |= {tag: row for tag, row in copies.items() if tag not in self._tags}
 
-    async def _pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
-        if self._target:
-            return await self._target.sessions(listed)
-        return [Pair(one.ids, session=one) for one in listed]
+    async def _session_pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
+        if self._index is None:
+            return [Pair(one.ids, session=one) for one in listed]
+        imports, read = self._target.imports, self._target.unit.read
+        copies = await imports.imported([one.ids for one in listed])
+        tags = {one: self.tag(*one.ids) for one in listed}
+        new = [tag for one, tag in tags.items() if one.ids not in copies]
+        others = {bytes(tag) for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, new)}
+        if others:
+            # Another run may have copied a session after the first query.
+            copies |= await imports.imported(one.ids for one in listed if tags[one] in others)
+        found: list[SessionPair] = []
+        for one, tag in tags.items():
+            status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
+            if copy := copies.get(one.ids):
+                status = copy.status(is_unchanged=copy.has_source(one.version))
+                number = copy.row.number
+            found.append(Pair(one.ids, tag, status, None, one, number))
+        return found
+
+    async def _state_pairs(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
+        """Return the status of the state of each owner in *encoded*: the state in the source."""
+        copies = await self._target.imports.imported_states(encoded) if self._index else {}
+        found: list[StatePair] = []
+        for ids, state in encoded.items():
+            status = ImportStatus.NEW
+            if copy := copies.get(ids):
+                is_unchanged = isinstance(state, bytes) and copy.has_state(state)
+                status = copy.status(is_unchanged=is_unchanged)
+            found.append(Pair(ids, self.tag(*ids), status, state))
+        return found
 
     async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:
         contents = await self._source.read([one.session for one in pairs if one.session])
@@ -162,6 +230,23 @@ class Walk:
             elif one.session is not None:
                 self._unread.add(packed(*one.session))
         return found
+
+
+_TAGS = sa.select(sessions.c.tag)
+
+
+@functools.cache
+def _copies(of_app: bool) -> sa.Select[Any]:
+    """Select the tag and the row id of each copied session that is still stored."""
+    source = migrated.join(
+        sessions, sa.and_(sessions.c.id == migrated.c.row_id, sessions.c.tag == migrated.c.tag)
+    )
+    query = sa.select(migrated.c.tag, migrated.c.row_id)
+    if of_app:
+        source = source.join(users, users.c.id == sessions.c.user_row)
+        source = source.join(apps, apps.c.id == users.c.app_row)
+        query = query.where(apps.c.tag == sa.bindparam("app_tag", type_=apps.c.tag.type))
+    return query.select_from(source)
 
 
 def encode_states(batch: States) -> dict[Ids, bytes | Unreadable]:
