@@ -6,35 +6,26 @@ import os
 import signal
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, StaticPool
 
-from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, LoopBinding
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from tests.db.support import apply, insert, stored, things
 
 
-def engine_without_a_server(**options: object) -> AsyncEngine:
-    """An engine whose connections need their event loop; it never opens one."""
-    return create_async_engine("postgresql+asyncpg://u:p@nowhere.invalid/d", **options)
+def executor_without_a_server(*, owns_engine: bool, is_server: bool = True) -> AsyncEngineExecutor:
+    """An executor that never opens a connection; those of a server need their event loop."""
+    server, file = "postgresql+asyncpg://u:p@nowhere.invalid/d", "sqlite+aiosqlite:///nowhere.db"
+    engine = create_async_engine(server if is_server else file)
+    return AsyncEngineExecutor(engine, owns_engine=owns_engine)
 
 
-def binding(
-    *, owns_engine: bool, connections_need_loop: bool = True, engine: AsyncEngine | None = None
-) -> LoopBinding:
-    return LoopBinding(
-        engine or engine_without_a_server(),
-        owns_engine=owns_engine,
-        connections_need_loop=connections_need_loop,
-    )
-
-
-def call(one: LoopBinding) -> bool:
+def call(one: AsyncEngineExecutor) -> bool:
     """A call that begins and ends in an event loop of its own; whether it was the first there."""
 
     async def enter_and_leave() -> bool:
@@ -47,19 +38,19 @@ def call(one: LoopBinding) -> bool:
     return asyncio.run(enter_and_leave())
 
 
-# --- LoopBinding ---------------------------------------------------------------------------------
+# --- event loops and processes -------------------------------------------------------------------
 
 
 def test_engine_of_ours_serves_one_event_loop_after_the_other() -> None:
-    one = binding(owns_engine=True)
+    one = executor_without_a_server(owns_engine=True)
     assert [call(one) for _ in range(3)] == [True] * 3
 
 
-@pytest.mark.parametrize("connections_need_loop", [True, False])
+@pytest.mark.parametrize("is_server", [True, False])
 def test_second_event_loop_is_rejected_while_a_call_is_under_way(
-    connections_need_loop: bool,
+    is_server: bool,
 ) -> None:
-    one = binding(owns_engine=True, connections_need_loop=connections_need_loop)
+    one = executor_without_a_server(owns_engine=True, is_server=is_server)
 
     async def call_from_another_thread() -> None:
         one.enter()
@@ -71,7 +62,7 @@ def test_second_event_loop_is_rejected_while_a_call_is_under_way(
 
 
 def test_second_event_loop_is_rejected_while_the_first_may_use_its_connections_again() -> None:
-    one = binding(owns_engine=True)
+    one = executor_without_a_server(owns_engine=True)
     with asyncio.Runner() as runner:
 
         async def enter_and_leave() -> None:
@@ -87,7 +78,7 @@ def test_second_event_loop_is_rejected_while_the_first_may_use_its_connections_a
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 def test_child_process_begins_anew_with_an_engine_of_ours_and_cannot_with_another() -> None:
     for owns_engine in (True, False):
-        one = binding(owns_engine=owns_engine)
+        one = executor_without_a_server(owns_engine=owns_engine)
         call(one)
         child = os.fork()
         if not child:
@@ -102,7 +93,7 @@ def test_child_process_begins_anew_with_an_engine_of_ours_and_cannot_with_anothe
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 def test_child_process_that_was_forked_during_a_call_of_a_thread_can_make_calls() -> None:
-    one = binding(owns_engine=True)
+    one = executor_without_a_server(owns_engine=True)
     with one._one_change.lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and later warn of forks with several threads
         child = os.fork()
@@ -112,36 +103,31 @@ def test_child_process_that_was_forked_during_a_call_of_a_thread_can_make_calls(
     assert os.waitpid(child, 0)[1] == 0
 
 
-class Closing:
-    def __init__(self) -> None:
-        self.closed = 0
+def test_event_loop_closes_the_connections_at_its_end() -> None:
+    one = executor_without_a_server(owns_engine=True)
+    pool = one._engine.pool
 
-    async def close(self) -> None:
-        self.closed += 1
-
-
-def test_event_loop_closes_at_its_end_what_it_was_asked_to() -> None:
-    one, closing = binding(owns_engine=True), Closing()
-
-    async def ask() -> None:
-        one.close_at_end_of_loop(closing.close)
+    async def enter() -> None:
+        one.enter()
         await asyncio.sleep(0)
-        assert closing.closed == 0
+        assert one._engine.pool is pool
+        one.leave()
 
-    asyncio.run(ask())
-    assert closing.closed == 1
+    asyncio.run(enter())
+    assert one._engine.pool is not pool  # SQLAlchemy replaces the pool that it disposes of
 
 
-def test_event_loop_does_not_keep_alive_what_it_is_to_close() -> None:
-    one, closing = binding(owns_engine=True), Closing()
-    gone = weakref.ref(closing)
+def test_event_loop_does_not_keep_an_unused_executor_in_memory() -> None:
+    one = executor_without_a_server(owns_engine=True)
+    gone = weakref.ref(one)
 
-    async def ask(close: Callable[[], object]) -> None:
-        one.close_at_end_of_loop(close)  # type: ignore[arg-type]
+    async def enter(one: AsyncEngineExecutor) -> None:
+        one.enter()
+        one.leave()
 
     with asyncio.Runner() as runner:
-        runner.run(ask(closing.close))
-        del closing
+        runner.run(enter(one))
+        del one
         gc.collect()
         assert gone() is None
 

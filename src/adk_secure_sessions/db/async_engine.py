@@ -2,14 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 from weakref import WeakMethod
@@ -56,6 +49,9 @@ class AsyncEngineExecutor:
 
     Each call runs in its own task.  A cancelled caller waits until the task has ended.  If
     *owns_engine* is True, this package has created the engine, and `close` disposes of it.
+
+    Only one event loop at a time uses the engine.  With the driver of a server, a connection works
+    only in the event loop that opened it.
     """
 
     def __init__(
@@ -71,9 +67,11 @@ class AsyncEngineExecutor:
         # this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
-        self._binding = LoopBinding(
-            engine, owns_engine=owns_engine, connections_need_loop=self._dialect.is_server
-        )
+        self._one_change = ThreadLock()  # of the next four fields
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self._calls = 0  # the number of calls in progress
+        self._at_end: AsyncGenerator[None] | None = None
         if owns_engine and self._dialect.is_server:
             sa.event.listen(engine.sync_engine, "handle_error", _discard_read_only)
         # Increases when the pool is disposed of.  A connection that was checked out before is
@@ -200,13 +198,13 @@ class AsyncEngineExecutor:
         If *work* is *interruptible*, because it writes nothing, a cancellation ends its query.
         """
         try:
-            self._enter()
+            self.enter()
         except ConfigurationError:
             work.close()
             raise
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._leave)
+        task.add_done_callback(self._forget)
 
         def on_cancel() -> None:
             if task not in self._begun:
@@ -303,15 +301,51 @@ class AsyncEngineExecutor:
         self._begun[task] = None
         return task in self._interrupted
 
-    def _enter(self) -> bool:
-        """Register a call, as `LoopBinding.enter` does."""
-        is_first = self._binding.enter()
-        if is_first:
-            self._binding.close_at_end_of_loop(self._end_of_loop)
+    def enter(self) -> bool:
+        """Register a call, and return whether it is the first call in its event loop."""
+        loop, pid = asyncio.get_running_loop(), os.getpid()
+        with self._one_change.lock:
+            is_first = loop is not self._loop or pid != self._pid
+            if is_first:
+                self._move(pid)
+                self._loop, self._pid = loop, pid
+                self._at_end = generator = _until_end_of_loop(WeakMethod(self._end_of_loop))
+                try:
+                    generator.__anext__().send(None)
+                except StopIteration:
+                    pass  # `__anext__()` has ended; the generator now waits at its `yield`
+            self._calls += 1
         return is_first
 
-    def _leave(self, task: asyncio.Task[Any]) -> None:
-        self._binding.leave()
+    def leave(self) -> None:
+        """Register the end of a call."""
+        with self._one_change.lock:
+            self._calls -= 1
+
+    def _move(self, pid: int) -> None:
+        """Discard the connections of the previous event loop or of the parent process."""
+        keeps = self._dialect.is_server and not isinstance(self._engine.pool, NullPool)
+        alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
+        if alive and (self._calls or (keeps and self._owns_engine)):
+            raise ConfigurationError(
+                "the database connections belong to another event loop: create a service for "
+                "each loop that runs at the same time, or on SQLite pass db_url"
+            )
+        self._calls = 0
+        if self._loop is None or not keeps:
+            return
+        if not self._owns_engine:
+            raise ConfigurationError(
+                "db_engine still holds connections of another event loop or of a parent "
+                "process: create the engine where it is used, give it poolclass=NullPool, or "
+                "pass db_url"
+            )
+        # close=False, because the event loop of the connections has ended, or because the
+        # connections belong to the parent process.
+        self._engine.sync_engine.dispose(close=False)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self.leave()
         self._tasks.discard(task)
         self._begun.pop(task, None)
         self._interrupted.discard(task)
@@ -380,80 +414,15 @@ def _prepare_nothing_behind_pooler(connection: sa.Connection) -> None:
     connection.info[_CHECKED] = True
 
 
-class LoopBinding:
-    """Ensures that only one event loop at a time uses an engine.
-
-    If *connections_need_loop* is True, a connection works only in the event loop that opened it, as
-    with the drivers of servers.  If *owns_engine* is True, its connections may be discarded.
-    """
-
-    def __init__(
-        self, engine: AsyncEngine, *, owns_engine: bool, connections_need_loop: bool
-    ) -> None:
-        self._engine = engine
-        self._owns_engine = owns_engine
-        self._connections_need_loop = connections_need_loop
-        self._one_change = ThreadLock()  # of the fields below
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = 0
-        self._calls = 0  # the number of calls in progress
-        self._at_end: AsyncGenerator[None] | None = None
-
-    def enter(self) -> bool:
-        """Register a call, and return whether it is the first call in its event loop."""
-        loop, pid = asyncio.get_running_loop(), os.getpid()
-        with self._one_change.lock:
-            is_first = loop is not self._loop or pid != self._pid
-            if is_first:
-                self._move(pid)
-                self._loop, self._pid = loop, pid
-            self._calls += 1
-        return is_first
-
-    def leave(self) -> None:
-        with self._one_change.lock:
-            self._calls -= 1
-
-    def close_at_end_of_loop(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Make the running event loop await *close*, a bound method, before it ends.
-
-        ADK's `Runner.run` runs each call in a new event loop, which must close its connections.
-        The loop gets only a weak reference, so that it does not keep an unused service in memory.
-        """
-        self._at_end = generator = _until_end_of_loop(WeakMethod(close))
-        try:
-            generator.__anext__().send(None)
-        except StopIteration:
-            pass  # `__anext__()` has ended; the generator now waits at its `yield`
-
-    def _move(self, pid: int) -> None:
-        """Discard the connections of the previous event loop or of the parent process."""
-        keeps = self._connections_need_loop and not isinstance(self._engine.pool, NullPool)
-        alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()
-        if alive and (self._calls or (keeps and self._owns_engine)):
-            raise ConfigurationError(
-                "the database connections belong to another event loop: create a service for "
-                "each loop that runs at the same time, or on SQLite pass db_url"
-            )
-        self._calls = 0
-        if self._loop is None or not keeps:
-            return
-        if not self._owns_engine:
-            raise ConfigurationError(
-                "db_engine still holds connections of another event loop or of a parent "
-                "process: create the engine where it is used, give it poolclass=NullPool, or "
-                "pass db_url"
-            )
-        # close=False, because the event loop of the connections has ended, or because the
-        # connections belong to the parent process.
-        self._engine.sync_engine.dispose(close=False)
-
-
 async def _until_end_of_loop(
     closing: "WeakMethod[Callable[[], Awaitable[None]]]",
 ) -> AsyncGenerator[None]:
-    # When `asyncio.run` ends, it closes the asynchronous generators of its event loop, which runs
-    # the finally block.
+    """Await *closing* before the running event loop ends.
+
+    ADK's `Runner.run` runs each call in a new event loop, which must close its connections.  When
+    `asyncio.run` ends, it closes the asynchronous generators of its event loop, which runs the
+    finally block.  The weak reference does not keep an unused service in memory.
+    """
     try:
         yield
     finally:

@@ -102,11 +102,11 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         # A read needs no task of its own: if the caller is cancelled, `_use` closes the connection.
-        self._enter()
+        self.enter()
         try:
             return await self._use(lambda session: session.fetch(query, parameters))
         finally:
-            self._binding.leave()
+            self.leave()
 
     async def close(self) -> None:
         # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
@@ -143,8 +143,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         finally:
             self._slots.release()
 
-    def _enter(self) -> bool:
-        is_first = super()._enter()
+    def enter(self) -> bool:
+        is_first = super().enter()
         if is_first:
             _abandoned.extend(self._idle)
             self._idle.clear()
