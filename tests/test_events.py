@@ -444,12 +444,12 @@ def test_malformed_event_is_rejected_without_repeating_it(plaintext: bytes) -> N
 
 def test_event_outside_of_secure_events_names_its_table_and_row() -> None:
     plaintext = events.encode(made("text"))
-    assert events.decode_in(plaintext, "table", "7") == events.decode(plaintext, 1, 0)
+    assert events.decode(plaintext, "7", table="table") == events.decode(plaintext, 1, 0)
     with pytest.raises(DecryptionError, match=r"^table row 7: ") as info:
-        events.decode_in(b"", "table", "7")
+        events.decode(b"", "7", table="table")
     assert (info.value.table, info.value.row) == ("table", "7")
     with pytest.raises(ConfigurationError, match=r"^table row 7 was written by google-adk 99\.99"):
-        events.decode_in(b"\x0599.99" + UNREADABLE["wrong type"], "table", "7")
+        events.decode(b"\x0599.99" + UNREADABLE["wrong type"], "7", table="table")
 
 
 def _nested(levels: int, value: Any = 1) -> Any:

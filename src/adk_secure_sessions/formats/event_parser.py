@@ -30,7 +30,6 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
 
 from google.adk.events import Event
@@ -43,6 +42,7 @@ from adk_secure_sessions.formats import json_text
 logger: logging.Logger = logging.getLogger(__name__)
 
 Parser = Callable[[bytes], Event]
+T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 # The filter that `silence_enumerations` sets, as it is in `warnings.filters`.  A value may have
@@ -131,28 +131,40 @@ def event_serializer(parse: Parser) -> SchemaSerializer | None:
     text of this error quotes the field.  The serializer is compared with google-adk's, as the
     faster parser is.
     """
-    try:
-        schema = Event.__pydantic_core_schema__
+
+    def build(schema: Any, samples: list[bytes]) -> Any:
         options: Any = {
             name: value for name, value in Event.model_config.items() if name.startswith("ser_json")
         }
         serializer = SchemaSerializer(
             _rewritten(schema, _without_wrapper), options, _use_prebuilt=False
         )
-        with _unwarned():
-            parsed = [
-                _parsed(parse, json.dumps({**sample, **_START}).encode())
-                for sample in _samples(schema)
-            ]
-            if all(event is None or _is_serialized_equally(serializer, event) for event in parsed):
-                return serializer
-    except Exception:  # after any error, events are serialized field by field
-        logger.debug("the serializer of events failed", exc_info=True)
-    logger.warning(
-        "events are written several times as slowly: their serializer does not fit the installed "
-        "google-adk and pydantic"
-    )
-    return None
+        parsed = (_parsed(parse, data) for data in samples)
+        fits = all(event is None or _is_serialized_equally(serializer, event) for event in parsed)
+        return serializer if fits else None
+
+    if (serializer := _compared(build)) is None:
+        logger.warning(
+            "events are written several times as slowly: their serializer does not fit the "
+            "installed google-adk and pydantic"
+        )
+    return serializer
+
+
+def _compared(build: Callable[[Any, list[bytes]], T | None]) -> T | None:
+    """Return what *build* makes of the schema of events, after it has compared its results for
+    sample events with google-adk's; None if they differ, and after any error.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # with the filter "error", the comparison would fail
+            schema = Event.__pydantic_core_schema__
+            samples = ({**sample, **_START} for sample in _samples(schema))
+            data = [json.dumps(sample, ensure_ascii=False).encode() for sample in samples]
+            return build(schema, data)
+    except Exception:
+        logger.debug("a faster parser or serializer of events failed", exc_info=True)
+        return None
 
 
 def _is_serialized_equally(serializer: SchemaSerializer, event: Event) -> bool:
@@ -203,19 +215,16 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _proven_parser() -> Parser | None:
-    try:
-        schema = Event.__pydantic_core_schema__
+    def build(schema: Any, samples: list[bytes]) -> Parser | None:
         parse = _parser(_rewritten(schema, _without_hooks))
-        with _unwarned():
-            if _is_equal(parse, [{**sample, **_START} for sample in _samples(schema)]):
-                return parse
-    except Exception:  # after any error, the public call is used instead
-        logger.debug("the faster parser of events failed", exc_info=True)
-    logger.warning(
-        "events are parsed three times as slowly: the faster parser does not fit the installed "
-        "google-adk and pydantic"
-    )
-    return None
+        return parse if _is_equal(parse, samples) else None
+
+    if (parse := _compared(build)) is None:
+        logger.warning(
+            "events are parsed three times as slowly: the faster parser does not fit the installed "
+            "google-adk and pydantic"
+        )
+    return parse
 
 
 def _parser(schema: Any) -> Parser:
@@ -234,21 +243,12 @@ def _parser(schema: Any) -> Parser:
     return parse
 
 
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Ignore warnings of google-adk: with the filter "error", the comparison would fail."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _is_equal(parse: Parser, samples: list[dict[str, Any]]) -> bool:
+def _is_equal(parse: Parser, samples: list[bytes]) -> bool:
     """Return whether *parse* returns the same events for *samples* as the public call, which must
     accept most of them, and rejects JSON with a wrong type or with a shorthand argument.
     """
     accepted = 0
-    for sample in samples:
-        data = json.dumps(sample, ensure_ascii=False).encode()
+    for data in samples:
         expected, parsed = _parsed(Event.model_validate_json, data), _parsed(parse, data)
         accepted += expected is not None
         if not same(parsed, expected):

@@ -114,7 +114,7 @@ def _encode_slowly(event: Event, replaces: bool) -> bytes:
         )
     plaintext = _PREFIX + json_text.dumps(values)
     try:
-        decode(plaintext, 0, 0)
+        decode(plaintext)
     except ConfigurationError:
         raise ValueError(
             "the event is not stored, because google-adk could not read it back: it rejects "
@@ -184,40 +184,27 @@ def _has_json_form(value: object) -> bool:
     return True
 
 
-def decode(plaintext: bytes, session_row: int, seq: int) -> Event:
+def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Event:
     """Return the event in *plaintext*, authenticated bytes that `encode` returned.
 
-    ConfigurationError, if the installed google-adk cannot read it, names the event's row
-    (*session_row*, *seq*) and both versions of google-adk.
+    ConfigurationError, if the installed google-adk cannot read it, names the event's *table*, its
+    *row* and both versions of google-adk.
     """
-    event = _parsed(plaintext)
-    return event or _decode_slowly(plaintext, "secure_events", f"{session_row}, {seq}")
-
-
-def decode_in(plaintext: bytes, table: str, row: str) -> Event:
-    """Do the same as `decode` for an event that is not stored in `secure_events`."""
-    return _parsed(plaintext) or _decode_slowly(plaintext, table, row)
-
-
-def _parsed(plaintext: bytes) -> Event | None:
     is_ours = plaintext.startswith(_PREFIX)
     if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
         try:
             return _parser()(plaintext[start:])
         except ValueError:
             pass
-    return None
-
-
-def _decode_slowly(plaintext: bytes, table: str, row: str) -> Event:
+    named = ", ".join(map(str, row))
     try:
         writer, fields = json_text.read_event(plaintext)
     except DecryptionError as error:
-        raise error.located(table, row) from None
+        raise error.located(table, named) from None
     try:
         return validated(Event, fields)  # accepts lone surrogates, which the parser rejects
     except ValueError:
         raise ConfigurationError(
-            f"{table} row {row} was written by google-adk {writer}, and the installed google-adk "
+            f"{table} row {named} was written by google-adk {writer}, and the installed google-adk "
             f"{adk_version} cannot read it: install that version or a later one"
         ) from None

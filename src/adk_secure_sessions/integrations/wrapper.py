@@ -575,7 +575,7 @@ class _Records:
         context = self._event_context(stored.id)
         try:
             plaintext = self._keys.open(self._who.user_tag, context, _record(text))
-            event = events.decode_in(plaintext, EVENTS, _shown(stored.id))
+            event = events.decode(plaintext, _shown(stored.id), table=EVENTS)
             self._check_fields(stored, event)
             return event
         except DecryptionError as error:

@@ -346,7 +346,7 @@ def json_of(event: SourceEvent) -> bytes:
 
 def _parsed_event(event: SourceEvent, name: str) -> Event:
     with suppress(ConfigurationError, DecryptionError):
-        return events.decode_in(event.plaintext, "", "")
+        return events.decode(event.plaintext)
     raise ConversionError(f"the installed google-adk cannot read {name}")
 
 

@@ -641,7 +641,7 @@ def _session(
 def _history(content: SessionContent, config: GetSessionConfig | None) -> list[Event]:
     """Return the events that *config* selects, as `EncryptedSessionService.get_session` does."""
     found = [
-        events.decode_in(event.plaintext, "the plaintext source", f"event {number}")
+        events.decode(event.plaintext, f"event {number}", table="the plaintext source")
         for number, event in enumerate(content.events)
     ]
     if config and config.after_timestamp:
