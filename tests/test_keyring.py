@@ -14,6 +14,7 @@ import pytest
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    EncryptionBackend,
     FernetBackend,
     KeyProvider,
     KeyServiceError,
@@ -26,7 +27,6 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.records import Cipher, build_header, parse_header
 from adk_secure_sessions.keys.data_keys import (
-    CipherFactory,
     DataKeyRow,
     DataKeys,
     StagedKeys,
@@ -462,7 +462,7 @@ async def store(writer: int = 1, *listed: int, limit: int = 100) -> DataKeys:
 
 
 def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DataKeys:
-    backends: dict[int, CipherFactory] = {1: AES, 2: FERNET}
+    backends: dict[int, EncryptionBackend] = {1: AES, 2: FERNET}
     return DataKeys(keyring, {i: backends[i] for i in (writer, *listed)}, writer, limit)
 
 

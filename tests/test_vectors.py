@@ -14,6 +14,7 @@ import pytest
 from adk_secure_sessions import (
     AesGcmBackend,
     DecryptionError,
+    EncryptionBackend,
     FernetBackend,
     KeyProvider,
     NoOpBackend,
@@ -28,7 +29,6 @@ from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import (
-    CipherFactory,
     DataKey,
     DataKeyRow,
     DataKeys,
@@ -122,7 +122,7 @@ def test_names_are_unique_and_both_outcomes_occur(kind: str) -> None:
 # --- records -------------------------------------------------------------------------------------
 
 
-BACKENDS: dict[int, CipherFactory] = {
+BACKENDS: dict[int, EncryptionBackend] = {
     1: AesGcmBackend(bytes(32)),
     2: FernetBackend(bytes(32)),
     3: no_op_backend(),

@@ -29,7 +29,6 @@ PLAN: dict[str, list[list[str]]] = {
     "keys/passphrase.py": [["tests/test_keys.py"], _VECTORS],
     "backends/noop.py": [["tests/test_backends.py"]],
     "backends/registry.py": [["tests/test_backends.py"]],
-    "backends/protocol.py": [["tests/test_backends.py"]],
     "backends/named.py": [["tests/test_named_backends.py"]],
     "crypto/package_1x.py": [["tests/test_package_1x_keys.py"]],
     "formats/states.py": [["tests/test_states.py"]],

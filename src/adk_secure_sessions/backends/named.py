@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from adk_secure_sessions.backends.aes_gcm import AesGcmBackend
 from adk_secure_sessions.backends.fernet import FernetBackend
 from adk_secure_sessions.backends.noop import NoOpBackend
-from adk_secure_sessions.backends.protocol import EncryptionBackend
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.data_keys import EncryptionBackend
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import key_provider
 

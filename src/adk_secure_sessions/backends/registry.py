@@ -6,10 +6,11 @@ from typing import NamedTuple
 from adk_secure_sessions.backends.aes_gcm import AesGcmBackend
 from adk_secure_sessions.backends.fernet import FernetBackend
 from adk_secure_sessions.backends.noop import NoOpBackend, NoRootKey
-from adk_secure_sessions.backends.protocol import THIRD_PARTY_IDS, EncryptionBackend
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.keys.data_keys import EncryptionBackend
 from adk_secure_sessions.keys.providers import KeyProvider, StaticKey, check_key_id
 
+THIRD_PARTY_IDS = range(0x80, 0x100)  # ids that no backend of this library will ever have
 _SHIPPED = (AesGcmBackend, FernetBackend, NoOpBackend)
 
 

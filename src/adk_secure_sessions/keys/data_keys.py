@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.caches import Lru
@@ -36,20 +36,45 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import Cipher, Packing
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterMark, new_key_id
+from adk_secure_sessions.keys.providers import KeyProvider
 
 _LAST_GENERATION = 2**62
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 
 
-class CipherFactory(Protocol):
-    """The part of a backend that creates data keys and the ciphers for them."""
+@runtime_checkable
+class EncryptionBackend(Protocol):
+    """An encryption algorithm for records, and the root key that protects its data keys.
+
+    To write your own backend, create a class with these attributes; it need not inherit from this
+    class.
+    """
 
     @property
-    def backend_id(self) -> int: ...
+    def backend_id(self) -> int:
+        """The id of the backend, stored in every record.  It must never change.
+
+        The id of your own backend is a number from 0x80 to 0xFF.
+        """
+        ...
+
     @property
-    def name(self) -> str: ...
-    def new_key(self) -> bytes: ...
-    def cipher(self, key: bytes, /) -> Cipher: ...
+    def name(self) -> str:
+        """A short name for error messages."""
+        ...
+
+    @property
+    def root_key(self) -> KeyProvider:
+        """The provider that wraps the master keys."""
+        ...
+
+    def new_key(self) -> bytes:
+        """Return a new random data key that `cipher` accepts."""
+        ...
+
+    def cipher(self, key: bytes, /) -> Cipher:
+        """Return the cipher for the data key `key`; several threads may use the cipher at once."""
+        ...
 
 
 class DataKeyRow(NamedTuple):
@@ -105,7 +130,9 @@ class OwnerKeys(KeyMaterial):
     newest_generation: int
 
 
-def _kinds(backends: Mapping[int, CipherFactory], direction: str) -> dict[int, telemetry.WorkKind]:
+def _kinds(
+    backends: Mapping[int, EncryptionBackend], direction: str
+) -> dict[int, telemetry.WorkKind]:
     return {key: telemetry.cipher_kind(one.name, direction) for key, one in backends.items()}
 
 
@@ -113,14 +140,18 @@ class DataKeys(KeyMaterial):
     """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
     def __init__(
-        self, keyring: Keyring, backends: Mapping[int, CipherFactory], writer_id: int, limit: int
+        self,
+        keyring: Keyring,
+        backends: Mapping[int, EncryptionBackend],
+        writer_id: int,
+        limit: int,
     ) -> None:
         self.keyring = keyring  # another object when the keyring is read again
         self.backends = backends
         # What telemetry calls an encryption and a decryption, by backend id.
         self.encrypting: dict[int, telemetry.WorkKind] = _kinds(backends, "encrypt")
         self.decrypting: dict[int, telemetry.WorkKind] = _kinds(backends, "decrypt")
-        self.writer: CipherFactory = backends[writer_id]
+        self.writer: EncryptionBackend = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owners: Lru[int, bytes] = Lru(limit)  # the owner's tag, by data key id
 
@@ -445,7 +476,7 @@ class StagedKeys:
         return DataKey(*row[:-1], master_id, make_cipher(backend, key))
 
 
-def make_cipher(backend: CipherFactory, key: bytes) -> Cipher:
+def make_cipher(backend: EncryptionBackend, key: bytes) -> Cipher:
     """Return the cipher for *key*, an authentic data key; raise TamperedError if *backend* does."""
     try:
         return backend.cipher(key)
