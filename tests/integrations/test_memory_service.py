@@ -293,7 +293,7 @@ async def test_ranker_that_returns_something_else_is_an_error(
 
     memory = ours(sessions, ranker=Wrong())
     await add(memory, text_event("secret"))
-    with pytest.raises(ConfigurationError, match="returned a str") as caught:
+    with pytest.raises(ConfigurationError, match="must return a sequence") as caught:
         await found(memory, "x")
     assert "secret" not in str(caught.value)
 
@@ -314,7 +314,7 @@ async def test_ranker_cannot_return_the_entry_of_another_user(
     for user in ("ann", "bob"):
         await add(memory, text_event(f"secret of {user}"), user=user)
     assert await found(memory, "x", "ann") == ["secret of ann"]
-    with pytest.raises(ConfigurationError, match="of another search") as caught:
+    with pytest.raises(ConfigurationError, match="for this query") as caught:
         await found(memory, "x", "bob")
     assert "secret" not in str(caught.value)
 

@@ -8,7 +8,8 @@ added and dropped: see `formats.memory_items`.  The decrypted entries are cached
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from google.adk.events import Event
 from google.adk.memory import BaseMemoryService
@@ -72,6 +73,7 @@ _FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
 
 
 @hides_locals
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RankedEntry:
     """An entry, as a `MemoryRanker` gets it.  The `repr` of an entry shows no content.
 
@@ -84,14 +86,10 @@ class RankedEntry:
             `add_memory` has passed, or None.
     """
 
-    __slots__ = ("_entry", "author", "key", "text", "timestamp")
-
-    def __init__(self, key: str, text: str, entry: Entry) -> None:
-        self.key: str = key
-        self.text: str = text
-        self.author: str | None = entry.author
-        self.timestamp: float | str | None = entry.timestamp
-        self._entry = entry
+    key: str
+    text: str
+    author: str | None
+    timestamp: float | str | None
 
 
 class MemoryRanker(Protocol):
@@ -106,13 +104,8 @@ class MemoryRanker(Protocol):
         ...
 
 
-class _Plan(NamedTuple):
-    """The content of the next item; the ids in *deleted* must not be added again."""
-
-    scope: Scope | None = None
-    add: Sequence[Entry] = ()
-    drop: Sequence[Entry] = ()
-    deleted: Sequence[str] = ()
+# An item to append, and whether it is the last one of a change.
+_Planned: TypeAlias = tuple[MemoryItem, bool]
 
 
 @hides_locals
@@ -182,7 +175,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         new = _from_events(session.events, "session.events", None)
         scope = session_scope(session.id)
 
-        def difference(memory: UserMemory) -> _Plan | None:
+        def difference(memory: UserMemory) -> _Planned | None:
             stored = memory.of_scope(scope)
             drop: list[Entry] = []
             kept = at = 0
@@ -200,7 +193,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             drop += stored[at:]
             if kept == len(wanted) and not drop and memory.has_scope(scope):
                 return None
-            return _Plan(scope, wanted[kept:], drop)
+            return _item(scope, wanted[kept:], drop)
 
         await self._write(session.app_name, session.user_id, difference)
 
@@ -231,14 +224,14 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         new = _from_events(events, "events", _metadata(custom_metadata, "custom_metadata"))
         scope = session_scope(session_id) if session_id else EVENTS
 
-        def difference(memory: UserMemory) -> _Plan | None:
+        def difference(memory: UserMemory) -> _Planned | None:
             known = {entry.id for entry in memory.of_scope(scope)} | memory.deleted
             wanted = []
             for one in new:
                 if one.id not in known:
                     known.add(one.id)
                     wanted.append(one)
-            return _Plan(scope, wanted) if wanted or not memory.has_scope(scope) else None
+            return _item(scope, wanted) if wanted or not memory.has_scope(scope) else None
 
         await self._write(app_name, user_id, difference)
 
@@ -272,7 +265,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         if len(ids) < len(new):
             raise ValueError("two of the memories have the same id")
 
-        def difference(memory: UserMemory) -> _Plan | None:
+        def difference(memory: UserMemory) -> _Planned | None:
             if ids & memory.deleted:
                 number = next(n for n, one in enumerate(new) if one.id in memory.deleted)
                 raise ValueError(
@@ -286,7 +279,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     continue
                 wanted.append(one)
                 drop += [entry] if entry else []
-            return _Plan(EXPLICIT, wanted, drop) if wanted else None
+            return _item(EXPLICIT, wanted, drop) if wanted else None
 
         if new:
             await self._write(app_name, user_id, difference)
@@ -334,16 +327,16 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         if not memory_id:
             return
 
-        def deletion(memory: UserMemory) -> _Plan | None:
+        def deletion(memory: UserMemory) -> _Planned | None:
             found = memory.with_id(memory_id)
-            return _Plan(drop=found, deleted=[memory_id]) if found else None
+            return _item(drop=found, deleted=[memory_id]) if found else None
 
         await self._write(app_name, user_id, deletion)
 
     # --- write -----------------------------------------------------------------------------------
 
     async def _write(
-        self, app_name: str, user_id: str, plan: Callable[[UserMemory], _Plan | None]
+        self, app_name: str, user_id: str, plan: Callable[[UserMemory], _Planned | None]
     ) -> None:
         """Append the item that *plan* returns; if *plan* returns None, do nothing.
 
@@ -370,7 +363,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     planned = plan(memory)
                     if planned is None:
                         return
-                    item = _item(planned)
+                    item, is_last = planned
                     rewrites = memory.is_sparse() or len(item.drop) > _MOST_REPLACED
                     replaced = {} if rewrites else memory.replaced(item.drop)
                     rewritten = memory.rewritten(item) if rewrites else []
@@ -402,7 +395,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 except (writes.StaleRevision, writes.MissingSession):
                     await retries.wait(Conflict())
                     continue
-                if len(item.add) == len(planned.add):
+                if is_last:
                     return
                 retries = Retries(writes=True)
 
@@ -418,38 +411,33 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         """Return the user's memory as it is stored now; read only items that are not cached."""
         user = (app_name, user_id)
         async with self._reads.hold(user):
-            while True:
-                memory = cache.get(user)
-                if memory is None:
-                    return await self._read_all(cache, user)
-                with memory.lock:
-                    at = memory.at
-                found = await self._collections.get(app_name, user_id, COLLECTION_NAME, limit=0)
-                if found is None:
-                    cache.drop(user)
-                    return None
-                if found.at == at:
-                    return memory
-                cache.drop(user)
-                number = found.size - at.revision
-                if found.at.session_row != at.session_row or number < 0:
-                    continue  # the memory was rewritten, or was erased and created again
+            memory = cache.get(user)
+            if memory is None:
+                return await self._read_all(cache, user)
+            with memory.lock:
+                at = memory.at
+            found = await self._collections.get(app_name, user_id, COLLECTION_NAME, limit=0)
+            if found is not None and found.at == at:
+                return memory
+            cache.drop(user)
+            if found is None:
+                return None
+            number = found.size - at.revision
+            # Otherwise, the memory was rewritten, or was erased and created again.
+            if found.at.session_row == at.session_row and number > 0:
                 found = await self._collections.get(
                     app_name, user_id, COLLECTION_NAME, limit=number
                 )
-                if found is None:
-                    return None
-                if found.at.session_row != at.session_row or found.size - number != at.revision:
-                    continue  # other processes added more items after `number` was read
-                if sum(map(len, found.items)) > _READ_ALL_BYTES:
-                    return await self._read_all(cache, user)
-                items = await _decoded(found)
-                with memory.lock:
-                    if memory.at != at:
-                        continue  # another thread has applied these items to the memory
-                    memory.apply(items, found.at)
-                _put(cache, user, memory)
-                return memory
+                # Other processes may have changed the memory after `number` was read.
+                start = found and (found.at.session_row, found.size - number)
+                if found and start == at and sum(map(len, found.items)) <= _READ_ALL_BYTES:
+                    items = await _decoded(found)
+                    with memory.lock:
+                        if memory.at == at:  # no other thread has applied these items
+                            memory.apply(items, found.at)
+                            _put(cache, user, memory)
+                            return memory
+            return await self._read_all(cache, user)
 
     async def _read_all(self, cache: "_Cache", user: tuple[str, str]) -> UserMemory | None:
         found = await self._collections.get(*user, COLLECTION_NAME)
@@ -489,20 +477,25 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     return items
 
 
-def _item(plan: _Plan) -> MemoryItem:
-    """Return the item that stores *plan*, with only as many new entries as fit into one."""
+def _item(
+    scope: Scope | None = None,
+    add: Sequence[Entry] = (),
+    drop: Iterable[Entry] = (),
+    deleted: Sequence[str] = (),
+) -> _Planned:
+    """Return an item with as many entries of *add* as fit into it, and whether these are all."""
     places: dict[int, list[int]] = {}
-    for entry in plan.drop:
+    for entry in drop:
         places.setdefault(entry.item, []).append(entry.place)
-    drop = {number: Dropped(some, secrets.token_hex(16)) for number, some in places.items()}
-    add: list[JsonObject | None] = []
+    dropped = {number: Dropped(some, secrets.token_hex(16)) for number, some in places.items()}
+    values: list[JsonObject] = []
     size = 0
-    for one in plan.add:
+    for one in add:
         size += len(one.content) + len(one.metadata or b"")
-        if add and size > _ITEM_BYTES:
+        if values and size > _ITEM_BYTES:
             break
-        add.append(one.values())
-    return MemoryItem(plan.scope, add, drop, plan.deleted)
+        values.append(one.values())
+    return MemoryItem(scope, values, dropped, deleted), len(values) == len(add)
 
 
 async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> list[bytes]:
@@ -518,31 +511,24 @@ async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> li
 
 async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
     with memory.lock:
-        entries = list(memory.entries.items())
+        entries = sorted(memory.entries.items(), key=lambda one: one[0])
         row = memory.at.session_row
-    entries.sort(key=lambda one: one[0])
-    offered = []
+    offered: dict[RankedEntry, tuple[int, Entry]] = {}
     turns = Turns()
-    for _, entry in entries:
-        offered.append(RankedEntry(f"{row}.{entry.item}.{entry.place}", entry.text(), entry))
+    for key, entry in entries:
+        name = f"{row}.{entry.item}.{entry.place}"
+        offered[RankedEntry(name, entry.text(), entry.author, entry.timestamp)] = key, entry
         await turns.end()
-    keys = {entry: key for key, entry in entries}
-    answer = await ranker.rank(query, offered)
-    if not isinstance(answer, Sequence):
+    answer = await ranker.rank(query, list(offered))
+    if not isinstance(answer, Sequence) or any(
+        not isinstance(one, RankedEntry) or one not in offered for one in answer
+    ):
         raise ConfigurationError(
-            f"the ranker returned a {type(answer).__name__}: it must return a sequence of entries"
+            "the ranker must return a sequence of entries that it was given for this query"
         )
-    found = []
-    for one in answer:
-        if not isinstance(one, RankedEntry) or one._entry not in keys:
-            kind = type(one).__name__
-            what = "an entry of another search" if isinstance(one, RankedEntry) else f"a {kind}"
-            raise ConfigurationError(
-                f"the ranker returned {what}: it must return some of the entries that it was given"
-            )
-        found.append(one._entry)
+    found = [offered[one] for one in answer]
     with memory.lock:  # an entry may have been deleted while the ranker ran
-        return [entry for entry in found if memory.entries.get(keys[entry]) is entry]
+        return [entry for key, entry in found if memory.entries.get(key) is entry]
 
 
 # --- check what is added -------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Entry:
             ) from None
         timestamp = self.timestamp
         if not isinstance(timestamp, str | None):
-            timestamp = formatted(timestamp)
+            timestamp = datetime.fromtimestamp(timestamp).isoformat()  # google-adk's format
         return MemoryEntry(
             id=self.id,
             content=content,
@@ -130,14 +130,6 @@ class Entry:
             timestamp=timestamp,
             custom_metadata=json_text.loads(self.metadata) if self.metadata else {},
         )
-
-
-def formatted(timestamp: float) -> str:
-    """Return *timestamp* as local time, in google-adk's format."""
-    try:
-        return datetime.fromtimestamp(timestamp).isoformat()
-    except (OverflowError, OSError):
-        raise ValueError("the timestamp is not a possible time in seconds") from None
 
 
 def text_of(content: JsonObject) -> str:
