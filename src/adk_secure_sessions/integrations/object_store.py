@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 TIMEOUT = 60.0  # the default limit for one request and its retries, in seconds
-_SCHEMES = ("s3", "gs", "az", "memory")
+# For each scheme, the class of obstore, and how the environment variables begin that it reads.
+_CLASSES = {
+    "s3": ("S3Store", "AWS_"),
+    "gs": ("GCSStore", "GOOGLE_"),
+    "az": ("AzureStore", "AZURE_"),
+}
 # Object stores, and servers that imitate S3, report a full store with different words.
 _FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|InsufficientCapacity|code: 507")
 _STATUS = re.compile(r"status code: ([0-9]{3})")
@@ -85,13 +91,17 @@ class ArtifactStore(KeyMaterial):
                 raise ConfigurationError("a directory of artifacts has no options")
             return
         require("artifacts", "obstore", user="this store")
-        from obstore.store import LocalStore
+        from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
         if isinstance(store, LocalStore) and store.prefix is not None:
             self._directory = Path(store.prefix)
-        else:
-            _check_store_object(store)
+        elif isinstance(store, S3Store | GCSStore | AzureStore | MemoryStore):
             self._remote = store
+        else:
+            raise ConfigurationError(
+                "an artifact store is a path, a URL, or an S3Store, GCSStore, AzureStore, "
+                "MemoryStore or LocalStore of obstore"
+            )
 
     def blobs(self, prefix: str, *, create: bool = True) -> BlobStore:
         """Open the blobs under *prefix*; each database has its own prefix.
@@ -146,8 +156,8 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     except ValueError:
         parts = urlsplit("")
     scheme = parts.scheme
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{name}://" for name in _SCHEMES)
+    if scheme not in (*_CLASSES, "memory"):
+        known = ", ".join(f"{name}://" for name in (*_CLASSES, "memory"))
         raise ConfigurationError(f"the artifact store is a path, or begins with file://, {known}")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigurationError(
@@ -158,11 +168,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
         return stores.MemoryStore()
     if not parts.netloc:
         raise ConfigurationError(f"name the bucket: {scheme}://BUCKET/PREFIX")
-    classes: dict[str, Any] = {
-        "s3": stores.S3Store,
-        "gs": stores.GCSStore,
-        "az": stores.AzureStore,
-    }
+    name, prefix = _CLASSES[scheme]
     milliseconds = max(1, round(timeout * 1000))
     client: dict[str, Any] = {"connect_timeout": "5s", "timeout": f"{milliseconds}ms"}
     client |= options.pop("client_options", None) or {}
@@ -174,21 +180,16 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
         "client_options": client,
         "retry_config": retries,
     }
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.upper().startswith(_VARIABLES[scheme])
-    }
+    variables = {key: text for key, text in os.environ.items() if key.upper().startswith(prefix)}
     try:
-        settings = (variables, options, options.get("config") or {})
-        plain = [address for one in settings for address in _plain_addresses(one)]
+        plain = _plain_addresses(variables, options, options.get("config") or {})
         # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
         client["allow_http"] = bool(plain)
-        made: Any = classes[scheme](parts.netloc, **arguments)
+        made: Any = getattr(stores, name)(parts.netloc, **arguments)
     except (BaseError, TypeError, ValueError):
         raise ConfigurationError(
             "the artifact store cannot be opened: check its options, and the environment variables "
-            f"that begin with {_VARIABLES[scheme]}"
+            f"that begin with {prefix}"
         ) from None
     for address in plain:
         try:
@@ -203,29 +204,14 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     return made  # type: ignore[no-any-return]
 
 
-# obstore reads the environment variables whose names begin with these prefixes.
-_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-
-
-def _plain_addresses(settings: Mapping[str, Any]) -> list[str]:
+def _plain_addresses(*settings: Mapping[str, Any]) -> list[str]:
     """Return the endpoints in *settings* that begin with http://."""
     return [
         str(value)
-        for name, value in settings.items()
+        for name, value in chain.from_iterable(one.items() for one in settings)
         if re.search("endpoint|url", name, re.IGNORECASE) and "metadata" not in name.lower()
         if str(value).lower().startswith("http:")
     ]
-
-
-def _check_store_object(store: object) -> None:
-    from obstore import store as stores
-
-    classes = (stores.S3Store, stores.GCSStore, stores.AzureStore, stores.MemoryStore)
-    if not isinstance(store, classes):
-        raise ConfigurationError(
-            "an artifact store is a path, a URL, or an S3Store, GCSStore, AzureStore, MemoryStore "
-            "or LocalStore of obstore"
-        )
 
 
 # --- stores of obstore ---------------------------------------------------------------------------
@@ -259,7 +245,7 @@ class _Bucket(BlobStore):
             await self._call(
                 lambda: obstore.put_async(self._store, path, data, use_multipart=False)
             )
-        except _Missing:
+        except FileNotFoundError:
             raise _no_bucket() from None
 
     async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
@@ -278,7 +264,7 @@ class _Bucket(BlobStore):
 
         try:
             data: bytes | None = await self._call(call)
-        except _Missing:
+        except FileNotFoundError:
             data = None
         except ArtifactStoreError:
             if whole or not await self._is_missing(path, size):
@@ -299,7 +285,7 @@ class _Bucket(BlobStore):
 
         try:
             answer = await self._call(lambda: obstore.head_async(self._store, path))
-        except _Missing:
+        except FileNotFoundError:
             return True
         check_size(answer["size"], size)
         return False
@@ -317,7 +303,7 @@ class _Bucket(BlobStore):
 
         try:
             await self._call(lambda: obstore.delete_async(self._store, paths))
-        except _Missing:
+        except FileNotFoundError:
             pass
 
     async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
@@ -334,7 +320,7 @@ class _Bucket(BlobStore):
         while True:
             try:
                 batch = await self._call(next_batch)
-            except _Missing:
+            except FileNotFoundError:
                 raise _no_bucket() from None
             if batch is None:
                 return
@@ -364,16 +350,12 @@ class _Bucket(BlobStore):
             raise _translated(error) from None
 
 
-class _Missing(Exception):
-    """The object, or its bucket, does not exist."""
-
-
 def _translated(error: Exception) -> Exception:
-    """Return our own error for *error* of obstore; `_Missing` if an object or bucket is missing."""
+    """Return our error for *error* of obstore; FileNotFoundError for a missing object or bucket."""
     from obstore import exceptions
 
     if isinstance(error, FileNotFoundError):
-        return _Missing()
+        return FileNotFoundError()
     if isinstance(error, TimeoutError):
         return _failed("no answer in time; check its address and the network", retryable=True)
     text = str(error)
@@ -386,7 +368,7 @@ def _translated(error: Exception) -> Exception:
     if isinstance(error, denied) or (status and status[1] in ("401", "403")):
         return _failed("access was denied; check the credentials and their permissions")
     if status and status[1] == "404":
-        return _Missing()
+        return FileNotFoundError()
     return _failed(
         "it cannot be reached, or failed; check its address, credentials, network and status",
         retryable=True,
