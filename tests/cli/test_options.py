@@ -35,6 +35,8 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "separate": [maintenance.separate],
     "index fill": [maintenance.fill_index],
     "index drop": [maintenance.drop_index],
+    "erase-user": [maintenance.erase_user],
+    "audit export": [maintenance.export_audit],
     "export": [export_lines, export_to_adk],
     "migrate copy": [migrate],
     "migrate compare": [compare],

@@ -20,7 +20,12 @@ from adk_secure_sessions.integrations.plaintext_places import EXPORTER, KINDS, P
 if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
 
-_COMMANDS = ("api_server", "run", "web")  # the commands of google-adk that `AdkGroup` adds
+# The commands of google-adk that `AdkGroup` adds, and the help of each.
+_COMMANDS = {
+    "api_server": "Serve agents over HTTP (google-adk's command).",
+    "run": "Run an agent in the terminal (google-adk's command).",
+    "web": "Serve agents with a web page (google-adk's command).",
+}
 URI_VARIABLE = f"{PREFIX}URI"
 # Matches, in a URL: user ids, session ids and names of artifacts, all of which may contain slashes,
 # and the query string.
@@ -62,11 +67,7 @@ class AdkGroup(click.Group):
         return _without_plaintext(found)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [
-            ("api_server", "Serve agents over HTTP (google-adk's command)."),
-            ("run", "Run an agent in the terminal (google-adk's command)."),
-            ("web", "Serve agents with a web page (google-adk's command)."),
-        ]
+        rows = [*_COMMANDS.items()]
         for name in super().list_commands(context):
             command = super().get_command(context, name)
             if command is not None and not command.hidden:
@@ -108,9 +109,9 @@ def _without_plaintext(command: click.Command) -> click.Command:
         ["--service_uri"],
         metavar="URI",
         envvar=URI_VARIABLE,
+        show_envvar=True,
         help="The URI for sessions, artifacts and memory that have no URI of their own, such as "
-        "'encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY&blobs=./artifacts'; or set "
-        f"{URI_VARIABLE}.",
+        "'encrypted+sqlite:///./sessions.db?key=env:ADK_SESSIONS_KEY&blobs=./artifacts'.",
     )
     allow_plaintext = click.Option(
         ["--allow-plaintext"],
@@ -191,29 +192,25 @@ async def _open(service: "EncryptedSessionService") -> None:
         await service.close()  # the event loop of the server opens the database again
 
 
-class _WithoutIds(logging.Filter):
-    """Masks ids, names of artifacts, and query strings in the URLs that uvicorn logs."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple):
-            record.args = tuple(
-                _IDS.sub(r"\1\2\3\4...", value) if isinstance(value, str) else value
-                for value in record.args
-            )
-        return True
-
-
 def _hide_ids_in_logs() -> None:
-    for name in ("uvicorn.access", "uvicorn.error"):  # the latter logs the URLs of WebSockets
-        logging.getLogger(name).addFilter(_WithoutIds())
-    # google-adk also logs ids.  It has a logger for each module, and a filter applies to one logger
-    # only.  So change the function that creates the records of all loggers.
+    """Mask ids and names of artifacts in the logs of google-adk, and in the URLs of uvicorn's logs.
+
+    google-adk has a logger for each module, and a filter applies to one logger only.  So change the
+    function that creates the records of all loggers.
+    """
     create = logging.getLogRecordFactory()
 
     def create_without_ids(*values: Any, **options: Any) -> logging.LogRecord:
         record = create(*values, **options)
-        if record.name.startswith("google_adk") and isinstance(record.args, tuple):
+        if not isinstance(record.args, tuple):
+            pass
+        elif record.name.startswith("google_adk"):
             record.args = _without_ids(str(record.msg), record.args)
+        elif record.name in ("uvicorn.access", "uvicorn.error"):  # WebSockets log to the latter
+            record.args = tuple(
+                _IDS.sub(r"\1\2\3\4...", value) if isinstance(value, str) else value
+                for value in record.args
+            )
         return record
 
     logging.setLogRecordFactory(create_without_ids)

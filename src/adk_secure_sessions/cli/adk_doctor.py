@@ -28,7 +28,8 @@ from adk_secure_sessions.integrations.plaintext_places import (
     "--service_uri",
     metavar="URI",
     envvar=URI_VARIABLE,
-    help=f"The URI of services without one of their own; or set {URI_VARIABLE}.",
+    show_envvar=True,
+    help="The URI of services without one of their own.",
 )
 @click.option("--session_service_uri", metavar="URI", help="The URI of the sessions.")
 @click.option("--artifact_service_uri", metavar="URI", help="The URI of the artifacts.")

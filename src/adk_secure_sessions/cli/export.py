@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -20,6 +19,8 @@ from adk_secure_sessions.cli.program import (
     one_line_errors,
     opened,
 )
+
+T = TypeVar("T")
 
 _STDOUT = "-"
 
@@ -78,7 +79,7 @@ def export(
         done = _to_adk(db, to, verify=verify, **options)
     else:
         assert jsonl is not None
-        done = _to_lines(db, jsonl, **options)
+        done = _write(db, jsonl, "export", "sessions", migration.export_lines, **options)
     finish(done, _notes(done, jsonl), err=jsonl == _STDOUT)
 
 
@@ -104,11 +105,19 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
         raise Failure(message, error.error, retryable=error.retryable) from None
 
 
-def _to_lines(db: Database, name: str, **options: Any) -> migration.Export:
-    with progress("export", "sessions") as report, opened(db, again=None) as call:
+def _write(
+    db: Database,
+    file: str,
+    label: str,
+    unit: str,
+    work: Callable[..., Awaitable[T]],
+    **options: Any,
+) -> T:
+    """Let *work* write to stdout, or to a new file, and return its result."""
+    with progress(label, unit) as report, opened(db, again=None) as call:
         call(db.keys())  # report a wrong key before the file is created
-        with output_to(name) as write:
-            return call(migration.export_lines(db, write, progress=report, **options))
+        with _output_to(file) as write:
+            return call(work(db, write, progress=report, **options))
 
 
 @main.group()
@@ -129,7 +138,7 @@ def audit() -> None:
 )
 @click.option("--until", metavar="TIME", type=parse_time, help="Only records before this time.")
 @on_database()
-def export_audit(db: Database, output: str, since: datetime | None, until: datetime | None) -> None:
+def export_audit(db: Database, output: str, **options: Any) -> None:
     """Write the records as lines of JSON.
 
     Exits 1 if a record is not authentic; such a record is not written.
@@ -141,17 +150,13 @@ def export_audit(db: Database, output: str, since: datetime | None, until: datet
     """
     if output == _STDOUT and given("as_json"):
         raise click.UsageError("stdout has the records: give --json with --output FILE")
-    with progress("audit export", "records") as report, opened(db, again=None) as call:
-        call(db.keys())  # report a wrong key before the file is created
-        with output_to(output) as write:
-            done = call(
-                maintenance.export_audit(db, write, since=since, until=until, progress=report)
-            )
+    work = maintenance.export_audit
+    done = _write(db, output, "audit export", "records", work, **options)
     finish(done, err=output == _STDOUT)
 
 
 @contextmanager
-def output_to(name: str) -> Iterator[Callable[[bytes], object]]:
+def _output_to(name: str) -> Iterator[Callable[[bytes], object]]:
     """Yield a function that writes to stdout, or to a new file: see `private_file`."""
     if name != _STDOUT:
         with private_file(name) as file:

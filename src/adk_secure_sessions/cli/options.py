@@ -10,7 +10,7 @@ import click
 from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli import metrics
-from adk_secure_sessions.cli.config import CONFIG_VARIABLE, read_config, variable
+from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, read_config, variable
 from adk_secure_sessions.cli.later import maintenance
 from adk_secure_sessions.cli.program import Common, one_line_errors
 from adk_secure_sessions.formats import times
@@ -53,8 +53,10 @@ def parse_time(value: str) -> datetime:
     return found
 
 
-def _common(*names: str, **settings: Any) -> Decorator:
-    return click.option(*names, cls=Common, **settings)
+def _common(option: str, *names: str, **settings: Any) -> Decorator:
+    if (name := option.removeprefix("--")) in IN_ENVIRONMENT:
+        settings["envvar"] = variable(name)
+    return click.option(option, *names, cls=Common, show_envvar=True, **settings)
 
 
 def with_all(*decorators: Decorator) -> Decorator:
@@ -67,24 +69,22 @@ TO = click.option(
     "--to",
     "db",
     envvar=variable("db"),
+    show_envvar=True,
     required=True,
     metavar="URL",
-    help="URL of the encrypted database to copy to, which is created if it does not exist; or set "
-    f"{variable('db')}.",
+    help="URL of the encrypted database to copy to, which is created if it does not exist.",
 )
 _DB = _common(
     "--db",
-    envvar=variable("db"),
     required=True,
     metavar="URL",
-    help=f"URL of the database, such as sqlite:///sessions.db; or set {variable('db')}.",
+    help="URL of the database, such as sqlite:///sessions.db.",
 )
 _WITH_DATABASE = (
     _common(
         "--key-db",
-        envvar=variable("key-db"),
         metavar="URL",
-        help=f"URL of the key database, if there is one; or set {variable('key-db')}.",
+        help="URL of the key database, if there is one.",
     ),
     _common(
         "--config",
@@ -94,14 +94,13 @@ _WITH_DATABASE = (
         is_eager=True,
         expose_value=False,
         callback=read_config,
-        help=f"TOML file with defaults of options such as db and key; or set {CONFIG_VARIABLE}.",
+        help="TOML file with defaults of options such as db and key.",
     ),
     _common(
         "--audit-log",
-        envvar=variable("audit-log"),
         metavar="FILE",
         type=click.Path(),
-        help=f"Append audit records to this file, as JSON; or set {variable('audit-log')}.",
+        help="Append audit records to this file, as JSON.",
     ),
     _common(
         "--metrics-file",
@@ -134,35 +133,27 @@ with_packing: Decorator = with_all(
 _KEYS = (
     _common(
         "--backend",
-        envvar=variable("backend"),
         type=_BACKENDS,
         default=DEFAULT,
         show_default=True,
-        help="Backend with which the services write; no-op stores plaintext and needs no key; or "
-        f"set {variable('backend')}.",
+        help="Backend with which the services write; no-op stores plaintext and needs no key.",
     ),
     _common(
         "--key",
-        envvar=variable("key"),
         metavar="SPEC",
-        help="Key spec of the root key: env:NAME, file:PATH and others; never the key itself; or "
-        f"set {variable('key')}.",
+        help="Key spec of the root key: env:NAME, file:PATH and others; never the key itself.",
     ),
     _common(
         "--also-key",
-        envvar=variable("also-key"),
         multiple=True,
         metavar="SPEC",
-        help="Another root key that may wrap master keys; repeatable; or set "
-        f"{variable('also-key')}, separated by spaces.",
+        help="Another root key that may wrap master keys; repeatable.",
     ),
     _common(
         "--also-backend",
-        envvar=variable("also-backend"),
         multiple=True,
         type=_BACKENDS,
-        help="Another backend whose records may be decrypted; repeatable; or set "
-        f"{variable('also-backend')}, separated by spaces.",
+        help="Another backend whose records may be decrypted; repeatable.",
     ),
 )
 

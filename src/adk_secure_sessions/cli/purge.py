@@ -112,8 +112,10 @@ def purge_blobs(db: Database, **options: Any) -> None:
 
 
 @main.command("erase-user")
-@click.option("--app", required=True, metavar="NAME", help="The app's name.")
-@click.option("--user", required=True, metavar="ID", help="The id of one of the app's users.")
+@click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
+@click.option(
+    "--user", "user_id", required=True, metavar="ID", help="The id of one of the app's users."
+)
 @with_dry_run
 @click.option(
     "--rewrite",
@@ -122,14 +124,7 @@ def purge_blobs(db: Database, **options: Any) -> None:
 )
 @with_confirm
 @on_database()
-def erase_user(
-    db: Database,
-    app: str,
-    user: str,
-    dry_run: bool,
-    rewrite: bool,
-    confirm: str | None,
-) -> None:
+def erase_user(db: Database, dry_run: bool, confirm: str | None, **options: Any) -> None:
     """Delete all data keys and rows of a user.
 
     Exits 1 if there is no such app or user, if the data keys or the user's own row were missing, or
@@ -143,7 +138,7 @@ def erase_user(
     with opened(db) as call:
         if not dry_run:
             require_confirmation(call(db.describe()), confirm, "erase a user of this database")
-        done = call(maintenance.erase_user(db, app, user, dry_run=dry_run, rewrite=rewrite))
+        done = call(maintenance.erase_user(db, dry_run=dry_run, **options))
     finish(done, erasure_notes(done, dry_run))
-    if rewrite and not dry_run and not done.cleared:
+    if options["rewrite"] and not dry_run and not done.cleared:
         sys.exit(1)
