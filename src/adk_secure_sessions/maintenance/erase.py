@@ -1,7 +1,7 @@
 """Erase a user: delete the data keys and all rows, and remove the deleted keys from the file."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -132,17 +132,15 @@ async def erase_user(
     was_migrated = await db.unit.change(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
-    find, keys, rows = _Deletion.find_keys, _Deletion.delete_keys, _Deletion.delete_rows
     attempt = partial(_Deletion, tag=tag, dry_run=dry_run, names=db.limits.names)
     executors = db.unit.executors
+    deleted: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        first = await _commit(db.unit.change_keys, attempt, [find, keys])
-        attempt = partial(attempt, headers=first.headers)
-        then = await _commit(db.unit.change, attempt, [rows])
-        deleted = first.counts + then.counts
-    else:
-        then = await _commit(db.unit.change, attempt, [find, rows, keys])
-        deleted = then.counts
+        first = await _commit(db.unit.change_keys, partial(attempt, of_rows=False))
+        deleted += first.counts
+        attempt = partial(attempt, of_keys=False, headers=first.headers)
+    then = await _commit(db.unit.change, attempt)
+    deleted += then.counts
     obstacle = "nothing was deleted"
     if not dry_run:
         empty_caches()
@@ -168,14 +166,13 @@ async def erase_user(
 async def _commit(
     change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]],
     attempt: "Callable[[sa.Connection], _Deletion]",
-    steps: Sequence[Callable[["_Deletion"], None]],
 ) -> "_Deletion":
-    """Run *steps* in one transaction of *change*, and return the attempt that was committed."""
+    """Delete in one transaction of *change*, and return the attempt that was committed."""
     attempts: list[_Deletion] = []
 
     def work(connection: sa.Connection) -> None:
         deletion = attempt(connection)
-        deletion.run(steps)
+        deletion.run()
         attempts.append(deletion)
 
     await change(work)
@@ -188,6 +185,7 @@ async def _commit(
 class _Deletion:
     """One attempt to delete the rows of the user with the tag *tag*, in one transaction.
 
+    It deletes the data keys, unless *of_keys* is False, and all other rows, unless *of_rows* is.
     *headers* are the record headers that name the user's data keys.  These headers identify the
     user's records even if the user's row was removed or modified.  A dry run only counts the rows.
     *names* is the maximum number of row ids in one statement.
@@ -197,6 +195,8 @@ class _Deletion:
     tag: bytes
     dry_run: bool
     names: int
+    of_keys: bool = True
+    of_rows: bool = True
     headers: set[bytes] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)  # number of rows by table
     collections: set[int] = field(default_factory=set)  # those of `_sessions` that are collections
@@ -207,8 +207,8 @@ class _Deletion:
         self._dialect = dialect_of(self.connection)
         self._has_index = has_table(self.connection, indexed)
 
-    def run(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
-        """Run all *steps* in passes until a pass finds no more rows; a dry run has one pass.
+    def run(self) -> None:
+        """Delete rows in passes until a pass finds no more rows; a dry run has one pass.
 
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
@@ -217,45 +217,46 @@ class _Deletion:
         """
         self._dialect.see_what_is_committed(self.connection)
         if self.dry_run:
-            self._pass(steps)
+            self._pass()
             return
         self._dialect.run_triggers_at_once(self.connection)
         self._dialect.overwrite_deleted(self.connection)
         for _ in range(_MOST_PASSES):
             before = self.counts.total()
-            self._pass(steps)
-            if self.counts.total() == before and not self._count(steps):
+            self._pass()
+            if self.counts.total() == before and not self._count():
                 return
         raise DatabaseError(
             "the database does not delete the rows of the user: remove triggers and rules of its "
             "tables, and erase the user again"
         )
 
-    def _pass(self, steps: Sequence[Callable[["_Deletion"], None]]) -> None:
-        for step in steps:
-            step(self)
+    def _pass(self) -> None:
+        if self.of_keys:
+            self._find_keys()
+        if self.of_rows:
+            self._delete_rows()
+        if self.of_keys:
+            # This uses only the table of data keys.
+            self._delete(data_keys, data_keys.c.owner == self.tag)
+            self._require_keyring()  # the deletion may have waited for `move_keys`
 
-    def _count(self, steps: Sequence[Callable[["_Deletion"], None]]) -> int:
-        """Return the number of rows that *steps* would delete now."""
+    def _count(self) -> int:
+        """Return the number of rows that a pass would delete now."""
         counts, self.counts = self.counts, Counter()
         self.dry_run = True
-        self._pass(steps)
+        self._pass()
         found = self.counts.total()
         self.counts, self.dry_run = counts, False
         return found
 
-    def find_keys(self) -> None:
+    def _find_keys(self) -> None:
         self._require_keyring()
         c = data_keys.c
         query = sa.select(c.backend_id, c.id).where(c.owner == self.tag)
         for backend_id, key_id in self.connection.execute(query):
             if backend_id in range(256):  # a header has one byte for the backend id
                 self.headers.add(build_header(backend_id, key_id))
-
-    def delete_keys(self) -> None:
-        """Delete all data keys of the user.  This method uses only the table of data keys."""
-        self._delete(data_keys, data_keys.c.owner == self.tag)
-        self._require_keyring()  # the deletion may have waited for `move_keys`
 
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
@@ -269,13 +270,12 @@ class _Deletion:
                 "database, or without one; nothing was deleted"
             )
 
-    def delete_rows(self) -> None:
+    def _delete_rows(self) -> None:
         """Delete all rows of the user except the data keys.
 
         To avoid deadlocks, the sessions are locked first, then the user's row, as in a service.
-        Without a key database, `delete_keys` comes after this method.  After this method, services
-        cannot append events to the locked sessions, and cannot create sessions of the user, whose
-        row is deleted.
+        Afterwards, services cannot append events to the locked sessions, and cannot create sessions
+        of the user, whose row is deleted.
         """
         self._users |= self._user_rows()
         found = self._locked_sessions()

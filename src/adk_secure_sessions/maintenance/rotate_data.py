@@ -20,7 +20,7 @@ from adk_secure_sessions.formats.records import (
     open_without_flags,
 )
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
-from adk_secure_sessions.maintenance.counts import count_events, count_records, count_rows
+from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Progress
@@ -42,6 +42,7 @@ from adk_secure_sessions.storage.schema import (
     SealedColumn,
     apps,
     data_keys,
+    events,
     naming,
     sessions,
     users,
@@ -145,7 +146,7 @@ class DataRotationRun(Rotation):
         # Each app, user and session has one row of its own and one version witness.
         own = 2 * await count_rows(self._db, apps, users, sessions)
         # The progress includes each row twice: `_walk` re-encrypts it, and `_count_left` counts it.
-        return 2 * (own + await count_events(self._db))
+        return 2 * (own + await count_rows(self._db, events))
 
     async def _begin(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.

@@ -14,7 +14,6 @@ from adk_secure_sessions.maintenance.counts import (
     DataKeyCount,
     RecordCount,
     count_data_keys,
-    count_events,
     count_records,
     count_rows,
     number_of,
@@ -31,6 +30,7 @@ from adk_secure_sessions.storage.schema import (
     apps,
     audit_records,
     data_keys,
+    events,
     indexed,
     migrated,
     sessions,
@@ -178,8 +178,8 @@ async def status(
     assert survey.database_id is not None, "survey() rejects such a database"
     masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
     rotations = await _unfinished(db, survey)
-    total = await count_rows(db, apps, users, sessions, snapshots, witnesses, data_keys)
-    meter = Meter(progress, total + await count_events(db), rows_per_second)
+    total = await count_rows(db, apps, users, sessions, snapshots, witnesses, events, data_keys)
+    meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
     begun = {one.rotation: one.since for one in rotations if one.genuine is not False}
     records, spare_keys = await count_records(db, meter, begun.get("data") or 0)

@@ -16,7 +16,7 @@ from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit import UNLISTED, is_unlisted
-from adk_secure_sessions.maintenance.counts import count_events, count_rows
+from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import (
     UNREADABLE,
@@ -114,8 +114,8 @@ async def verify(
     index = (await db.keys()).keyring.index
     of_features = (await db.survey()).feature_tables
     imports = [migrated] if migrated.name in of_features else []
-    total = await count_rows(db, apps, users, sessions, data_keys, *imports)
-    meter = Meter(progress, total + await count_events(db), rows_per_second)
+    total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
+    meter = Meter(progress, total, rows_per_second)
     run = _Verifier(db, index, meter)
     if indexed.name in of_features:
         await run.check_marks()

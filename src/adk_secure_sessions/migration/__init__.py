@@ -1,4 +1,20 @@
-"""Copy sessions into a database of this package, and out of it."""
+"""Copy sessions into a database of this package, and out of it.
+
+Several functions have these arguments:
+
+- `source` is the source, and `db` is the `Database` that is written or, by an export, read, with
+  every backend whose records it may contain.
+- `selection` says which sessions to copy or to compare.  `app_name` and `user_id` do the same for
+  an export: only sessions of this app, and only of the users with this id.
+- With `skip_bad`, a function continues after a session or state that cannot be read or stored.
+  Otherwise it stops; sessions that were written before stay.
+- With `show_ids`, findings contain readable ids, not only blind indexes.
+- `progress` is called with the number of sessions done, and the number of all.
+
+Every function raises `ConfigurationError` if one of the databases cannot be used, `WrongKeyError`
+if the root keys do not decrypt the keyring, `TamperedError` if a row of `secure_migrated` was
+modified, and `DatabaseError` if one of the databases raises an error.
+"""
 
 from adk_secure_sessions.migration.adk_tables import AdkTables as AdkTables
 from adk_secure_sessions.migration.adk_target import AdkTarget as AdkTarget

@@ -4,7 +4,6 @@ The tables are those of `DatabaseSessionService`, schema v1.  google-adk's own c
 and its own classes convert rows back into events.
 """
 
-import inspect
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError, Decryp
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.times import datetime_of, microseconds
 from adk_secure_sessions.loops import ClosedByWith
+from adk_secure_sessions.migration.adk_rows import zone_of_sessions
 from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import differences
@@ -242,16 +242,9 @@ class AdkTarget(ClosedByWith):
             raise ConversionError("one of its ids has a lone surrogate or a NUL character")
 
     def _session_moment(self, name: str, time: int) -> datetime:
-        """Return a time in UTC, or in local time if the installed google-adk reads it so."""
+        """Return a time in the zone in which the installed google-adk reads it."""
         try:
-            moment = datetime_of(time)
-            row: Any = v1.StorageSession(update_time=moment.replace(tzinfo=None))
-            # In releases that store UTC in every database, the method has no parameter for the kind
-            # of the database.
-            asks = "is_sqlite" in inspect.signature(row.get_update_timestamp).parameters
-            options = {"is_sqlite": self._file is not None} if asks else {}
-            if microseconds(row.get_update_timestamp(**options)) != time:
-                moment = moment.astimezone()
+            moment = datetime_of(time).astimezone(zone_of_sessions(self._dialect))
         except (OverflowError, ValueError):
             raise ConversionError(f"{name} is out of range") from None
         return moment.replace(tzinfo=None)

@@ -106,19 +106,6 @@ async def compare(
     source, for example if *source* is an old backup of a database that is still in use.  If a later
     comparison is not clean, that comparison removes the mark, unless `erase_source` may have
     deleted rows of the source meanwhile.  This function changes nothing else.
-
-    Args:
-        source: The source.
-        db: The target, with every backend whose records it may contain.
-        selection: Which sessions to compare.
-        show_ids: Put readable ids into the findings, not only blind indexes.
-        progress: Called with the number of sessions done, and the number of all.
-
-    Raises:
-        ConfigurationError: The source or the target cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
-        TamperedError: A row of `secure_migrated` was modified.
-        DatabaseError: The source or the target raised an error.
     """
     return await Comparing(source, selection, show_ids=show_ids).run(db, progress)
 

@@ -75,17 +75,10 @@ async def erase_source(
 
     Args:
         source: An `AdkTables` or a `Package1x`.
-        db: The target, with every backend whose records it may contain.
         dry_run: Compare, but delete nothing.
-        show_ids: Put readable ids into the findings, not only blind indexes.
-        progress: Called with the number of sessions compared, and the number of all.
 
     Raises:
-        ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`; or the source or
-            the target cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
-        TamperedError: A row of `secure_migrated` was modified.
-        DatabaseError: The source or the target raised an error.
+        ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`.
     """
     if not isinstance(source, AdkTables):
         raise ConfigurationError(

@@ -96,20 +96,9 @@ async def export_to_adk(
     be read only by its owner.  Expired sessions, artifacts and memory are not exported.
 
     Args:
-        db: The database to read, with every backend whose records it may contain.
         target: The database to write, on SQLite, PostgreSQL or MariaDB (MySQL is not tested).
-        app_name: Export only sessions of this app.
-        user_id: Export only sessions of the users with this id.
-        skip_bad: Continue after a session or state that cannot be exported.  If False, the run
-            stops.  Sessions that were written before stay in the target.
         verify: Afterwards, read both databases again and compare all sessions field by field.
-        progress: Called with the number of sessions done and the number of all sessions; with
-            *verify*, each session counts twice.
-
-    Raises:
-        ConfigurationError: One of the databases cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
-        DatabaseError: One of the databases raised an error.
+        progress: With *verify*, each session counts twice.
     """
     run = _Exporting(db, app_name, user_id, skip_bad=skip_bad)
     write = partial(_write_to_adk, run, target, verify=verify)
@@ -132,18 +121,7 @@ async def export_lines(
     artifacts and memory are not exported.
 
     Args:
-        db: The database to read, with every backend whose records it may contain.
         write: Called with each line, in UTF-8 and with the line feed.
-        app_name: Export only sessions of this app.
-        user_id: Export only sessions of the users with this id.
-        skip_bad: Continue after a session or state that cannot be decrypted.  If False, the run
-            stops.
-        progress: Called with the number of sessions done and the number of all sessions.
-
-    Raises:
-        ConfigurationError: The database cannot be used.
-        WrongKeyError: The root keys do not decrypt the keyring.
-        DatabaseError: The database raised an error.
     """
     run = _Exporting(db, app_name, user_id, skip_bad=skip_bad)
     return await run.run(partial(_write_lines, run, write), progress)

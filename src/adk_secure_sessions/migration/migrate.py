@@ -128,29 +128,19 @@ async def migrate(
     Tables and keys of the target that do not exist are created, except in a dry run.
 
     Args:
-        source: The source.
-        db: The target, with every backend whose records it may contain.
-        selection: Which sessions to copy.
         dry_run: Read the sessions that would be copied, and report what would be done, but change
             nothing.
-        skip_bad: Continue after a session or state that cannot be read.  If False, the run stops.
-            Sessions that were copied before stay copied.
         delete_gone: Delete copied sessions that the source no longer has, unless services have
             written to them.
-        show_ids: Put readable ids into the findings, not only blind indexes.
-        progress: Called with the number of sessions done, and the number of all.
         events_per_second: The maximum number of events to copy per second.
         expires_after: How long after its last update a copied session expires that does not expire
             in the source.
 
     Raises:
-        ConfigurationError: The source or the target cannot be used, or *expires_after* is not a
-            positive time.  Or *delete_gone* is given together with a selection that has `since`,
-            for a source without sessions, or after a comparison has ended the migration.
-        WrongKeyError: The root keys do not decrypt the keyring.
-        TamperedError: A row of `secure_migrated`, or another row that an import reads, was
-            modified.
-        DatabaseError: The source or the target raised an error.
+        ConfigurationError: *expires_after* is not a positive time.  Or *delete_gone* is given
+            together with a selection that has `since`, for a source without sessions, or after a
+            comparison has ended the migration.
+        TamperedError: A row that an import reads was modified.
     """
     if delete_gone and selection.since is not None:
         raise ConfigurationError(
