@@ -42,7 +42,7 @@ async def test_new_session_deletes_two_that_have_expired(url: URL, later: Later)
         for number in range(5):
             await service.create_session(**WHO, session_id=f"old {number}", expires_after=HOUR)
         large = {"large": "x" * 20_000}
-        other = {"app_name": "other app", "user_id": "u"}
+        other = {"app_name": "other app \ud800", "user_id": "u"}
         await service.create_session(**other, state=large, expires_after=HOUR)
         assert await stored(service) == 6
         later(2 * HOUR)

@@ -12,6 +12,7 @@ from adk_secure_sessions import telemetry
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import DatabaseError, SecureSessionError
+from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms
@@ -98,9 +99,7 @@ class Expiry:
     async def _delete_some(self, delete: Delete) -> None:
         now, left = time.time_ns() // 1000, _AT_ONCE
         rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now})
-        # On SQLite, a modified name may have any type: `verify` reports it.
-        for name in {row[0] for row in rows if isinstance(row[0], bytes)}:
-            app_name = name.decode()
+        for app_name in {decode_text(name) for (name,) in rows}:
             who = await self._unit.identify(app_name)
             for view in (await self._unit.run(_ListExpired(who, now)))[:left]:
                 await delete(app_name, view.user_id, view.session.session_id)
