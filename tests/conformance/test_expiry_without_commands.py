@@ -94,6 +94,25 @@ async def test_session_that_is_used_meanwhile_is_kept(url: URL, later: Later) ->
         assert len((await reload(service, session)).events) == 1
 
 
+async def test_session_whose_id_expired_is_created_while_another_service_deletes_the_old_one(
+    url: URL, later: Later
+) -> None:
+    ids = {**WHO, "session_id": "s"}
+
+    async def delete() -> None:
+        async with expiring(url) as other:
+            await other.delete_session(**ids)
+
+    service, faults = with_faults(lambda: expiring(url))
+    async with service:
+        await service.create_session(**ids, expires_after=HOUR)
+        later(2 * HOUR)
+        deleted = faults.data.before(Point.WRITE, delete, nth=3)  # two attempts to create it fail
+        await service.create_session(**ids)
+        assert deleted.happened
+        assert await stored(service) == 1
+
+
 async def test_other_services_delete_nothing(url: URL, later: Later) -> None:
     name = url.render_as_string(hide_password=False)
     async with EncryptedSessionService(name, AesGcmBackend(KEY)) as service:

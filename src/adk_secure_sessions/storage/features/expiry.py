@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from operator import attrgetter
 
 import sqlalchemy as sa
 
@@ -20,6 +19,7 @@ from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
 from adk_secure_sessions.storage.schema import (
     Identity,
     SessionWithStates,
+    StoredSession,
     apps,
     sessions,
     users,
@@ -106,8 +106,16 @@ class Expiry:
                 left -= 1
 
     async def delete_if_expired(self, who: Identity) -> bool:
-        """Delete the session if it has expired by now; return whether."""
-        return await self._unit.run(DeleteSession(who, attrgetter("has_expired")))
+        """Delete the session if it has expired by now; return False if it is stored and has not."""
+        has_expired = True
+
+        def condition(session: StoredSession) -> bool:
+            nonlocal has_expired
+            has_expired = session.has_expired
+            return has_expired
+
+        await self._unit.run(DeleteSession(who, condition))
+        return has_expired
 
 
 class _ListExpired(ListPage):
