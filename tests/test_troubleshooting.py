@@ -20,8 +20,10 @@ SHORTEST = 14  # letters
 REPORTS = re.compile(r"\w+Error|Failure|BadParameter|warning|warn")
 # They name the argument, or the value in it, that was not accepted.
 ARGUMENTS = {"InputValidationError", "TypeError", "ValueError"}
-# Whatever their text is, the remedy is in the section "Damaged rows".
+# Whatever their text is, the remedy is in the section "Damaged rows"; for rows that `migrate` and
+# `export` cannot convert, in the sections of these commands.
 REJECTIONS = {"DecryptionError", "PlaintextRefusedError", "TamperedError", "UnknownKeyError"}
+REJECTIONS |= {"ConversionError"}
 # A text names an action if it has a verb in the imperative, or says what is needed or allowed.
 VERBS = (
     "add allow ask call change check choose close compare continue copy correct create delete do "
