@@ -92,14 +92,16 @@ def test_options_of_a_uri_name_database_keys_backends_and_blobs() -> None:
         "postgresql://u:p%40w@db:5432/chat?sslmode=require",
         ("fernet", "aesgcm"),
         ("env:A", "file:/x&y"),
-        "sqlite:///keys.db",
         "s3://bucket/prefix",
         True,
-        Audit("blind", table=True),
-        Caches(events=1000),
-        ("ticket", "user:mrn"),
-        Packing("zlib", "padme"),
-        timedelta(days=90),
+        (
+            ("key_db_url", "sqlite:///keys.db"),
+            ("audit", Audit("blind", table=True)),
+            ("cache", Caches(events=1000)),
+            ("indexed_state_keys", ("ticket", "user:mrn")),
+            ("packing", Packing("zlib", "padme")),
+            ("expires_after", timedelta(days=90)),
+        ),
     )
     assert "p%40w" not in repr(parsed)
 

@@ -121,19 +121,14 @@ _EXIT_TIMEOUT = 5.0  # seconds to close the databases after SIGTERM; then the pr
 
 
 class ServiceUri(NamedTuple):
-    """The parts of a URI; the last five are arguments of `EncryptedSessionService`."""
+    """The parts of a URI."""
 
     db_url: str
     backends: tuple[str, ...]  # names; the first one writes, and the others only decrypt
     keys: tuple[str, ...]  # key specs of the root keys; the first one wraps new master keys
-    key_db: str | None
     blobs: str | None  # the store for the contents of artifacts: a path, or the URL of a bucket
-    allow_http: bool = False  # whether this store may be on another machine without TLS
-    audit: Audit | None = None
-    cache: Caches = Caches()
-    indexed_state_keys: tuple[str, ...] = ()
-    packing: Packing = Packing()
-    expires_after: timedelta | None = None
+    allow_http: bool  # whether this store may be on another machine without TLS
+    options: tuple[tuple[str, Any], ...]  # other arguments of `EncryptedSessionService`
 
     def __repr__(self) -> str:  # without the URLs, which may contain passwords
         return "<ServiceUri>"
@@ -177,18 +172,21 @@ def parse(uri: str) -> ServiceUri:
     audit = None
     if once["audit_ids"] or once["audit_table"]:
         audit = Audit(once["audit_ids"] or "blind", table=bool(once["audit_table"]))
+    options = {
+        "key_db_url": once["key_db"],
+        "audit": audit,
+        "cache": Caches(events=once["cache_events"] or 0),
+        "indexed_state_keys": tuple(ours["indexed_state_key"]),
+        "packing": Packing(once["compression"], once["padding"]),
+        "expires_after": once["expires_after"],
+    }
     return ServiceUri(
         f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
         names,
         (*ours["key"], *ours["also_key"]),
-        once["key_db"],
         once["blobs"],
         bool(once["allow_http"]),
-        audit,
-        Caches(events=once["cache_events"] or 0),
-        tuple(ours["indexed_state_key"]),
-        Packing(once["compression"], once["padding"]),
-        once["expires_after"],
+        tuple(options.items()),
     )
 
 
@@ -302,17 +300,7 @@ def _shared(uri: ServiceUri) -> EncryptedSessionService:
     with _lock.lock:
         if which not in _services:
             backend, additional = backends_for(uri.backends, uri.keys)
-            service = EncryptedSessionService(
-                uri.db_url,
-                backend,
-                additional,
-                key_db_url=uri.key_db,
-                audit=uri.audit,
-                cache=uri.cache,
-                indexed_state_keys=uri.indexed_state_keys,
-                packing=uri.packing,
-                expires_after=uri.expires_after,
-            )
+            service = EncryptedSessionService(uri.db_url, backend, additional, **dict(uri.options))
             _close_on_sigterm()
             _services[which] = service
         return _services[which]

@@ -28,7 +28,6 @@ from google.adk.platform import uuid as platform_uuid
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from google.genai import types
-from pydantic import PrivateAttr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from adk_secure_sessions.audit import Audit, accessed
@@ -357,10 +356,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             update={"events": list(stored.events), "state": dict(stored.state)}
         )
         await self._inner.append_event(changed, sealed)
-        if isinstance(session, _WrappedSession):
-            session._stored = changed
         session.last_update_time = changed.last_update_time
-        session._storage_update_marker = changed._storage_update_marker
+        session._storage_update_marker = _Marker.of(changed)
         session.state.update(event.actions.state_delta or {})
         session.events.append(event)
 
@@ -419,32 +416,24 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 reject_unknown_methods(EncryptedSessionWrapper, BaseSessionService)
 
 
-class _WrappedSession(Session):
-    """A decrypted session that also holds the encrypted session object of the inner service."""
+class _Marker(str):
+    """The marker of a decrypted session: that of the inner service's *session*, and the session."""
 
-    _stored: Session | None = PrivateAttr(default=None)
+    session: Session
 
-    def __eq__(self, other: object) -> bool:
-        """Compare like `Session`, without `_stored`: encryptions of equal values differ."""
-        if not isinstance(other, Session):
-            return NotImplemented
-        mine, theirs = self._plain(), other
-        return mine == (other._plain() if isinstance(other, _WrappedSession) else theirs)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _plain(self) -> Session:
-        plain = Session.model_construct(**dict(self))
-        plain._storage_update_marker = self._storage_update_marker
-        return plain
+    @classmethod
+    def of(cls, session: Session) -> "_Marker":
+        marker = cls(session._storage_update_marker or "")
+        marker.session = session
+        return marker
 
 
 def _known_stored(session: Session) -> Session | None:
     """Return the inner service's object for *session*, if *session* has one with the same ids."""
-    stored = session._stored if isinstance(session, _WrappedSession) else None
+    stored = getattr(session._storage_update_marker, "session", None)
     if stored is None or any(getattr(stored, one) != getattr(session, one) for one in _IDS):
         return None
-    return stored
+    return stored  # type: ignore[no-any-return]
 
 
 class _StateScope(NamedTuple):
@@ -502,7 +491,7 @@ class _Records:
         who = self._who
         _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
         split = states.split(stored.state)
-        session = _WrappedSession(
+        session = Session(
             id=stored.id,
             app_name=stored.app_name,
             user_id=stored.user_id,
@@ -513,8 +502,7 @@ class _Records:
             ),
             last_update_time=stored.last_update_time,
         )
-        session._stored = stored
-        session._storage_update_marker = stored._storage_update_marker
+        session._storage_update_marker = _Marker.of(stored)
         after = config.after_timestamp if config else None
         limit = config.num_recent_events if config else None
         # Filter again: not every service filters events, and some compare rounded times.
