@@ -85,45 +85,6 @@ async def test_row_and_witness_removed_together_are_detected(
     assert db.dump() == before
 
 
-async def test_any_one_row_removed_is_detected(db: Database) -> None:
-    """Remove each row of each table in turn; no read returns anything but what was stored."""
-    removed = 0
-    for table, rows in db.dump().items():
-        columns = [name for (name,) in db.rows(f"SELECT name FROM pragma_table_info('{table}')")]
-        where = " AND ".join(f"{column} IS ?" for column in columns)
-        for row in rows[:: 4 if db.replica else 1]:
-            with db.connect() as connection:
-                connection.text_factory = bytes
-                values = [text_back(value) for value in row]
-                cursor = connection.execute(f"DELETE FROM {table} WHERE {where}", values)
-                assert cursor.rowcount == 1
-            after = db.dump()
-            detected = []
-            async with db.service() as service:
-                for who in ALL_SESSIONS:
-                    for operation in (get, user_state):
-                        try:
-                            result = await operation(service, db, who)
-                        except SecureSessionError as error:
-                            detected.append(error)
-                        else:
-                            expected = db.session(who)
-                            assert operation is user_state or result == expected
-                            assert result
-            assert detected, f"{table}: {row[:2]} was not detected"
-            assert db.dump() == after, f"{table}: {row[:2]}: reading changed the database"
-            removed += 1
-            db.restore()
-    assert removed > (10 if db.replica else 40)
-
-
-def text_back(value: object) -> object:
-    """The bytes of a TEXT, as `dump` shows it."""
-    if isinstance(value, str):
-        return value.removeprefix("text b'").removesuffix("'")
-    return value
-
-
 # --- the keyring, the meta table, whole tables ---------------------------------------------------
 
 

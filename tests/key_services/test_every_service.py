@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import secrets
-import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from google.oauth2 import service_account
 from adk_secure_sessions import (
     AesGcmBackend,
     EncryptedSessionService,
-    FernetBackend,
     KeyServiceError,
     TamperedError,
-    WrongKeyError,
 )
 from adk_secure_sessions.testing import check_key_provider
 from tests.attacks.needles import forms_of, locals_of
@@ -175,38 +172,6 @@ async def test_start_calls_four_times_at_most_and_operations_never(
         assert 0 < key_service.calls() - before <= CALLS_FOR_A_START
 
 
-@on_one_service
-async def test_two_backends_may_have_one_key(key_service: Service, tmp_path: Path) -> None:
-    aes, fernet = AesGcmBackend(key_service.make()), FernetBackend(key_service.make())
-    async with EncryptedSessionService(url(tmp_path), aes, [fernet]) as service:
-        await service.create_session(**WHO)
-
-
-@on_one_service
-async def test_another_key_does_not_unwrap_the_keyring(
-    key_service: Service, tmp_path: Path
-) -> None:
-    async with EncryptedSessionService(url(tmp_path), AesGcmBackend(key_service.make())) as service:
-        await service.create_session(**WHO)
-    other = key_service.other()
-    async with EncryptedSessionService(url(tmp_path), AesGcmBackend(other)) as service:
-        with pytest.raises(WrongKeyError, match=key_service.make().key_id):
-            await service.list_sessions(app_name="clinic")
-
-
-@on_one_service
-async def test_tampered_keyring_is_rejected(key_service: Service, tmp_path: Path) -> None:
-    async with EncryptedSessionService(url(tmp_path), AesGcmBackend(key_service.make())) as service:
-        await service.prepare_tables()
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as database, database:
-        ((first, one), (second, two)) = database.execute("SELECT id, wrapped FROM secure_keyring")
-        swap = [(two, first), (one, second)]
-        database.executemany("UPDATE secure_keyring SET wrapped = ? WHERE id = ?", swap)
-    async with EncryptedSessionService(url(tmp_path), AesGcmBackend(key_service.make())) as service:
-        with pytest.raises(WrongKeyError):
-            await service.prepare_tables()
-
-
 @pytest.mark.usefixtures("no_pauses")
 async def test_running_service_works_without_the_key_service(
     key_service: Service, tmp_path: Path
@@ -224,36 +189,3 @@ async def test_running_service_works_without_the_key_service(
             await service.prepare_tables()
     assert info.value.retryable
     assert repr(key_service.make().key_id) in str(info.value)
-
-
-@on_one_service
-async def test_services_that_start_at_once_agree_on_the_keys(
-    key_service: Service, tmp_path: Path
-) -> None:
-    services = [
-        EncryptedSessionService(url(tmp_path), AesGcmBackend(key_service.make())) for _ in range(3)
-    ]
-    async with contextlib.AsyncExitStack() as stack:
-        for service in services:
-            await stack.enter_async_context(service)
-        await asyncio.gather(*(service.prepare_tables() for service in services))
-        for number, service in enumerate(services):
-            await service.create_session(**WHO, session_id=str(number))
-        for service in services:
-            found = await service.list_sessions(**WHO)
-            assert len(found.sessions) == len(services)
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as database:
-        assert database.execute("SELECT count(*) FROM secure_keyring").fetchone() == (2,)
-
-
-def test_one_backend_serves_event_loops_one_after_the_other(
-    key_service: Service, tmp_path: Path
-) -> None:
-    backend = AesGcmBackend(key_service.make())
-
-    async def run() -> int:
-        async with EncryptedSessionService(url(tmp_path), backend) as service:
-            await service.create_session(**WHO)
-            return len((await service.list_sessions(**WHO)).sessions)
-
-    assert [asyncio.run(run()) for _ in range(3)] == [1, 2, 3]

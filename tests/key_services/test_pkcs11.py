@@ -12,9 +12,7 @@ import pkcs11
 import pytest
 
 from adk_secure_sessions import (
-    AesGcmBackend,
     ConfigurationError,
-    EncryptedSessionService,
     KeyServiceError,
     Pkcs11Key,
     Reason,
@@ -396,26 +394,6 @@ async def test_shortened_wrap_is_rejected(key: Pkcs11Key, length: int, reason: R
 
 
 # --- unplugged tokens, calls that hang, forks ----------------------------------------------------
-
-
-async def test_unplugged_token_is_needed_at_the_next_start_only(
-    softhsm: SoftHsm, tmp_path: Path
-) -> None:
-    url = f"sqlite:///{tmp_path / 'sessions.db'}"
-    async with EncryptedSessionService(url, AesGcmBackend("pkcs11:clinic/a")) as service:
-        await service.prepare_tables()
-        softhsm.take_out()
-        try:
-            for _ in range(20):
-                await service.create_session(app_name="clinic", user_id="ada")
-            async with EncryptedSessionService(url, AesGcmBackend("pkcs11:clinic/a")) as another:
-                with pytest.raises(KeyServiceError, match="check") as info:
-                    await another.prepare_tables()
-        finally:
-            softhsm.put_back()
-    assert info.value.retryable
-    async with EncryptedSessionService(url, AesGcmBackend("pkcs11:clinic/a")) as service:
-        assert len((await service.list_sessions(app_name="clinic")).sessions) == 20
 
 
 async def test_call_behind_one_that_hangs_times_out(

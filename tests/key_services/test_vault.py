@@ -5,19 +5,15 @@ import base64
 import gzip
 import hashlib
 import os
-import sqlite3
 import time
 import tracemalloc
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adk_secure_sessions import (
-    AesGcmBackend,
     ConfigurationError,
-    EncryptedSessionService,
     KeyServiceError,
     Reason,
     TamperedError,
@@ -79,37 +75,6 @@ async def test_version_that_is_no_longer_allowed_is_named(vault: Vault, key: Vau
     ) as info:
         await key.unwrap(wrapped, CONTEXT)
     assert not info.value.retryable
-
-
-async def test_row_of_a_disallowed_version_does_not_stop_a_running_service(
-    vault: Vault, key: VaultKey, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Only a service that is starting: its error names the row."""
-    url = f"sqlite:///{tmp_path}/sessions.db"
-    transit = vault.keys["", "transit", "clinic"]
-    transit.versions.append(new_key())
-    async with EncryptedSessionService(url, AesGcmBackend(key)) as service:
-        await service.create_session(app_name="clinic", user_id="known")
-        transit.min_decryption_version = 2
-        with closing(sqlite3.connect(f"{tmp_path}/sessions.db")) as connection, connection:
-            connection.execute(
-                "INSERT INTO secure_keyring SELECT 42, purpose, root_key_id, created_at, "
-                "CAST(x'0500000001' || substr(wrapped, 6) AS BLOB) "
-                "FROM secure_keyring WHERE purpose = 'data'"
-            )
-        vault.requests.clear()
-        for number in range(3):
-            who: dict[str, Any] = {"app_name": "clinic", "user_id": f"new {number}"}
-            session = await service.create_session(**who)
-            assert await service.get_session(**who, session_id=session.id)
-        assert len(vault.requests) == 1
-    (record,) = caplog.records
-    assert "row 42" in record.getMessage()
-    async with EncryptedSessionService(url, AesGcmBackend(key)) as service:
-        with pytest.raises(
-            KeyServiceError, match=r"secure_keyring row 42 .*min_decryption_version"
-        ):
-            await service.prepare_tables()
 
 
 async def test_key_of_any_length_is_wrapped(key: VaultKey) -> None:
