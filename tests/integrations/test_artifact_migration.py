@@ -249,6 +249,23 @@ async def test_file_that_is_no_metadata_stops_no_other_artifact(
     assert (done.bad, done.copied) == (1, 2)
 
 
+async def test_content_that_cannot_be_read_stops_no_other_artifact(
+    root: Path, file_url: str, store: Path
+) -> None:
+    class Vanishing(FileArtifacts):
+        async def artifacts(self) -> AsyncIterator[Any]:
+            async for one in super().artifacts():
+                if one.filename == NOTE["filename"]:
+                    next(root.rglob("scans/versions/0/scans")).unlink()
+                yield one
+
+    async with Database(file_url, BACKEND) as db:
+        done = await migrate_artifacts(Vanishing(root), db, store, "copy")
+    (finding,) = done.findings
+    assert (done.bad, done.copied) == (1, 2)
+    assert "version 0: the source cannot be used: No such file" in finding.reason
+
+
 async def test_ids_with_slashes_are_copied(
     root: Path, file_url: str, store: Path, target: EncryptedArtifactService
 ) -> None:

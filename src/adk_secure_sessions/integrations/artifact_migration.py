@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Literal, TypeAlias
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import DecryptionError, SecureSessionError
+from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.integrations.artifact_sources import (
     ArtifactSource,
@@ -264,6 +264,8 @@ async def _content(version: SourceVersion) -> AsyncIterator[bytes]:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         raise _Bad(f"version {version.number} is a text that is not UTF-8") from None
+    except ArtifactStoreError as error:
+        raise _Bad(f"version {version.number}: {error}") from None
     if size != version.size:
         raise _Bad("it has changed while it was read: run this again")
 
