@@ -9,8 +9,9 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from reprlib import repr as short
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
@@ -58,16 +59,10 @@ class UnwrappedMaster(KeyMaterial):
     __slots__ = ("_key",)
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._key: Any = key  # a faulty provider may have returned something other than bytes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnwrappedMaster) and hmac.compare_digest(self._key, other._key)
-
-    @property
-    def length(self) -> int | None:
-        """The number of bytes; None if a provider returned something other than bytes."""
-        answer: object = self._key
-        return len(answer) if isinstance(answer, bytes) else None
 
     def index(self) -> BlindIndex:
         """Return the blind index with this key, which must be an index master."""
@@ -124,6 +119,7 @@ class Separation(NamedTuple):
     masters: frozenset[int]
 
 
+@dataclass(eq=False, repr=False)
 class Keyring(KeyMaterial):
     """The unwrapped master keys of one database.
 
@@ -131,46 +127,38 @@ class Keyring(KeyMaterial):
     without this row, until a later attempt unwraps the row.
     """
 
-    def __init__(
-        self,
-        database_id: bytes,
-        index: BlindIndex,
-        masters: Mapping[int, Aes256Gcm],
-        current_id: int | None,
-        usable: frozenset[int] = frozenset(),
-        rows: Mapping[int, MasterKeyRow] | None = None,
-        rejected: Sequence[MasterKeyRow] = (),
-        pending: Sequence[MasterKeyRow] = (),
-        former: Mapping[int, Aes256Gcm] | None = None,
-        row_count: int | None = None,
-    ) -> None:
-        self.database_id = database_id
-        self.index = index
-        self.masters = masters
-        # The data master that wraps new data keys; None if all data masters are stored as
-        # plaintext, and this process writes encrypted records.
-        self.current_id = current_id
-        # The accepted rows by id: of `masters` and of the index master.
-        self.rows: Mapping[int, MasterKeyRow] = rows or {}
-        self.separation: Separation | None = None
-        self.features: frozenset[str] = frozenset()  # of the database, when this was read
-        # With a key database, only maintenance commands know this.
-        self.has_audit_table: bool = False
-        # The tags of the state keys whose values this process stores in `secure_state_index`.
-        self.indexed_keys: set[bytes] = set()
-        self._usable = usable
-        # Data masters that are not used any more, because their rows have changed and the changed
-        # rows were rejected or are pending.  A later row with such an id must hold the same key.
-        self.former: Mapping[int, Aes256Gcm] = former or {}
-        # When the pending rows are unwrapped again, in monotonic seconds.
-        self.retry_at: float = math.inf
-        # Whether a task is reading the keyring again.  Other tasks use this one meanwhile.
-        self.is_being_renewed: bool = False
-        self._rejected = frozenset(map(_typed, rejected))
-        self._pending = frozenset(map(_typed, pending))
-        stored = [*self.rows.values(), *rejected, *pending]
-        # Of all stored rows, including those that were rejected or not read.
-        self.row_count: int = len(stored) if row_count is None else row_count
+    database_id: bytes
+    index: BlindIndex
+    masters: Mapping[int, Aes256Gcm]
+    # The data master that wraps new data keys; None if all data masters are stored as plaintext,
+    # and this process writes encrypted records.
+    current_id: int | None
+    usable: frozenset[int] = frozenset()  # see `is_usable`
+    # The accepted rows by id: of `masters` and of the index master.
+    rows: Mapping[int, MasterKeyRow] = field(default_factory=dict)
+    rejected: Sequence[MasterKeyRow] = ()
+    pending: Sequence[MasterKeyRow] = ()
+    # Data masters that are not used any more, because their rows have changed and the changed rows
+    # were rejected or are pending.  A later row with such an id must hold the same key.
+    former: Mapping[int, Aes256Gcm] = field(default_factory=dict)
+    row_count: int = -1  # of all stored rows, including those that were rejected or not read
+    separation: Separation | None = field(default=None, init=False)
+    features: frozenset[str] = field(default=frozenset(), init=False)  # when this was read
+    # With a key database, only maintenance commands know this.
+    has_audit_table: bool = field(default=False, init=False)
+    # The tags of the state keys whose values this process stores in `secure_state_index`.
+    indexed_keys: set[bytes] = field(default_factory=set, init=False)
+    # When the pending rows are unwrapped again, in monotonic seconds.
+    retry_at: float = field(default=math.inf, init=False)
+    # Whether a task is reading the keyring again.  Other tasks use this one meanwhile.
+    is_being_renewed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        stored = [*self.rows.values(), *self.rejected, *self.pending]
+        if self.row_count < 0:
+            self.row_count = len(stored)
+        self._rejected = frozenset(map(_typed, self.rejected))
+        self._pending = frozenset(map(_typed, self.pending))
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
@@ -232,7 +220,7 @@ class Keyring(KeyMaterial):
         A data master that is stored as plaintext is usable only if the writing backend is
         `NoOpBackend`: anybody with read access to the database can unwrap its data keys.
         """
-        return key_id in self._usable
+        return key_id in self.usable
 
 
 def _typed(row: MasterKeyRow) -> tuple[tuple[type, object], ...]:
@@ -369,13 +357,13 @@ async def open_keyring(
         database_id,
         index,
         masters,
-        max(usable)[2] if usable else None,
-        frozenset(row_id for *_, row_id in usable),
-        opening.accepted,
-        opening.rejected,
-        opening.pending,
-        opening.former(),
-        row_count,
+        current_id=max(usable)[2] if usable else None,
+        usable=frozenset(row_id for *_, row_id in usable),
+        rows=opening.accepted,
+        rejected=opening.rejected,
+        pending=opening.pending,
+        former=opening.former(),
+        row_count=row_count,
     )
 
 
@@ -601,7 +589,7 @@ async def unwrap_master_key(
         )
     try:
         key = await _answer_of(root, root.unwrap(row.wrapped, row.context(database_id)))
-        if key.length == KEY_LENGTH:
+        if len(key._key) == KEY_LENGTH:
             return key
     except DecryptionError:
         pass
@@ -624,7 +612,7 @@ async def _answer_of(root: KeyProvider, answer: Awaitable[bytes]) -> UnwrappedMa
     """
     try:
         result = UnwrappedMaster(await answer)
-        if result.length is not None:
+        if isinstance(result._key, bytes):
             return result
         name = "something that is not bytes"
     except Exception as error:
