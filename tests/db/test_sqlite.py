@@ -28,7 +28,7 @@ from adk_secure_sessions.db.protocol import (
     Read,
     Steps,
 )
-from adk_secure_sessions.db.sqlite import Job, SqliteExecutor, sqlite_executor
+from adk_secure_sessions.db.sqlite import Job, SqliteExecutor
 from adk_secure_sessions.errors import DatabaseError
 from tests.processes import results
 
@@ -41,7 +41,7 @@ ALL = sa.select(TABLE.c.n).order_by(TABLE.c.n)
 @pytest.fixture(params=["file", "memory"])
 def executor(request: pytest.FixtureRequest, tmp_path: Path) -> SqliteExecutor:
     url = "sqlite://" if request.param == "memory" else f"sqlite:///{tmp_path}/numbers.db"
-    return sqlite_executor(sa.make_url(url), {})
+    return SqliteExecutor(sa.make_url(url), {})
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None
             self.set_trace_callback(statements.append)
 
     url = sa.make_url(f"sqlite:///{tmp_path}/numbers.db")
-    executor = sqlite_executor(url, {"connect_args": {"factory": Traced}})
+    executor = SqliteExecutor(url, {"connect_args": {"factory": Traced}})
     await executor.run(TABLE.metadata.create_all, commit=True)
     statements.clear()
     first = asyncio.ensure_future(executor.write(wait))  # meanwhile the others queue up
@@ -119,11 +119,11 @@ async def test_cancelled_before_it_began_never_runs(numbers: SqliteExecutor) -> 
 
 async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> None:
     reported: list[int] = []
-    job = Job(lambda connection: 5)
+    job = Job(lambda thread, connection: 5)
     task = asyncio.create_task(job.outcome(reported.append))
     await asyncio.sleep(0)
     assert job.claim()  # by the thread
-    job.run(None)
+    job.result = 5
     job.deliver()
     task.cancel()  # before the task has seen it
     with pytest.raises(asyncio.CancelledError):
@@ -146,7 +146,7 @@ async def test_timeout_of_a_running_transaction_is_still_a_timeout(
 
 
 async def test_work_queued_before_close_is_done(tmp_path: Path) -> None:
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
     await executor.run(TABLE.metadata.create_all, commit=True)
     work = [asyncio.ensure_future(executor.write(partial(add, n))) for n in range(20)]
     await asyncio.sleep(0)
@@ -157,7 +157,7 @@ async def test_work_queued_before_close_is_done(tmp_path: Path) -> None:
 
 
 async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> None:
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
     await executor.run(TABLE.metadata.create_all, commit=True)
 
     def fill() -> Steps[None]:
@@ -173,7 +173,7 @@ async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> N
 
 
 async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
     await executor.run(TABLE.metadata.create_all, commit=True)
     mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
     assert mine
@@ -185,7 +185,7 @@ async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
 
 
 async def test_reader_cannot_write(tmp_path: Path) -> None:
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
     await executor.run(TABLE.metadata.create_all, commit=True)
     await executor.write(partial(add, 1))
     with pytest.raises(DatabaseError, match="readonly"):
@@ -194,7 +194,7 @@ async def test_reader_cannot_write(tmp_path: Path) -> None:
 
 
 async def test_file_is_written_ahead_and_fully_synchronous(tmp_path: Path) -> None:
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
+    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
 
     def pragmas() -> Steps[list[object]]:
         names = ("journal_mode", "synchronous")
@@ -228,7 +228,7 @@ async def test_new_file_and_its_log_can_be_read_by_their_owner_only(
 ) -> None:
     umask = os.umask(0)
     try:
-        executor = sqlite_executor(sa.make_url(url.format(tmp_path)), {})
+        executor = SqliteExecutor(sa.make_url(url.format(tmp_path)), {})
         await executor.run(TABLE.metadata.create_all, commit=True)
         await executor.write(partial(add, 1))
         assert modes(tmp_path) == {"n.db": 0o600, "n.db-wal": 0o600, "n.db-shm": 0o600}
@@ -240,7 +240,7 @@ async def test_new_file_and_its_log_can_be_read_by_their_owner_only(
 async def test_mode_of_an_existing_file_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "n.db").touch()
     (tmp_path / "n.db").chmod(0o640)
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/n.db"), {})
+    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/n.db"), {})
     await executor.run(TABLE.metadata.create_all, commit=True)
     await executor.write(partial(add, 1))
     assert set(modes(tmp_path).values()) == {0o640}
@@ -248,7 +248,7 @@ async def test_mode_of_an_existing_file_stays_as_it_is(tmp_path: Path) -> None:
 
 
 async def test_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    executor = sqlite_executor(sa.make_url(f"sqlite:///{tmp_path}/none/n.db"), {})
+    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/none/n.db"), {})
     with pytest.raises(DatabaseError, match="SQLITE_CANTOPEN"):
         await executor.write(partial(add, 1))
     await executor.close()
@@ -262,7 +262,7 @@ def use_as_somebody_else(say: Callable[[object], None], path: str) -> None:
         os.setuid(65534)
 
     async def use() -> None:
-        executor = sqlite_executor(sa.URL.create("sqlite", database=path), {})
+        executor = SqliteExecutor(sa.URL.create("sqlite", database=path), {})
         try:
             say(await stored(executor))
             names = await executor.run(
@@ -282,7 +282,7 @@ async def test_file_that_cannot_be_written_can_be_read(is_open: bool) -> None:
     with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other accounts
         directory = Path(name)
         path = directory / "n ü#?%.db"
-        executor = sqlite_executor(sa.URL.create("sqlite", database=str(path)), {})
+        executor = SqliteExecutor(sa.URL.create("sqlite", database=str(path)), {})
         await executor.run(TABLE.metadata.create_all, commit=True)
         await executor.write(partial(add, 1))
         if not is_open:

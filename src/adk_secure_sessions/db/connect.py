@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.failures import overdue
 from adk_secure_sessions.db.protocol import Executor, Executors
-from adk_secure_sessions.db.sqlite import is_in_memory, sqlite_executor
+from adk_secure_sessions.db.sqlite import SqliteExecutor, is_in_memory
 from adk_secure_sessions.errors import ConfigurationError, install_command
 
 # `sqlalchemy.ext.asyncio` is imported on first use.  It imports SQLAlchemy's ORM, which takes a
@@ -160,7 +160,7 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
         if backend != "sqlite":
             return _for_server(url, engine_kwargs, read_timeout)
         if url.drivername in _SQLITE_DRIVERS:
-            return sqlite_executor(url, engine_kwargs, read_timeout)
+            return SqliteExecutor(url, engine_kwargs, read_timeout)
         problem = f"names a driver that is not one of {', '.join(_SQLITE_DRIVERS)}"
     except sa.exc.NoSuchModuleError:
         problem = "names a database or driver that SQLAlchemy does not know"

@@ -12,7 +12,7 @@ order:
    IMMEDIATE` with a savepoint for each job, and commits once.  If 50 tasks append at the same time,
    this executor makes 3000 to 5600 appends a second.  With one commit for each append, it made
    2000.  ADK's service makes 100 to 200.
-3. `_transact` runs the steps of one transaction on the driver's connection.
+3. `WorkerThread.transact` runs the steps of one transaction on the driver's connection.
 4. `_deliver` sends the outcomes of a batch to the callers' event loops, in one call for each loop.
 """
 
@@ -58,9 +58,9 @@ _BATCH = 64  # maximum number of jobs in one commit
 # `_stop` waits this number of seconds for the threads to end.  If reads are still running then, it
 # interrupts them, and waits for the same time again.
 _EXIT_TIMEOUT = 5.0
-# SQLite calls `_must_stop` each time it has executed this number of instructions, which takes one
-# or two milliseconds.  Reading a session with 1000 events takes fewer instructions, so the calls do
-# not slow down usual reads.
+# SQLite calls `WorkerThread._must_stop` each time it has executed this number of
+# instructions, which takes one or two milliseconds.  Reading a session with 1000 events takes fewer
+# instructions, so the calls do not slow down usual reads.
 _INSTRUCTIONS = 100_000
 # In bytes, for a new file.  If a row is longer than a quarter of a page, SQLite stores the rest of
 # the row in a separate page.  With SQLite's default of 4096 bytes, an event of 1000 bytes would be
@@ -76,25 +76,6 @@ def is_in_memory(url: sa.URL) -> bool:
     database = url.database or ""
     memory = database in ("", ":memory:") or database.startswith("file::memory:")
     return memory or url.query.get("mode") == "memory"
-
-
-def sqlite_executor(
-    url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None = None
-) -> "SqliteExecutor":
-    memory = is_in_memory(url)
-    options = dict(engine_kwargs)
-    if memory:
-        options.setdefault("poolclass", sa.pool.StaticPool)
-    options["connect_args"] = {
-        "timeout": _BUSY_TIMEOUT,
-        "check_same_thread": False,
-        **options.get("connect_args", {}),
-    }
-    options["hide_parameters"] = True
-    engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
-    sa.event.listen(engine, "do_connect", _prepare_file)
-    sa.event.listen(engine, "connect", _set_up)
-    return SqliteExecutor(engine, memory=memory, read_timeout=read_timeout)
 
 
 def _prepare_file(
@@ -171,7 +152,6 @@ def _set_up(driver: sqlite3.Connection, _record: object) -> None:
     driver.execute("PRAGMA secure_delete = ON").close()
     driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
     driver.execute(f"PRAGMA cache_size = -{_CACHE_KIB}").close()
-    driver.set_progress_handler(_must_stop, _INSTRUCTIONS)
 
 
 class SqliteExecutor:
@@ -182,14 +162,24 @@ class SqliteExecutor:
     """
 
     def __init__(
-        self, engine: sa.Engine, *, memory: bool, read_timeout: float | None = None
+        self, url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | None = None
     ) -> None:
-        self._engine = engine
-        self._memory = memory
+        self._memory = is_in_memory(url)
         self._read_timeout = read_timeout
+        options = {**engine_kwargs, "hide_parameters": True}
+        if self._memory:
+            options.setdefault("poolclass", sa.pool.StaticPool)
+        connect_args = {"timeout": _BUSY_TIMEOUT, "check_same_thread": False}
+        options["connect_args"] = connect_args | engine_kwargs.get("connect_args", {})
+        self._engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
         self._file = OpenFile()
-        sa.event.listen(engine, "do_connect", self._file.before_connecting, insert=True)
-        sa.event.listen(engine, "connect", self._file.connected)
+        for event, function in (
+            ("do_connect", self._file.before_connecting),
+            ("do_connect", _prepare_file),
+            ("connect", _set_up),
+            ("connect", self._file.connected),
+        ):
+            sa.event.listen(self._engine, event, function)
         self._forget_threads()
 
     def _forget_threads(self) -> None:
@@ -199,7 +189,9 @@ class SqliteExecutor:
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self._submit(lambda driver: _fetch(driver, query, parameters), reads=True)
+        return await self._submit(
+            lambda thread, driver: thread.fetch(driver, query, parameters), reads=True
+        )
 
     async def write(
         self,
@@ -209,11 +201,14 @@ class SqliteExecutor:
         holds_locks: bool = False,  # no effect: SQLite has one writer at a time
     ) -> T:
         return await self._submit(
-            lambda driver: _transact(driver, transaction), on_commit_after_cancel
+            lambda thread, driver: thread.transact(driver, transaction), on_commit_after_cancel
         )
 
     async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await self._submit(work, reads=not commit, on_engine=True)
+        def run(thread: WorkerThread, connection: sa.Connection) -> T:
+            return work(connection) if commit else thread.limited(work, connection)
+
+        return await self._submit(run, reads=not commit, on_engine=True)
 
     async def close(self) -> None:
         if os.getpid() != self._pid:
@@ -229,7 +224,7 @@ class SqliteExecutor:
 
     async def _submit(
         self,
-        work: Callable[[Any], T],
+        work: "Callable[[WorkerThread, Any], T]",
         on_commit_after_cancel: Callable[[T], None] | None = None,
         *,
         reads: bool = False,
@@ -341,9 +336,13 @@ class Job:
     )  # fmt: skip
 
     def __init__(
-        self, work: Callable[[Any], Any], *, on_engine: bool = False, reads: bool = False
+        self,
+        work: "Callable[[WorkerThread, Any], Any]",
+        *,
+        on_engine: bool = False,
+        reads: bool = False,
     ) -> None:
-        self.work: Callable[[Any], Any] = work
+        self.work: Callable[[WorkerThread, Any], Any] = work
         self.on_engine: bool = on_engine  # `work` takes a SQLAlchemy connection
         self.reads: bool = reads  # `work` writes nothing, so that it can be interrupted
         self.is_abandoned: bool = False  # the caller of a read was cancelled
@@ -358,18 +357,6 @@ class Job:
     def claim(self) -> bool:
         """Return True to the first caller: the thread that runs the job, or a cancelled caller."""
         return self._claim.acquire(blocking=False)
-
-    def run(self, connection: Any) -> None:
-        _current.job = self
-        try:
-            if self.on_engine and self.reads:
-                self.result = _limited(self.work, connection)
-            else:
-                self.result = self.work(connection)
-        except BaseException as error:
-            self.fail(error)
-        finally:
-            _current.job = None  # the job refers to decrypted rows, see `WorkerThread._serve`
 
     def fail(self, error: BaseException) -> None:
         """Store *error* as the outcome, translated: the driver's error refers to parameters."""
@@ -405,7 +392,10 @@ class Job:
 
 
 class WorkerThread:
-    """A thread with the jobs that wait for it.  It opens, uses and closes its own connection."""
+    """A thread with the jobs that wait for it.  It opens, uses and closes its own connection.
+
+    All methods but `put` and `waiting` run on this thread.
+    """
 
     def __init__(
         self, engine: sa.Engine, file: OpenFile, read_timeout: float | None, *, writes: bool
@@ -413,13 +403,18 @@ class WorkerThread:
         self._engine = engine
         self._file = file
         self._read_timeout = read_timeout
+        self._write_timeout = write_timeout(read_timeout)
         self._writes = writes
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # At most one item, which `_take` has removed from the queue: a job that needs its own
         # transaction, or None.  The next call of `_take` begins with this item.
         self._next: list[Job | None] = []
         self._busy = False
-        self.must_end: threading.Event = threading.Event()  # set to interrupt the thread's read
+        self.must_end: bool = False  # set by another thread to interrupt the read of this thread
+        self._job: Job | None = None  # the running job
+        self._is_limited = False  # whether a statement runs that may be interrupted, unlike BEGIN
+        self._is_writing = False  # whether this statement writes
+        self._deadline: float | None = None  # of this statement, in monotonic seconds
         # The thread is a daemon, because ADK's tools exit without closing the service.  Before
         # Python exits, it waits for all threads that are not daemons.
         self.thread: threading.Thread = threading.Thread(
@@ -458,22 +453,19 @@ class WorkerThread:
         return batch
 
     def _serve(self) -> None:
-        _current.must_end = self.must_end
-        _current.read_timeout = self._read_timeout
-        _current.write_timeout = write_timeout(self._read_timeout)
         driver: sqlite3.Connection | None = None
         while batch := self._take():
             batch = [job for job in batch if job.claim()]
             try:
                 if batch and batch[0].on_engine:
-                    _run_on_engine(self._engine, self._file, batch[0])
+                    self._run_on_engine(batch[0])
                 elif batch:
-                    driver = driver or _connect(self._engine, self._writes)
+                    driver = driver or self._connect()
                     if self._writes:
-                        _run_batch(driver, self._file, batch)
+                        self._run_batch(driver, batch)
                     else:
                         self._file.check_often()
-                        batch[0].run(driver)
+                        self._run(batch[0], driver)
             except BaseException as error:
                 for job in batch:
                     job.fail(error)
@@ -485,6 +477,142 @@ class WorkerThread:
         if driver is not None:
             driver.close()
 
+    def _run(self, job: Job, connection: Any) -> None:
+        self._job = job
+        try:
+            job.result = job.work(self, connection)
+        except BaseException as error:
+            job.fail(error)
+        finally:
+            self._job = None  # the job refers to decrypted rows, see `_serve`
+
+    def _run_batch(self, driver: sqlite3.Connection, batch: list[Job]) -> None:
+        """Run *batch* in one transaction.
+
+        If a job raises, only that job's changes are rolled back.  If the transaction itself fails,
+        its error is the outcome of every job.
+        """
+        try:
+            driver.execute("BEGIN IMMEDIATE")
+            for job in batch:
+                if len(batch) > 1:
+                    driver.execute("SAVEPOINT one")
+                self._run(job, driver)
+                if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
+                    if self._is_overdue():  # the callers of the other jobs repeat them
+                        for other in batch:
+                            if other is not job:
+                                other.fail(Conflict())
+                        return
+                    raise job.error or sqlite3.OperationalError("SQLite ended the transaction")
+                if len(batch) > 1:
+                    if job.error is not None:
+                        driver.execute("ROLLBACK TO one")
+                    driver.execute("RELEASE one")
+            commit = len(batch) > 1 or batch[0].error is None
+            self._file.check()  # now, not before the jobs: what is acknowledged is in the file
+            driver.execute("COMMIT" if commit else "ROLLBACK")
+        except BaseException as error:
+            if driver.in_transaction:
+                driver.execute("ROLLBACK")
+            for job in batch:
+                job.fail(error)
+        else:
+            if commit:
+                telemetry.record_group_commit(len(batch))
+
+    def _run_on_engine(self, job: Job) -> None:
+        with self._engine.connect() as connection:
+            self._file.check()  # the pool may have opened the connection long ago
+            driver: Any = connection.connection.driver_connection
+            driver.set_progress_handler(self._must_stop, _INSTRUCTIONS)
+            if not job.reads:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            with SQLITE.decoding(connection, any_text):
+                self._run(job, connection)
+            if not job.reads and job.error is None:
+                self._file.check()
+                connection.commit()
+
+    def _connect(self) -> sqlite3.Connection:
+        pooled = self._engine.raw_connection()
+        driver = pooled.driver_connection
+        assert isinstance(driver, sqlite3.Connection)
+        if not isinstance(self._engine.pool, sa.pool.StaticPool):
+            pooled.detach()  # the thread keeps the connection, so the pool must not count it
+        driver.isolation_level = None  # `_run_batch` begins transactions, so the driver must not
+        driver.text_factory = any_text
+        driver.set_progress_handler(self._must_stop, _INSTRUCTIONS)
+        if self._writes:
+            _enter_wal(driver)
+            driver.execute("PRAGMA synchronous = FULL")
+        else:
+            driver.execute("PRAGMA query_only = ON")
+        return driver
+
+    def transact(self, driver: sqlite3.Connection, transaction: Transaction[T]) -> T:
+        """Run the steps of *transaction*, and return its result."""
+        return run_in_turn(
+            transaction(), partial(self.fetch, driver), partial(self._change, driver)
+        )
+
+    def fetch(
+        self, driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
+    ) -> Sequence[Row]:
+        """Return the rows of *query*."""
+        text = sqlite_sql(query)
+        return self.limited(lambda: driver.execute(text, parameters).fetchall())
+
+    def _change(
+        self, driver: sqlite3.Connection, statement: sa.Executable, parameters: Parameters | Rows
+    ) -> int:
+        """Return how many rows *statement* matched."""
+        execute: Any = driver.execute if isinstance(parameters, Mapping) else driver.executemany
+        text = sqlite_sql(statement)
+        try:
+            cursor: sqlite3.Cursor = self.limited(execute, text, parameters, writes=True)
+            return cursor.rowcount
+        except sqlite3.IntegrityError as error:
+            meant = meaning(error)
+            if not isinstance(meant, UniqueViolation):
+                raise
+        raise meant
+
+    def limited(self, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
+        """Call *work*, whose statements `_must_stop` may interrupt; DatabaseError if it is overdue.
+
+        If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite
+        rolls the transaction back.
+        """
+        timeout = self._write_timeout if writes else self._read_timeout
+        self._is_writing = writes
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._is_limited = True
+        try:
+            return work(*arguments)
+        except (sqlite3.OperationalError, sa.exc.OperationalError):
+            if timeout is None or not self._is_overdue():
+                raise
+        finally:
+            self._is_limited = False
+        raise overdue(timeout, "a write" if writes else "a read")
+
+    def _is_overdue(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _must_stop(self) -> bool:
+        """Return True to interrupt this thread's statement; SQLite calls this method during it.
+
+        Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
+        """
+        if not self._is_limited:
+            return False
+        if self._is_overdue():
+            return True
+        if self._is_writing:
+            return False  # a write continues even if the caller is cancelled or the service closed
+        return self.must_end or (self._job is not None and self._job.is_abandoned)
+
 
 def _stop(threads: list[WorkerThread]) -> None:
     """End *threads* one after another, the writer last; each thread first runs its queued jobs."""
@@ -494,111 +622,10 @@ def _stop(threads: list[WorkerThread]) -> None:
         deadline = time.monotonic() + _EXIT_TIMEOUT
         for thread in reversed(threads):
             if interrupts:
-                thread.must_end.set()
+                thread.must_end = True
             else:
                 thread.put(None)
             thread.thread.join(max(deadline - time.monotonic(), 0))
-
-
-class _Current(threading.local):
-    """What the current thread is running, and the conditions for interrupting it."""
-
-    job: Job | None = None
-    is_limited: bool = False  # whether a statement runs that may be interrupted, unlike BEGIN
-    writes: bool = False  # whether this statement writes
-    deadline: float | None = None  # of this statement, in monotonic seconds
-    must_end: threading.Event | None = None  # set by another thread
-    read_timeout: float | None = None  # in seconds
-    write_timeout: float | None = None
-
-    def is_overdue(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
-
-
-_current = _Current()
-
-
-def _must_stop() -> bool:
-    """Return True to interrupt this thread's statement; SQLite calls this function during it.
-
-    Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
-    """
-    if not _current.is_limited:
-        return False
-    if _current.is_overdue():
-        return True
-    if _current.writes:
-        return False  # a write continues even if the caller is cancelled or the service is closed
-    must_end = _current.must_end is not None and _current.must_end.is_set()
-    return must_end or (_current.job is not None and _current.job.is_abandoned)
-
-
-def _limited(work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
-    """Call *work*, whose statements `_must_stop` may interrupt; raise DatabaseError if overdue.
-
-    If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite rolls
-    the transaction back.
-    """
-    timeout = _current.write_timeout if writes else _current.read_timeout
-    _current.writes = writes
-    _current.deadline = None if timeout is None else time.monotonic() + timeout
-    _current.is_limited = True
-    try:
-        return work(*arguments)
-    except (sqlite3.OperationalError, sa.exc.OperationalError):
-        if timeout is None or not _current.is_overdue():
-            raise
-    finally:
-        _current.is_limited = False
-    raise overdue(timeout, "a write" if writes else "a read")
-
-
-def _run_batch(driver: sqlite3.Connection, file: OpenFile, batch: list[Job]) -> None:
-    """Run *batch* in one transaction.
-
-    If a job raises, only that job's changes are rolled back.  If the transaction itself fails, its
-    error is the outcome of every job.
-    """
-    try:
-        driver.execute("BEGIN IMMEDIATE")
-        for job in batch:
-            if len(batch) > 1:
-                driver.execute("SAVEPOINT one")
-            job.run(driver)
-            if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                if _current.is_overdue():  # the callers of the other jobs repeat them
-                    for other in batch:
-                        if other is not job:
-                            other.fail(Conflict())
-                    return
-                raise job.error or sqlite3.OperationalError("SQLite ended the transaction")
-            if len(batch) > 1:
-                if job.error is not None:
-                    driver.execute("ROLLBACK TO one")
-                driver.execute("RELEASE one")
-        commit = len(batch) > 1 or batch[0].error is None
-        file.check()  # now, not before the jobs: what is acknowledged is in the file
-        driver.execute("COMMIT" if commit else "ROLLBACK")
-    except BaseException as error:
-        if driver.in_transaction:
-            driver.execute("ROLLBACK")
-        for job in batch:
-            job.fail(error)
-    else:
-        if commit:
-            telemetry.record_group_commit(len(batch))
-
-
-def _run_on_engine(engine: sa.Engine, file: OpenFile, job: Job) -> None:
-    with engine.connect() as connection:
-        file.check()  # the pool may have opened the connection long ago
-        if not job.reads:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-        with SQLITE.decoding(connection, any_text):
-            job.run(connection)
-        if not job.reads and job.error is None:
-            file.check()
-            connection.commit()
 
 
 def _deliver(jobs: list[Job]) -> None:
@@ -615,51 +642,6 @@ def _deliver(jobs: list[Job]) -> None:
 def _deliver_here(jobs: list[Job]) -> None:
     for job in jobs:
         job.deliver()
-
-
-# --- Connections ---------------------------------------------------------------------------------
-
-
-def _fetch(
-    driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
-) -> Sequence[Row]:
-    text = sqlite_sql(query)
-    return _limited(lambda: driver.execute(text, parameters).fetchall())
-
-
-def _transact(driver: sqlite3.Connection, transaction: Transaction[T]) -> T:
-    return run_in_turn(transaction(), partial(_fetch, driver), partial(_change, driver))
-
-
-def _change(
-    driver: sqlite3.Connection, statement: sa.Executable, parameters: Parameters | Rows
-) -> int:
-    """Return how many rows *statement* matched."""
-    execute: Any = driver.execute if isinstance(parameters, Mapping) else driver.executemany
-    try:
-        cursor: sqlite3.Cursor = _limited(execute, sqlite_sql(statement), parameters, writes=True)
-        return cursor.rowcount
-    except sqlite3.IntegrityError as error:
-        meant = meaning(error)
-        if not isinstance(meant, UniqueViolation):
-            raise
-    raise meant
-
-
-def _connect(engine: sa.Engine, writes: bool) -> sqlite3.Connection:
-    pooled = engine.raw_connection()
-    driver = pooled.driver_connection
-    assert isinstance(driver, sqlite3.Connection)
-    if not isinstance(engine.pool, sa.pool.StaticPool):
-        pooled.detach()  # the thread keeps the connection, so the pool must not count it
-    driver.isolation_level = None  # `_run_batch` begins transactions, so the driver must not
-    driver.text_factory = any_text
-    if writes:
-        _enter_wal(driver)
-        driver.execute("PRAGMA synchronous = FULL")
-    else:
-        driver.execute("PRAGMA query_only = ON")
-    return driver
 
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
