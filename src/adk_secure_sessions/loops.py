@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
 from threading import Lock
 from typing import Generic, Self, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -26,50 +26,25 @@ class ClosedByWith(ABC):
         await self.close()
 
 
-_LoopKey = tuple[asyncio.AbstractEventLoop, Hashable]
-
-
 class LoopLocks:
     """Asyncio locks, one for each event loop and key, created on first use.
 
-    A lock that no task holds or waits for is removed, so unused locks take no memory.
+    A lock that no task holds or waits for is garbage-collected, so unused locks take no memory.
     """
 
     def __init__(self) -> None:
-        self._locks: dict[_LoopKey, _LoopLock] = {}
+        self._locks = WeakValueDictionary[tuple[object, Hashable], asyncio.Lock]()
 
-    def hold(self, key: Hashable) -> "_LoopLock":
+    def hold(self, key: Hashable) -> asyncio.Lock:
         """Return the lock of *key*, for `async with`.
 
         Only tasks of the same event loop wait for this lock.
         """
         loop_key = (asyncio.get_running_loop(), key)
-        return self._locks.get(loop_key) or _LoopLock(self._locks, loop_key)
-
-
-class _LoopLock(asyncio.Lock):
-    def __init__(self, locks: dict[_LoopKey, "_LoopLock"], key: _LoopKey) -> None:
-        super().__init__()
-        self._locks, self._key = locks, key
-        self._users = 0  # tasks that hold the lock or wait for it
-
-    async def __aenter__(self) -> None:
-        self._locks[self._key] = self
-        self._users += 1
-        try:
-            await self.acquire()
-        except BaseException:
-            self._leave()
-            raise
-
-    async def __aexit__(self, *_: object) -> None:
-        self.release()
-        self._leave()
-
-    def _leave(self) -> None:
-        self._users -= 1
-        if not self._users:
-            del self._locks[self._key]
+        lock = self._locks.get(loop_key)
+        if lock is None:
+            lock = self._locks[loop_key] = asyncio.Lock()
+        return lock
 
 
 class ThreadLock:
