@@ -229,13 +229,16 @@ async def test_service_without_the_option_makes_no_more_statements(url: sa.URL) 
 FAIL = "CREATE TRIGGER full BEFORE INSERT ON secure_audit BEGIN SELECT RAISE(ABORT, 'full'); END"
 
 
-async def test_nothing_is_read_or_written_if_no_record_can_be_stored(url: sa.URL) -> None:
+async def test_nothing_is_read_or_written_if_no_record_can_be_stored(
+    url: sa.URL, caplog: pytest.LogCaptureFixture
+) -> None:
     async with service_of(url) as service:
         session = await service.create_session(**IDS)
         with closing(sqlite3.connect(str(url.database))) as connection, connection:
             connection.execute(FAIL)
-        with pytest.raises(DatabaseError):
+        with caplog.at_level(logging.INFO, audit.__name__), pytest.raises(DatabaseError):
             await service.get_session(**IDS)
+        assert "session.read" in caplog.text, "the log has the access that the table lacks"
         with pytest.raises(DatabaseError):
             await service.append_event(session, event())
         with pytest.raises(DatabaseError):

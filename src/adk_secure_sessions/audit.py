@@ -10,7 +10,6 @@ If a service was created with `Audit(table=True)`, its records are also stored i
 store.
 """
 
-import getpass
 import inspect
 import json
 import logging
@@ -200,10 +199,17 @@ def record_new_key(database_id: bytes, kind: str, key_id: int, **facts: object) 
 
 @cache
 def account() -> str | None:
-    """Return the name of the operating system's account that runs this process, if it has one."""
+    """Return the name of the operating system's account that runs this process, if it has one.
+
+    On POSIX, the environment is not asked, because whoever starts the process can set it.
+    """
     try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):
+        import pwd
+    except ImportError:  # Windows
+        return os.environ.get("USERNAME")
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
         return None
 
 
@@ -429,9 +435,9 @@ class SecurityCall:
                 await self._store(made, has_failed=True)
             raise
         made = self._stored or self._entry(result, None)
-        await self._store(made)
         if made is not None:
             write(made)
+        await self._store(made)
         return result
 
     async def store_rejected(self, error: DecryptionError) -> None:

@@ -8,12 +8,14 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
+from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executors
-from adk_secure_sessions.errors import DatabaseError, SecureSessionError
+from adk_secure_sessions.errors import DatabaseError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
+from adk_secure_sessions.storage.pages import first_rows
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms
 from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
 from adk_secure_sessions.storage.schema import (
@@ -35,16 +37,17 @@ Delete = Callable[[str, str, str], Awaitable[object]]
 INDEX = "ix_secure_sessions_expires_at"
 _CREATE_INDEX = f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)"
 _AT_ONCE = 2
+# If the two that expired first cannot be decrypted, so many are tried.
+_IF_UNREADABLE = 50
 # The names of the apps are authenticated when their sessions are decrypted.
-_APPS_OF_EXPIRED = (
+_APPS_OF_EXPIRED = first_rows(
     sa.select(apps.c.app_name)
     .select_from(sessions)
     .join(users, users.c.id == sessions.c.user_row)
     .join(apps, apps.c.id == users.c.app_row)
     .where(HAS_EXPIRED)
-    .order_by(sessions.c.expires_at)
-    .limit(sa.literal_column(str(_AT_ONCE)))
-    .offset(sa.literal_column("0"))  # otherwise, it would be a parameter on SQLite
+    .order_by(sessions.c.expires_at),
+    sa.bindparam("limit", type_=sa.BigInteger),
 )
 
 
@@ -97,13 +100,26 @@ class Expiry:
         return self._has_index
 
     async def _delete_some(self, delete: Delete) -> None:
-        now, left = time.time_ns() // 1000, _AT_ONCE
-        rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now})
-        for app_name in {decode_text(name) for (name,) in rows}:
-            who = await self._unit.identify(app_name)
-            for view in (await self._unit.run(_ListExpired(who, now)))[:left]:
+        now = time.time_ns() // 1000
+        for limit in (_AT_ONCE, _IF_UNREADABLE):
+            rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": limit})
+            found = [one for (name,) in set(rows) for one in await self._expired(name, now, limit)]
+            for app_name, view in found[:_AT_ONCE]:
                 await delete(app_name, view.user_id, view.session.session_id)
-                left -= 1
+            if found or not rows:
+                return
+
+    async def _expired(
+        self, name: object, now: int, limit: int
+    ) -> list[tuple[str, SessionWithStates]]:
+        """Return the expired sessions of an app that can be decrypted, and the app's name."""
+        try:
+            app_name = decode_text(name)
+            who = await self._unit.identify(app_name)
+            return [(app_name, one) for one in await self._unit.run(_ListExpired(who, now, limit))]
+        except DecryptionError as error:
+            record_rejected(error)
+            return []
 
     async def delete_if_expired(self, who: Identity) -> bool:
         """Delete the session if it has expired by now; return False if it is stored and has not."""
@@ -119,10 +135,10 @@ class Expiry:
 
 
 class _ListExpired(ListPage):
-    """Read at most two sessions of an app that have expired."""
+    """Read at most *limit* sessions of an app that have expired, and leave out unreadable ones."""
 
-    def __init__(self, who: Identity, now: int) -> None:
-        super().__init__(who, PageOptions(_AT_ONCE - 1, with_state=False))
+    def __init__(self, who: Identity, now: int, limit: int) -> None:
+        super().__init__(who, PageOptions(limit - 1, with_state=False, skip=True))
         self._now = now
 
     def _forms(self, found_by: str | None = None) -> QueryForms:
