@@ -18,7 +18,7 @@ import logging
 import os
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,20 +124,9 @@ class _Folder:
         """Return *name* for a function of `os` that also gets `dir_fd=descriptor`."""
         return str(self._path / name) if self.descriptor is None else name
 
-    @contextmanager
-    def child(self, name: str, flags: int = os.O_RDONLY) -> "Iterator[_Folder]":
+    def child(self, name: str, flags: int = os.O_RDONLY) -> "AbstractContextManager[_Folder]":
         """Open the directory *name*; raise an OSError if *name* is a link or a file."""
-        path = self._path / name
-        if self.descriptor is None:
-            _check_directory(path)
-            yield _Folder(path, None)
-            return
-        flags |= _DIRECTORY | _NO_LINK
-        descriptor = os.open(name, flags, dir_fd=self.descriptor)
-        try:
-            yield _Folder(path, descriptor)
-        finally:
-            os.close(descriptor)
+        return _opened(self._path / name, flags, self)
 
     def entries(self) -> "list[os.DirEntry[str]]":
         """Return the entries, whose methods work only while this directory is open."""
@@ -148,8 +137,34 @@ class _Folder:
         return os.stat(self.at(name), dir_fd=self.descriptor, follow_symlinks=False)
 
     def sync(self) -> None:
-        if self.descriptor is not None:
-            _sync(self.descriptor)
+        if self.descriptor is None:
+            return
+        try:
+            os.fsync(self.descriptor)
+        except OSError as error:
+            # Some network file systems cannot flush a directory.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+
+
+@contextmanager
+def _opened(
+    path: Path, flags: int = os.O_RDONLY, parent: _Folder | None = None
+) -> Iterator[_Folder]:
+    """Open a directory, and follow links in *path* unless *parent* contains it."""
+    if not _HAS_DESCRIPTORS:
+        if parent is not None:
+            _check_directory(path)
+        yield _Folder(path, None)
+        return
+    if parent is None:
+        descriptor = os.open(path, flags | _DIRECTORY)
+    else:
+        descriptor = os.open(path.name, flags | _DIRECTORY | _NO_LINK, dir_fd=parent.descriptor)
+    try:
+        yield _Folder(path, descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_directory(path: Path) -> None:
@@ -162,33 +177,17 @@ def _check_directory(path: Path) -> None:
 
 
 @contextmanager
-def _root(directory: Path) -> Iterator[_Folder]:
-    """Open the parent of *directory*.  Follow links in the path, which the operator has chosen."""
-    if not _HAS_DESCRIPTORS:
-        yield _Folder(directory.parent, None)
-        return
-    descriptor = os.open(directory.parent, os.O_RDONLY | _DIRECTORY | _PASS)
-    try:
-        yield _Folder(directory.parent, descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
-    with _root(directory) as root, root.child(directory.name, flags) as prefix:
+    """Open *directory*; follow links in the path of its parent, which the operator has chosen."""
+    with _opened(directory.parent, _PASS) as root, root.child(directory.name, flags) as prefix:
         yield prefix
 
 
 def _make_prefix(directory: Path) -> None:
     """Create *directory* and its missing parents; raise an OSError if it is a link or a file."""
-    _make_directory(directory.parent)
-    with _root(directory) as root:
-        with suppress(FileExistsError):  # it may be a file or a link, which `child` rejects
-            os.mkdir(root.at(directory.name), 0o700, dir_fd=root.descriptor)
-            _sync_directory(directory.parent)
-        with root.child(directory.name, _PASS):
-            pass
+    _make_directory(directory)
+    with _prefix(directory, _PASS):
+        pass
 
 
 def _make_directory(directory: Path) -> None:
@@ -198,7 +197,8 @@ def _make_directory(directory: Path) -> None:
     _make_directory(directory.parent)
     with suppress(FileExistsError):  # another process has created the directory, or it is a file
         directory.mkdir(mode=0o700)
-    _sync_directory(directory.parent)
+    with _opened(directory.parent) as parent:
+        parent.sync()
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
@@ -231,25 +231,6 @@ def _write(
             opened_folder.sync()
         if is_new:
             prefix.sync()
-
-
-def _sync_directory(directory: Path) -> None:
-    if os.name == "nt":  # Windows cannot open a directory
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot flush a directory.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
 
 
 def _read(directory: Path, name: str, number: int, size: int, start: int, stop: int) -> bytes:
