@@ -112,7 +112,7 @@ def test_on_a_terminal_the_name_is_asked_for(files: Path) -> None:
     code, stdout, shown = on_terminal("y", *arguments(command))
     assert (code, stdout) == (1, "")
     assert f"the database {files / name(command)} has " in shown
-    assert re.search("To .*, enter the path of the file", shown)
+    assert re.search("To .*, enter its name", shown)
     assert "nothing was changed" in shown
     assert contents(files) == before
     code, _, shown = on_terminal(str(files / name(command)), *arguments(command))

@@ -23,8 +23,8 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import commands, program, rotate
+from adk_secure_sessions.cli.output import WORDING, for_command_line
 from adk_secure_sessions.cli.result_lines import status_lines
-from adk_secure_sessions.cli.wording import WORDING, for_command_line
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (

@@ -12,7 +12,6 @@ from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     migrate_artifacts,
     purge,
     rotate,
-    search_index,
 )
 from adk_secure_sessions.cli.program import main
 

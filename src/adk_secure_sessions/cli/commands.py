@@ -1,4 +1,4 @@
-"""The commands that create and check a database, and those that show its rows."""
+"""The commands that create and check a database, show its rows, and fill the search index."""
 
 import asyncio
 from collections.abc import Sequence
@@ -275,3 +275,60 @@ def vacuum(db: Database) -> None:
     """
     done = run(db, maintenance.vacuum)
     finish(done, [f"not rewritten: {obstacle}" for obstacle in done.obstacles])
+
+
+_with_app = click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
+_with_state_keys = click.argument("keys", metavar="STATE_KEY...", nargs=-1, required=True)
+
+
+@main.group()
+def index() -> None:
+    """Fill or delete the search index, which finds sessions by a value of their state."""
+
+
+@index.command()
+@_with_state_keys
+@_with_app
+@click.option(
+    "--skip-unreadable",
+    is_flag=True,
+    help="Allow searches even if some sessions cannot be decrypted.",
+)
+@with_speed
+@on_database()
+def fill(db: Database, **options: Any) -> None:
+    """Store the missing rows of the search index of some state keys, and then allow searches.
+
+    Before, restart all services with these keys in indexed_state_keys.  A second run corrects what
+    is wrong.  Exits 1 if searches are not allowed because some rows cannot be decrypted.
+
+    \b
+    Example:
+      adk-secure-sessions index fill --db sqlite:///sessions.db --key file:root.key \\
+          --app clinic ticket user:mrn
+    """
+    done = run(db, maintenance.fill_index, label="index fill", **options)
+    notes = ["find_sessions can find sessions by these keys"]
+    if not done.complete:
+        notes = [
+            "next: run `verify`, restore or delete the rows that it names, and run this again; or "
+            "run this with --skip-unreadable"
+        ]
+    finish(done, notes)
+
+
+@index.command()
+@_with_state_keys
+@_with_app
+@on_database()
+def drop(db: Database, **options: Any) -> None:
+    """Delete the search index of some state keys.  Searches by these keys then fail.
+
+    Before, restart all services without these keys in indexed_state_keys.
+
+    \b
+    Example:
+      adk-secure-sessions index drop --db sqlite:///sessions.db --key file:root.key \\
+          --app clinic ticket
+    """
+    finish(run(db, maintenance.drop_index, **options))

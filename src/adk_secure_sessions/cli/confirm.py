@@ -5,11 +5,11 @@ The commands that a scheduler runs, such as `purge` and `retire`, ask nothing.
 
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from adk_secure_sessions.cli.options import Decorator
 from adk_secure_sessions.cli.output import counted, without_controls
 from adk_secure_sessions.cli.program import Failure
 from adk_secure_sessions.cli.result_lines import utc_text
@@ -17,9 +17,7 @@ from adk_secure_sessions.cli.result_lines import utc_text
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance.database import Description
 
-Command = Callable[..., Any]
-
-with_confirm: Callable[[Command], Command] = click.option(
+with_confirm: Decorator = click.option(
     "--confirm",
     metavar="NAME",
     help="Name of the database (SQLite: path of the file) that the command may change.  Without "
@@ -44,16 +42,14 @@ def require_confirmation(
         kind: What *found* is, if it is no database: `directory` or `bucket`.
         unit: What `found.sessions` counts.
     """
-    described = f"the {kind} {_described(found, unit)}"
+    where = "" if found.server is None else f" on {found.server}"
+    last = "" if found.updated_at is None else f", last updated {utc_text(found.updated_at)}"
+    described = f"the {kind} {found.name}{where} has {counted(found.sessions, unit)}{last}"
     if name is None and sys.stdin.isatty():
         click.echo(without_controls(described), err=True)
-        question = f"To {change}, enter the name of the {kind}"
-        if found.server is None:
-            question = f"To {change}, enter the path of the {_PATHS.get(kind, kind)}"
+        question = f"To {change}, enter its name"
         if not _is_name(found, click.prompt(question, default="", show_default=False, err=True)):
-            raise Failure(
-                f"nothing was changed: this is not the name of the {kind}", "Declined", exit_code=1
-            )
+            raise Failure("nothing was changed: this is not its name", "Declined", exit_code=1)
     elif name is None or not _is_name(found, name):
         raise Failure(
             f"nothing was changed: to {change}, give its name with --confirm; {described}",
@@ -65,12 +61,3 @@ def _is_name(found: "Description", name: str) -> bool:
     if found.server is None and name:  # a relative path is a name, too
         return os.path.realpath(name) == os.path.realpath(found.name)
     return name == found.name
-
-
-_PATHS = {"database": "file"}  # the path of a SQLite database is that of a file
-
-
-def _described(found: "Description", unit: str) -> str:
-    where = "" if found.server is None else f" on {found.server}"
-    last = "" if found.updated_at is None else f", last updated {utc_text(found.updated_at)}"
-    return f"{found.name}{where} has {counted(found.sessions, unit)}{last}"

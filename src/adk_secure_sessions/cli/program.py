@@ -14,8 +14,7 @@ import click
 
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.later import Database
-from adk_secure_sessions.cli.output import given, progress, without_controls
-from adk_secure_sessions.cli.wording import for_command_line
+from adk_secure_sessions.cli.output import for_command_line, given, progress, without_controls
 from adk_secure_sessions.errors import SecureSessionError
 
 T = TypeVar("T")
