@@ -739,12 +739,11 @@ async def append_event_to_latest(
         raise ValueError("attempts must be 1 or more")
     app_name, user_id, session_id = session.app_name, session.user_id, session.id
     failed: Exception | None = None
-    # A call that was cancelled may have stored the event, and added it to *session*.
-    while not any(one.id == event.id for one in session.events):
-        if failed is not None and not attempts:
-            raise failed
-        attempts -= 1
+    for _ in range(attempts):
         try:
+            # A call that was cancelled may have stored the event, and added it to *session*.
+            if any(one.id == event.id for one in session.events):
+                raise StaleSessionError(STALE)
             await service.append_event(session, event)
             return session
         except (StaleSessionError, SecureSessionError) as error:
@@ -758,8 +757,11 @@ async def append_event_to_latest(
         if latest is None:
             raise SessionNotFoundError("Session not found.")
         latest.state.update(temporary)
+        if any(one.id == event.id for one in latest.events):
+            return latest
         session = latest
-    return session
+    assert failed is not None
+    raise failed
 
 
 def _unsupported(name: str) -> Callable[..., Never]:

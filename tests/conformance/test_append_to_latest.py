@@ -111,6 +111,15 @@ async def test_call_that_was_cancelled_can_be_repeated(tmp_path: Path) -> None:
         assert ids(await reload(service, latest)) == ids(latest) == [new.id]
 
 
+async def test_event_that_only_the_session_object_has_is_stored(
+    service: BaseSessionService,
+) -> None:
+    session, new = await create(service), event("new")
+    session.events.append(new)
+    latest = await append_event_to_latest(service, session, new)
+    assert ids(await reload(service, latest)) == ids(latest) == [new.id]
+
+
 class Failing(EncryptedSessionService):
     """Raises `failure` at the next append, and stores nothing."""
 
