@@ -156,57 +156,52 @@ class _ArtifactRun:
 
     async def visit(self, one: SourceArtifact) -> None:
         try:
-            if one.problem is not None:
-                raise _Bad(one.problem)
-            check_ids(one.app_name, one.user_id, one.session_id or "", filename=one.filename)
-            if await self._is_erased(one):
-                self.done.erased += 1
-                self.finished.add(packed(*one.stamp))
-            else:
-                await self._visit(one, await self._stored(one))
+            counter, reason = await self._visit(one)
         except DecryptionError:
-            self.done.different += 1
-            await self._report(one, "it cannot be decrypted in the target: run `verify`")
-        except ValueError as error:
-            if isinstance(error, SecureSessionError):
-                raise
-            self.done.bad += 1
-            text = str(error) if isinstance(error, _Bad) else "a value exceeds a limit"
-            await self._report(one, text)
+            counter, reason = "different", "it cannot be decrypted in the target: run `verify`"
+        except SecureSessionError:
+            raise
+        except _Bad as error:
+            counter, reason = "bad", str(error)
+        except ValueError:
+            counter, reason = "bad", "a value exceeds a limit"
+        setattr(self.done, counter, getattr(self.done, counter) + 1)
+        if not reason:
+            self.finished.add(packed(*one.stamp))
+            return
+        tag, name = b"", collection_name(one.session_id, one.filename)
+        if not self._is_new:
+            tag = (await self._db.unit.identify(*one.owner, name, True)).session_tag
+        self.findings.add(tag, reason, *one.owner, one.session_id, one.filename)
 
-    async def _visit(self, one: SourceArtifact, stored: list[Version]) -> None:
+    async def _visit(self, one: SourceArtifact) -> tuple[str, str]:
+        """Return the counter of the artifact, and the reason of a finding, if there is one."""
+        if one.problem is not None:
+            raise _Bad(one.problem)
+        check_ids(*one.owner, one.session_id or "", filename=one.filename)
+        name = collection_name(one.session_id, one.filename)
+        stored: list[Version] = []
+        if not self._is_new:
+            state = (await self._db.imports.imported_states([one.owner])).get(one.owner)
+            if state is not None and state.is_tombstone:
+                return "erased", ""
+            found = await self._collections.get(*one.owner, name)
+            stored = versions_of(found) if found else []
         copies = self._action == "copy"
         new = one.versions[len(stored) :]
         if new and not copies:
-            self.done.missing += 1
-            await self._report(one, "it was not copied, or not in its latest version")
-            return
+            return "missing", "it was not copied, or not in its latest version"
         for version, copy in zip(one.versions, stored, strict=False):
             if not (_is_same(version, copy) and (copies or await self._has_content(version, copy))):
-                self.done.different += 1
-                await self._report(one, f"version {version.number} differs in the target")
-                return
+                return "different", f"version {version.number} differs in the target"
         for version in new:
             if not self._dry_run:
-                await self._save(one, version)
+                await self._save(one.owner, name, version)
             self.done.versions += 1
             self.done.size += version.size
-        self.done.copied += bool(new)
-        self.done.equal += not new
-        self.finished.add(packed(*one.stamp))
+        return ("copied" if new else "equal"), ""
 
-    async def _is_erased(self, one: SourceArtifact) -> bool:
-        ids = (one.app_name, one.user_id)
-        found = None if self._is_new else (await self._db.imports.imported_states([ids])).get(ids)
-        return found is not None and found.is_tombstone
-
-    async def _stored(self, one: SourceArtifact) -> list[Version]:
-        if self._is_new:
-            return []
-        found = await self._collections.get(one.app_name, one.user_id, _collection(one))
-        return versions_of(found) if found else []
-
-    async def _save(self, one: SourceArtifact, version: SourceVersion) -> None:
+    async def _save(self, owner: tuple[str, str], name: str, version: SourceVersion) -> None:
         blob = None
         if version.open is not None:
             prefix = (await self._collections.database_id()).hex()
@@ -218,7 +213,7 @@ class _ArtifactRun:
                 raise _Bad("a service has saved a version in the target meanwhile")
             return encode_item(new_item(values, blob, found))
 
-        await self._collections.append(one.app_name, one.user_id, _collection(one), item)
+        await self._collections.append(*owner, name, item)
 
     async def _has_content(self, version: SourceVersion, copy: Version) -> bool:
         if copy.blob is None:
@@ -226,21 +221,9 @@ class _ArtifactRun:
         content = self._store.blobs(copy.blob.prefix, create=False).read(copy.blob)
         return await _digest(_content(version)) == await _digest(content)
 
-    async def _report(self, one: SourceArtifact, reason: str) -> None:
-        tag = b""
-        if not self._is_new:
-            who = await self._db.unit.identify(one.app_name, one.user_id, _collection(one), True)
-            tag = who.session_tag
-        ids = (one.app_name, one.user_id, one.session_id, one.filename)
-        self.findings.add(tag, reason, *ids)
-
 
 class _Bad(ValueError):
     """An artifact cannot be copied; the text is the reason of a finding."""
-
-
-def _collection(one: SourceArtifact) -> str:
-    return collection_name(one.session_id, one.filename)
 
 
 def _is_same(version: SourceVersion, copy: Version) -> bool:

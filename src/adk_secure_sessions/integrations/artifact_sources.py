@@ -63,6 +63,10 @@ class SourceArtifact:
     delete: Callable[[], None]  # deletes these versions, and none that was saved since
 
     @property
+    def owner(self) -> tuple[str, str]:
+        return self.app_name, self.user_id
+
+    @property
     def stamp(self) -> tuple[str, ...]:
         """Texts of which one differs after each change of the artifact."""
         ids = (self.app_name, self.user_id, self.session_id or "", self.filename)

@@ -36,7 +36,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
+from adk_secure_sessions.integrations.blob_store import Blob
 from adk_secure_sessions.integrations.object_store import AnyStore, opened
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage.features.collections import Collection
@@ -106,9 +106,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         """
         self._collections = session_service.collections
         self._recording = session_service._recording
-        self._place = opened(store)
-        self._stores: dict[str, BlobStore] = {}
-        self._place.blobs("0" * 32)  # a directory that cannot be created is an error now
+        self._store = opened(store)
+        self._store.blobs("0" * 32)  # a directory that cannot be created is an error now
 
     @property
     def stores_plaintext(self) -> bool:
@@ -290,18 +289,10 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     ) -> ArtifactStream | None:
         """Return the content of a version, by default of the latest; None if there is none.
 
-        Each piece is authenticated before it is returned.  If the iteration raises an error, the
-        pieces that were returned are only the beginning of the content.  If the artifact is deleted
-        or re-encrypted during the iteration, the stream returns the content to its end.
-
-        Args:
-            app_name: The app.
-            user_id: The user.
-            filename: The name of the artifact.
-            session_id: The session; not needed if the name begins with `user:`.
-            version: The number of the version; by default the latest.
-            start: The position of the first byte to read.
-            stop: The position after the last byte to read; by default the end of the content.
+        The stream has the bytes *start* to *stop* - 1, by default all.  Each piece is authenticated
+        before it is returned.  If the iteration raises an error, the pieces that were returned are
+        only the beginning of the content.  If the artifact is deleted or re-encrypted during the
+        iteration, the stream returns the content to its end.
 
         Raises:
             InputValidationError: The version refers to a file, and has no content.
@@ -318,7 +309,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         size = found.blob.size
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        content = self._store(found.blob.prefix).read(found.blob, start, stop)
+        content = self._store.blobs(found.blob.prefix).read(found.blob, start, stop)
         pieces = _recording_rejections(content, self._recording.trail)
         return ArtifactStream(found, pieces, size)
 
@@ -343,7 +334,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         blob = None
         if pieces is not None:
             prefix = (await self._collections.database_id()).hex()
-            blob = await self._store(prefix).write(pieces)
+            blob = await self._store.blobs(prefix).write(pieces)
         numbers: list[int] = []
 
         def item(found: Collection) -> bytes:
@@ -392,7 +383,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 "which another google-adk saved: install a later one"
             )
         if version.blob is not None:
-            pieces = self._store(version.blob.prefix).read(version.blob)
+            pieces = self._store.blobs(version.blob.prefix).read(version.blob)
             content = b"".join([piece async for piece in pieces])
             if is_text:
                 part.text = decode_text(content)
@@ -405,14 +396,9 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         if blob.prefix != (await self._collections.database_id()).hex():
             return
         try:
-            await self._store(blob.prefix).mark(blob.name)
+            await self._store.blobs(blob.prefix).mark(blob.name)
         except ArtifactStoreError as error:
             logger.warning("a blob that is not used any more is left to `purge blobs`: %s", error)
-
-    def _store(self, prefix: str) -> BlobStore:
-        if prefix not in self._stores:
-            self._stores[prefix] = self._place.blobs(prefix)
-        return self._stores[prefix]
 
 
 reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)

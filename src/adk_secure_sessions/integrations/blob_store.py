@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,7 +140,10 @@ class BlobStore(ABC):
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        parts = (self._part(name, size, number, start, stop) for number in _numbers(start, stop))
+        if start == stop:
+            return
+        numbers = range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH))
+        parts = (self._part(name, size, number, start, stop) for number in numbers)
         ahead: asyncio.Future[bytes] | None = None
         try:
             for part in parts:
@@ -295,11 +298,6 @@ async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
     errors = [error for upload in done if (error := upload.exception()) is not None]
     if errors:
         raise errors[0]
-
-
-def _numbers(start: int, stop: int) -> Iterable[int]:
-    """Return the numbers of the objects that contain the bytes *start* to *stop* - 1 of a blob."""
-    return range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH)) if start < stop else ()
 
 
 def _check_name(name: str) -> None:

@@ -81,6 +81,7 @@ class ArtifactStore(KeyMaterial):
             raise ConfigurationError("timeout (in seconds) must be above 0")
         self._timeout = timeout
         self._directory: Path | None = None
+        self._made: set[str] = set()  # the prefixes whose directories this object has created
         self._remote: ObjectStore | None = None
         if isinstance(store, str | os.PathLike):
             self._directory = _directory_of(store)
@@ -117,7 +118,9 @@ class ArtifactStore(KeyMaterial):
         assert self._directory is not None
         if not create and not self._directory.is_dir():
             raise ConfigurationError("the directory of artifacts does not exist: check its path")
-        return BlobDirectory(self._directory, prefix, create=create)
+        found = BlobDirectory(self._directory, prefix, create=create and prefix not in self._made)
+        self._made |= {prefix} if create else set()
+        return found
 
 
 # What the functions that take a store accept; a path or a store of obstore needs no options.
