@@ -275,10 +275,10 @@ async def artifacts_of(
                     continue
                 # If the tag of the located row was modified, `get` may have found another row.  But
                 # it is no error if the located row was deleted and another row was created.
-                if found.at.session_row != located.row and await collections.is_stored(located.row):
+                if found.at.session_row != located.id and await collections.is_stored(located.id):
                     raise TamperedError("its tag was modified", reason=Reason.WRONG_OWNER)
                 versions_of(found)
             except UNREADABLE as error:
-                problems.add_error(error, sessions.name, located.row)
+                problems.add_error(error, sessions.name, located.id)
             else:
                 yield ids, found

@@ -46,7 +46,6 @@ class CurrentKeys:
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._named: dict[bytes, Collection[int]] = {}  # if the newest data key is not current
         self.newer: set[int] = set()
 
     async def of(self, owners: set[object]) -> dict[object, DataKeyRow]:
@@ -63,9 +62,7 @@ class CurrentKeys:
             _, current[owner], _ = by_age(rows, ())
             key_id = encrypting.get(owner)
             if key_id is not None and key_id != current[owner].id:
-                if owner not in self._named:
-                    self._named[owner] = await self._names(owner, key_id)
-                _, current[owner], newer = by_age(rows, self._named[owner])
+                _, current[owner], newer = by_age(rows, await self._names(owner, key_id))
                 self.newer.update(row.id for row in newer)
         return current
 

@@ -95,7 +95,7 @@ async def purge(
                     continue
                 is_deleted = await _delete(db, ids, is_due, dry_run)
             except UNREADABLE as error:
-                problems.add_error(error, sessions.name, located.row)
+                problems.add_error(error, sessions.name, located.id)
                 done.bad += 1
             else:
                 done.deleted += is_deleted

@@ -166,13 +166,13 @@ async def _reject_unreadable_sessions(db: Database) -> None:
     """
     async for page in located_sessions(db):
         for one in page:
-            if one.ids is None:
+            if isinstance(one.ids, Exception):
                 raise TamperedError(
                     "it cannot be decrypted, and may need any key: restore it, or delete it; "
                     "`verify` lists all such rows",
                     reason=Reason.MISMATCH,
                     table=sessions.name,
-                    row=one.row,
+                    row=one.id,
                 )
 
 
@@ -185,14 +185,6 @@ class _Replaced(NamedTuple, Generic[K]):
 
 
 # --- data keys -----------------------------------------------------------------------------------
-
-
-class _Decrypted(NamedTuple):
-    """An owner whose records were all decrypted, its data keys, and those that its row names."""
-
-    rows: list[DataKeyRow]
-    named: frozenset[int]
-    headers: reads.HeaderCounts
 
 
 async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Replaced[DataKeyRow]:
@@ -222,7 +214,7 @@ async def _retire_rows(
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _Replaced([], [])
     together = db.unit.executors.keys is db.unit.executors.data
-    work = partial(_find_unused, owner, decrypted, together, dry_run)
+    work = partial(_find_unused, owner, rows, *decrypted, together, dry_run)
     keys = await db.unit.change(work, commit=not dry_run)
     if keys.unused and not together and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
@@ -234,8 +226,13 @@ async def _retire_rows(
     return keys
 
 
-async def _decrypt_owner(db: Database, owner: bytes, rows: list[DataKeyRow]) -> _Decrypted | None:
-    """Decrypt all records of *owner*, or raise one of `UNREADABLE`; return None if it is gone."""
+async def _decrypt_owner(
+    db: Database, owner: bytes, rows: list[DataKeyRow]
+) -> tuple[tuple[int, ...], reads.HeaderCounts] | None:
+    """Decrypt all records of *owner*, or raise one of `UNREADABLE`; return None if it is gone.
+
+    Return the ids of the data keys that its row names, and the number of records by header.
+    """
     keys = await db.unit.data_keys_of(owner)
     found = await read_owner_with_tag(db, owner)
     if found is None:
@@ -251,12 +248,14 @@ async def _decrypt_owner(db: Database, owner: bytes, rows: list[DataKeyRow]) -> 
                 headers += check.header_counts
     if not keys.rows_are_authentic(owner, {row.id for row in rows}):
         raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
-    return _Decrypted(rows, frozenset(checked.key_ids), headers)
+    return checked.key_ids, headers
 
 
 def _find_unused(
     owner: bytes,
-    decrypted: _Decrypted,
+    rows: list[DataKeyRow],
+    named: tuple[int, ...],
+    decrypted: reads.HeaderCounts,
     together: bool,
     dry_run: bool,
     connection: sa.Connection,
@@ -274,17 +273,18 @@ def _find_unused(
     if together:
         # This lock waits for services that have locked a key because they write with it.
         query = DATA_KEYS.where(data_keys.c.owner == owner)
-        rows = {DataKeyRow(*row) for row in locked(query)}
-        is_unchanged &= rows == set(decrypted.rows)
-    headers = _count_headers(owner, user, connection) if is_unchanged else None
-    keys = _sort_out(decrypted, headers)
+        is_unchanged &= {DataKeyRow(*row) for row in locked(query)} == set(rows)
+    headers = decrypted | _count_headers(owner, user, connection) if is_unchanged else None
+    keys = _sort_out(rows, named, headers)
     if keys.unused and together and not dry_run:
         _delete(keys.unused, connection)
     return keys
 
 
-def _sort_out(decrypted: _Decrypted, headers: reads.HeaderCounts | None) -> _Replaced[DataKeyRow]:
-    """Divide an owner's replaced data keys.
+def _sort_out(
+    rows: list[DataKeyRow], named: tuple[int, ...], headers: reads.HeaderCounts | None
+) -> _Replaced[DataKeyRow]:
+    """Divide the replaced ones of all data keys of an owner; its row has *named* some of them.
 
     A key is kept in these cases:
 
@@ -293,23 +293,21 @@ def _sort_out(decrypted: _Decrypted, headers: reads.HeaderCounts | None) -> _Rep
       again with the newer key.
     - The owner's row names the key.  A service that writes with another backend may use the key.
     - A record has a header that names no key of the owner.  So the record may need any key.
-    - *headers*, which were counted later, are None: the owner's row was deleted, or the owner's
-      data keys have changed since.
+    - *headers* are None: the owner's row was deleted, or the owner's data keys have changed, since
+      the records were decrypted.
     """
-    older, _, newer = by_age(decrypted.rows, decrypted.named)
+    older, _, newer = by_age(rows, named)
     if headers is None:
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
-    for (table, header), number in (headers | decrypted.headers).items():
+    for (table, header), number in headers.items():
         by_header.setdefault(header, []).append((table, number))
-    uses = {
-        row.id: by_header.pop(build_header(row.backend_id, row.id), []) for row in decrypted.rows
-    }
+    uses = {row.id: by_header.pop(build_header(row.backend_id, row.id), []) for row in rows}
     unknown = list(chain(*by_header.values()))
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
-        if uses[row.id] or unknown or kept or row.id in decrypted.named:
+        if uses[row.id] or unknown or kept or row.id in named:
             kept.append(KeptKey(data_keys.name, row.id, (*uses[row.id], *unknown)))
         else:
             unused.append(row)

@@ -26,11 +26,11 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.maintenance.walk import (
-    OwnerTag,
+    OwnerRow,
     Record,
     app_name_of,
     header_of,
-    owner_tags,
+    owner_rows,
     records_of_owner,
     records_of_sessions,
     rows_with_keys,
@@ -158,12 +158,12 @@ class DataRotationRun(Rotation):
     async def _walk(self) -> None:
         self._before = self.done.reencrypted
         for table in (apps, users):
-            async for page in owner_tags(self._db, table):
+            async for page in owner_rows(self._db, table):
                 for row in page:
                     await self._rotate_row(table, row)
                 await self._require_checkpoint()
 
-    async def _rotate_row(self, table: sa.Table, row: OwnerTag) -> None:
+    async def _rotate_row(self, table: sa.Table, row: OwnerRow) -> None:
         """Re-encrypt the records of an app or user, and report bad rows.
 
         If a record names an unknown data key, process the owner a second time: a service with
@@ -183,7 +183,7 @@ class DataRotationRun(Rotation):
                 self._problems.add_all(problems)
                 return
 
-    async def _rotate_owner(self, table: sa.Table, row: OwnerTag, *, renews_key: bool) -> None:
+    async def _rotate_owner(self, table: sa.Table, row: OwnerRow, *, renews_key: bool) -> None:
         with naming(table.name, row.id):
             tag = binary(row.tag)
             app_name = app_name_of(row.app_name)

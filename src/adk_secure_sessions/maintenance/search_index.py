@@ -23,9 +23,9 @@ from adk_secure_sessions.maintenance.problems import (
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
-    OwnerTag,
+    OwnerRow,
     located_sessions,
-    owner_tags,
+    owner_rows,
     read_owner,
 )
 from adk_secure_sessions.results import Result, count, listing
@@ -115,7 +115,7 @@ async def fill_index(
     total = await count_rows(db, sessions, *([users] if of_users else []))
     run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
     if of_users:
-        await run.fill(users, owner_tags(db, users), run.fill_user)
+        await run.fill(users, owner_rows(db, users), run.fill_user)
     await run.fill(sessions, located_sessions(db), run.fill_session)
     done = run.done
     app_tag = (await db.unit.identify(app_name)).app_tag
@@ -179,20 +179,20 @@ class _Filler:
         pages: AsyncIterator[list[Any]],
         fill_row: Callable[[Any], Awaitable[None]],
     ) -> None:
-        """Call *fill_row* with each row of *pages*; the rows of *table* begin with the row id."""
+        """Call *fill_row* with each of *pages*, which are rows of *table*."""
         async for rows in pages:
             for start in range(0, len(rows), _AT_ONCE):
                 some = rows[start : start + _AT_ONCE]
                 results = await asyncio.gather(*map(fill_row, some), return_exceptions=True)
-                for (row_id, *_), error in zip(some, results, strict=True):
+                for row, error in zip(some, results, strict=True):
                     if isinstance(error, UNREADABLE):
-                        self.problems.add_error(error, table.name, row_id)
+                        self.problems.add_error(error, table.name, row.id)
                         self.done.bad += 1
                     elif error is not None:
                         raise error
                 await self.meter.advance(len(some))
 
-    async def fill_user(self, row: OwnerTag) -> None:
+    async def fill_user(self, row: OwnerRow) -> None:
         found = await read_owner(self._db, users, row)
         if found is not None and found[0] == self._app_name:
             await self._correct(found[1].user_id, of_user=True)

@@ -29,10 +29,10 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
-    OwnerTag,
+    OwnerRow,
     all_data_keys,
     located_sessions,
-    owner_tags,
+    owner_rows,
     read_owner,
 )
 from adk_secure_sessions.results import Result, count, listing
@@ -177,7 +177,7 @@ class _Verifier:
 
     async def check_owners(self) -> None:
         for table in (apps, users):
-            async for rows in owner_tags(self._db, table):
+            async for rows in owner_rows(self._db, table):
                 for row in rows:
                     await self._check_owner(table, row)
                     await self._meter.advance()
@@ -187,7 +187,7 @@ class _Verifier:
             for located in page:
                 await self._check_session(located)
 
-    async def _check_owner(self, table: sa.Table, row: OwnerTag) -> None:
+    async def _check_owner(self, table: sa.Table, row: OwnerRow) -> None:
         try:
             found = await read_owner(self._db, table, row)
             if found is None:
@@ -253,7 +253,14 @@ class _Verifier:
                 self._imports += 1
                 try:
                     seals.check(row)
-                    _reject_rollback(row, version)
+                    if isinstance(version, int) and version < row.number:
+                        raise TamperedError(
+                            f"the row that was imported has version {version} instead of "
+                            f"{row.number} or a later one: an older row was replayed",
+                            reason=Reason.MISMATCH,
+                            table=migrated.name,
+                            row=row.tag.hex(),
+                        )
                 except UNREADABLE as error:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
@@ -262,7 +269,7 @@ class _Verifier:
         except WrongKeyError as error:
             self.problems.add(meta.TABLE, meta.MIGRATION_MARK, Reason.MISMATCH, str(error))
 
-    def _has_own_name(self, row: OwnerTag) -> bool:
+    def _has_own_name(self, row: OwnerRow) -> bool:
         """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
             return self._index.app(decode_text(row.app_name)) == row.tag
@@ -276,13 +283,13 @@ class _Verifier:
             # together even if a service is writing.
             ids = located.known_ids()
             who = await self._db.unit.identify(*ids)
-            if who.session_tag != located.tag:
+            if who.session_tag != located.columns.tag:
                 kind = "collection" if ids.is_collection else "session"
                 raise TamperedError(
                     f"its tag belongs to another {kind}",
                     reason=Reason.WRONG_OWNER,
                     table=sessions.name,
-                    row=located.row,
+                    row=located.id,
                 )
             is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
 
@@ -310,20 +317,8 @@ class _Verifier:
                     self.done.events += len(history)
                     await self._check_indexed(who, of_user=False)
         except UNREADABLE as error:
-            self.done.unchecked += self.problems.add_error(error, sessions.name, located.row)
+            self.done.unchecked += self.problems.add_error(error, sessions.name, located.id)
         await self._meter.advance(rows)
-
-
-def _reject_rollback(row: MigratedRow, version: int | None) -> None:
-    """Raise TamperedError if the imported row is older now than right after the import."""
-    if isinstance(version, int) and version < row.number:
-        raise TamperedError(
-            f"the row that was imported has version {version} instead of {row.number} or a "
-            "later one: an older row was replayed",
-            reason=Reason.MISMATCH,
-            table=migrated.name,
-            row=row.tag.hex(),
-        )
 
 
 # --- orphaned rows -------------------------------------------------------------------------------
@@ -382,22 +377,15 @@ def _may_be_new(db: Database, row: DataKeyRow) -> bool:
 # --- statements ----------------------------------------------------------------------------------
 
 
-def _with_version() -> sa.Select[Any]:
-    """Return the query for imported rows, with their present revision or version, or NULL."""
-    c = migrated.c
-    versions = [
+# The present revision or version of what was imported; NULL if it is not stored any more.
+_VERSION = sa.func.coalesce(
+    *(
         sa.select(version)
-        .where(table.c.tag == c.tag, table.c.id == c.row_id)
+        .where(version.table.c.tag == migrated.c.tag, version.table.c.id == migrated.c.row_id)
         .correlate(migrated)
         .scalar_subquery()
-        for table, version in (
-            (sessions, sessions.c.revision),
-            (users, users.c.version),
-            (apps, apps.c.version),
-        )
-    ]
-    return sa.select(*(c[name] for name in MigratedRow._fields), sa.func.coalesce(*versions))
-
-
-_MIGRATED = _with_version()
+        for version in (sessions.c.revision, users.c.version, apps.c.version)
+    )
+)
+_MIGRATED = sa.select(*(migrated.c[name] for name in MigratedRow._fields), _VERSION)
 _TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}

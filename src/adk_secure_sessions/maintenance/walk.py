@@ -59,19 +59,19 @@ class SessionIds(NamedTuple):
 
 
 class LocatedSession(NamedTuple):
-    """A row of `secure_sessions`, and its decrypted ids with all its columns, or the error."""
+    """A row of `secure_sessions`, and its decrypted ids or, if it is not authentic, the error."""
 
-    row: int
-    tag: bytes
-    ids: SessionIds | None
-    error: Exception | None = None
-    columns: SessionRow | None = None
+    columns: SessionRow
+    ids: SessionIds | Exception
+
+    @property
+    def id(self) -> int:
+        return self.columns.id
 
     def known_ids(self) -> SessionIds:
         """Return the ids, or raise the error that decrypting them raised."""
-        if self.ids is None:
-            assert self.error is not None
-            raise self.error
+        if isinstance(self.ids, Exception):
+            raise self.ids
         return self.ids
 
 
@@ -109,7 +109,7 @@ def all_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
     return pages(db.unit.read_keys, DATA_KEYS, data_keys.c.id, db.limits.headers, DataKeyRow)
 
 
-class OwnerTag(NamedTuple):
+class OwnerRow(NamedTuple):
     """The columns that identify an app or a user; they are not authenticated yet.
 
     For a user, *app_name* is the name in the row of the user's app, or None if that row does not
@@ -122,9 +122,9 @@ class OwnerTag(NamedTuple):
     app_row: int = 0
 
 
-def owner_tags(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerTag]]:
+def owner_rows(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
-    return pages(db.unit.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerTag)
+    return pages(db.unit.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerRow)
 
 
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
@@ -140,7 +140,7 @@ _OWNERS_WITH_TAG = {table: query.where(table.c.tag == _TAG) for table, query in 
 
 
 async def read_owner(
-    db: Database, table: sa.Table, row: OwnerTag
+    db: Database, table: sa.Table, row: OwnerRow
 ) -> tuple[str, Owner, reads.HeaderCounts] | None:
     """Decrypt the app or user in *row*, and its version witness; return None if it was deleted.
 
@@ -173,7 +173,7 @@ async def read_owner_with_tag(
     """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
     for table, query in _OWNERS_WITH_TAG.items():
         for row in await db.unit.read(query, {"tag": tag}):
-            found = await read_owner(db, table, OwnerTag(*row))
+            found = await read_owner(db, table, OwnerRow(*row))
             if found is None:
                 raise TamperedError("its row was removed", reason=Reason.MISSING)
             return found
@@ -182,7 +182,7 @@ async def read_owner_with_tag(
 
 async def _located(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
     found = await _decrypted(db, rows)
-    if all(one.error is None for one in found):
+    if not any(isinstance(one.ids, Exception) for one in found):
         return found
     # After the query for the sessions, another process may have erased a user, or re-encrypted
     # sessions and retired their old data keys.  So read everything again.
@@ -221,10 +221,9 @@ def _locate(
             context = SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
-        return LocatedSession(row.id, row.tag, None, error)
+        return LocatedSession(row, error)
     is_collection = row.base_revision == COLLECTION
-    ids = SessionIds(app_name, user_id, session_id, is_collection)
-    return LocatedSession(row.id, row.tag, ids, columns=row)
+    return LocatedSession(row, SessionIds(app_name, user_id, session_id, is_collection))
 
 
 # --- the records of one owner --------------------------------------------------------------------
@@ -254,7 +253,7 @@ class Record(NamedTuple):
 
 
 async def records_of_owner(
-    db: Database, keys: StagedKeys, table: sa.Table, row: OwnerTag
+    db: Database, keys: StagedKeys, table: sa.Table, row: OwnerRow
 ) -> list[Record] | None:
     """Return the records of the row and the version witness of an app or user.
 
@@ -287,15 +286,15 @@ async def records_of_sessions(
         records: list[Record] = []
         for one in page:
             try:
-                opened[one.row] = one.known_ids()[:3]
-                records.append(Record(SESSIONS, one.columns, opened[one.row]))
+                opened[one.id] = one.known_ids()[:3]
+                records.append(Record(SESSIONS, one.columns, opened[one.id]))
             except UNREADABLE as error:
-                problems.add_error(error, sessions.name, one.row)
+                problems.add_error(error, sessions.name, one.id)
         tags = [record.row.tag for record in records]
         yield records + await _witnesses(db, (app_name,), tags)
         if not records:
             continue
-        span = Span(page[0].row - 1, page[-1].row)
+        span = Span(page[0].id - 1, page[-1].id)
         parameters = {**span.parameters, "user_row": user_row, "current": current}
         column: SealedColumn[Any]
         for column in (SNAPSHOTS, EVENTS):

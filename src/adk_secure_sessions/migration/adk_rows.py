@@ -37,24 +37,20 @@ _TEMPORARY = b'"temp:'
 # --- Values --------------------------------------------------------------------------------------
 
 
-def text(value: str | bytes) -> str:
+def to_text(value: str | bytes) -> str:
     """Decode *value*, if it is not a str; raise ValueError if it is no text in UTF-8."""
-    return value if isinstance(value, str) else _bytes(value).decode()
+    return value if isinstance(value, str) else to_bytes(value).decode()
 
 
-def _bytes(value: object) -> bytes:
-    # SQLite may have a number in any column, and `bytes(10**9)` would allocate 10**9 bytes.
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    raise ValueError("a column of text or bytes holds another type")
-
-
-def data(value: object) -> bytes:
+def to_bytes(value: object) -> bytes:
     if isinstance(value, str):
         # UTF-8 cannot encode a lone surrogate.  No driver returns a lone surrogate, but a caller's
         # own engine may.
         return value.encode("utf-8", "surrogatepass")
-    return _bytes(value)
+    # SQLite may have a number in any column, and `bytes(10**9)` would allocate 10**9 bytes.
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise ValueError("a column of text or bytes holds another type")
 
 
 def time_of(value: object, zone: tzinfo | None) -> int:
@@ -74,7 +70,7 @@ def seconds_of(value: object, zone: tzinfo | None) -> float:
     if isinstance(value, int | float):
         return value
     if isinstance(value, str | bytes):
-        value = datetime.fromisoformat(text(value))
+        value = datetime.fromisoformat(to_text(value))
     if not isinstance(value, datetime):
         raise ValueError("a column of times holds no time")
     if value.tzinfo is None:
@@ -84,7 +80,7 @@ def seconds_of(value: object, zone: tzinfo | None) -> float:
 
 def state_of(value: object, whose: str) -> JsonObject:
     try:
-        state = json_text.loads(data(value))
+        state = json_text.loads(to_bytes(value))
     except (DecryptionError, ValueError):
         problem = f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}"
         raise ConversionError(problem) from None
@@ -111,23 +107,18 @@ EventReader = Callable[[Row, tzinfo | None], SourceEvent]
 JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 
 
-def event_of_json(row: Row, zone: tzinfo | None) -> SourceEvent:
-    """Convert the columns `JSON_COLUMNS` of google-adk's schema v1 to an event.
+def event_of_json(row: Row, zone: tzinfo | None, *, overrides: bool = True) -> SourceEvent:
+    """Convert the columns `JSON_COLUMNS` of google-adk's tables with JSON.
 
-    The columns `id` and `invocation_id` override the fields of the JSON.
+    In schema v1, the columns `id` and `invocation_id` override the fields of the JSON.
+    `SqliteSessionService` reads only the JSON and, without an id, would create a new one.
     """
     event_id, invocation_id, timestamp, event_data = row
-    names = {"id": text(event_id), "invocation_id": text(invocation_id)}
-    return event_of(b"{}" if event_data is None else data(event_data), names, timestamp, zone)
-
-
-def event_of_json_alone(row: Row, zone: tzinfo | None) -> SourceEvent:
-    """Convert the columns `JSON_COLUMNS` of google-adk's `SqliteSessionService` to an event.
-
-    That service reads only the JSON.  Without an id, it would create a new one.
-    """
-    event_id, _, timestamp, event_data = row
-    return event_of(data(event_data), {"id": text(event_id)}, timestamp, zone, overrides=False)
+    names = {"id": to_text(event_id)}
+    if overrides:
+        names["invocation_id"] = to_text(invocation_id)
+    stored = b"{}" if event_data is None else to_bytes(event_data)
+    return event_of(stored, names, timestamp, zone, overrides=overrides)
 
 
 def event_of(
@@ -199,14 +190,14 @@ def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> Source
     pickled = fields["actions"]
     ids = fields.pop("long_running_tool_ids_json")
     custom = fields["custom_metadata"]
-    fields |= {name: text(fields[name]) for name in _TEXTS if fields[name] is not None}
+    fields |= {name: to_text(fields[name]) for name in _TEXTS if fields[name] is not None}
     fields |= {name: bool(fields[name]) for name in _FLAGS if fields[name] is not None}
     fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
     fields |= {
         "timestamp": seconds_of(fields["timestamp"], zone),
         "custom_metadata": None if custom is None else _loads(custom),
-        "long_running_tool_ids": set(json.loads(text(ids))) if ids else set(),
-        "actions": EventActions() if pickled is None else read.read(_bytes(pickled)),
+        "long_running_tool_ids": set(json.loads(to_text(ids))) if ids else set(),
+        "actions": EventActions() if pickled is None else read.read(to_bytes(pickled)),
     }
     return _encoded(Event(**fields))
 
@@ -221,7 +212,7 @@ def _loads(value: object) -> Any:
     """Parse a column of JSON as google-adk does; None if the column is NULL."""
     if value is None:
         return None
-    json_bytes = data(value)
+    json_bytes = to_bytes(value)
     if json_bytes[:1] == b"{":
         try:
             return json_text.loads(json_bytes)

@@ -160,7 +160,7 @@ class AdkQueries:
             self.pickles = PickleReader()
             self._read_event = partial(adk_rows.event_of_pickle, self.pickles)
         elif self.kind is Kind.ADK_SQLITE:
-            self._read_event = adk_rows.event_of_json_alone
+            self._read_event = partial(adk_rows.event_of_json, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
             self._json(_e.c[name])
@@ -361,7 +361,7 @@ class AdkQueries:
             .group_by(*map(sa.func.hex, spelled))
         )
         rows = connection.execute(query.where(*self._of_app(selection)))
-        return [(tuple(map(adk_rows.text, names)), state) for *names, state in rows]
+        return [(tuple(map(adk_rows.to_text, names)), state) for *names, state in rows]
 
     def _of_app(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         return [] if selection.app_name is None else [_s.c.app_name == selection.app_name]
@@ -380,7 +380,7 @@ class AdkQueries:
 
     def _key(self, names: Sequence[Any]) -> After:
         try:
-            return tuple(map(adk_rows.text, names))
+            return tuple(map(adk_rows.to_text, names))
         except (TypeError, ValueError):
             raise ConfigurationError(f"the source has {_NOT_TEXT}") from None
 
@@ -486,7 +486,7 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
     states by plaintext does not change the result.
     """
     inspector = sa.inspect(connection)
-    tables = set(map(adk_rows.text, inspector.get_table_names()))
+    tables = set(map(adk_rows.to_text, inspector.get_table_names()))
     kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()
     if {"sessions", "events", "app_states", "user_states"} <= tables:
         columns = {column["name"]: column for column in inspector.get_columns("events")}
@@ -502,7 +502,7 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
         metadata = _table("adk_internal_metadata", ("key",), "value")
         query = sa.select(metadata.c.value).where(metadata.c.key == "schema_version")
         version = connection.scalar(query)
-        version = None if version is None else adk_rows.text(version)
+        version = None if version is None else adk_rows.to_text(version)
         if version not in ("0", "1"):
             raise ConfigurationError(
                 f"google-adk's tables have the schema version {version!r:.20}, which this release "

@@ -107,10 +107,10 @@ async def compare(
     comparison is not clean, that comparison removes the mark, unless `erase_source` may have
     deleted rows of the source meanwhile.  This function changes nothing else.
     """
-    return await Comparing(source, selection, show_ids=show_ids).run(db, progress)
+    return await ComparisonRun(source, selection, show_ids=show_ids).run(db, progress)
 
 
-class Comparing:
+class ComparisonRun:
     """One run of `compare`; *equal_states* has the ids and the JSON of each equal state."""
 
     walk: Walk

@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
     located_sessions,
-    owner_tags,
+    owner_rows,
     read_owner,
 )
 from adk_secure_sessions.migration.sources import (
@@ -97,10 +97,10 @@ class EncryptedSource(Source):
             wanted = [one for one in located if _is_wanted(one, selection)]
             if not wanted:
                 continue
-            sizes = await self._sizes(Span(located[0].row - 1, located[-1].row))
+            sizes = await self._sizes(Span(located[0].id - 1, located[-1].id))
 
             def size_of(one: LocatedSession, sizes: dict[int, int] = sizes) -> int:
-                return sizes.get(one.row, 0) + (len(one.columns.state) if one.columns else 0)
+                return sizes.get(one.id, 0) + len(one.columns.state)
 
             for batch in grouped(wanted, size_of, len(wanted), _BATCH):
                 yield [_source_session(one) for one in batch]
@@ -119,7 +119,7 @@ class EncryptedSource(Source):
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""
         for table in (users, apps):
-            async for rows in owner_tags(self._db, table):
+            async for rows in owner_rows(self._db, table):
                 states: dict[Ids, JsonObject | Unreadable] = {}
                 for row in rows:
                     try:
@@ -157,7 +157,7 @@ class EncryptedSource(Source):
 
 
 def _is_wanted(one: LocatedSession, selection: Selection) -> bool:
-    if one.ids is None or one.columns is None:
+    if isinstance(one.ids, Exception):
         return True
     if one.ids.is_collection or one.columns.expires_at <= _now():
         return False
@@ -166,15 +166,11 @@ def _is_wanted(one: LocatedSession, selection: Selection) -> bool:
 
 
 def _source_session(one: LocatedSession) -> SourceSession:
-    if one.ids is None or one.columns is None:
-        assert one.error is not None
-        return SourceSession(
-            "", "", f"{sessions.name} row {one.row}", NO_IDS + reason_of(one.error)
-        )
+    if isinstance(one.ids, Exception):
+        return SourceSession("", "", f"{sessions.name} row {one.id}", NO_IDS + reason_of(one.ids))
     # Every change of a session increases its revision, and a session that is created again has
     # another row id.
-    version = f"{one.row}.{one.columns.revision}"
-    return SourceSession(one.ids.app_name, one.ids.user_id, one.ids.session_id, version)
+    return SourceSession(*one.ids[:3], f"{one.id}.{one.columns.revision}")
 
 
 async def _content(db: Database, one: SourceSession) -> SessionContent | Unreadable | None:

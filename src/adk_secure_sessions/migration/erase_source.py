@@ -13,7 +13,7 @@ from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, taking_bytes
-from adk_secure_sessions.migration.compare import Comparing, Comparison
+from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
 from adk_secure_sessions.migration.walk import encode_states, packed
 from adk_secure_sessions.results import Result, count
@@ -85,7 +85,7 @@ async def erase_source(
             f"only tables of google-adk can be erased, and the source is {source.description}: "
             "delete it with its own tools"
         )
-    run = Comparing(source, EVERYTHING, show_ids=show_ids)
+    run = ComparisonRun(source, EVERYTHING, show_ids=show_ids)
     comparison = await run.run(db, progress, completes=not dry_run)
     if not comparison.clean:
         return SourceErasure(comparison)
@@ -109,7 +109,7 @@ async def erase_source(
 
 
 def _delete_unchanged(
-    queries: AdkQueries, compared: Comparing, connection: sa.Connection
+    queries: AdkQueries, compared: ComparisonRun, connection: sa.Connection
 ) -> tuple[int, int, int] | None:
     """Delete all rows, and return the numbers of sessions, events and states.
 

@@ -100,7 +100,7 @@ async def export_to_adk(
         verify: Afterwards, read both databases again and compare all sessions field by field.
         progress: With *verify*, each session counts twice.
     """
-    run = _Exporting(db, app_name, user_id, skip_bad=skip_bad)
+    run = _ExportRun(db, app_name, user_id, skip_bad=skip_bad)
     write = partial(_write_to_adk, run, target, verify=verify)
     return await run.run(write, progress, passes=2 if verify else 1)
 
@@ -123,11 +123,11 @@ async def export_lines(
     Args:
         write: Called with each line, in UTF-8 and with the line feed.
     """
-    run = _Exporting(db, app_name, user_id, skip_bad=skip_bad)
+    run = _ExportRun(db, app_name, user_id, skip_bad=skip_bad)
     return await run.run(partial(_write_lines, run, write), progress)
 
 
-class _Exporting:
+class _ExportRun:
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
     _index: BlindIndex  # for the blind indexes of the findings
@@ -218,7 +218,7 @@ class _Exporting:
         self._findings.add(tag_of(self._index, *ids) if has_ids else b"", reason, *ids)
 
 
-async def _write_to_adk(run: _Exporting, adk: AdkTarget, *, verify: bool) -> None:
+async def _write_to_adk(run: _ExportRun, adk: AdkTarget, *, verify: bool) -> None:
     await adk.open()
     async for batch in run.readable_sessions():
         await _write_sessions(run, adk, batch)
@@ -233,7 +233,7 @@ async def _write_to_adk(run: _Exporting, adk: AdkTarget, *, verify: bool) -> Non
 
 
 async def _write_sessions(
-    run: _Exporting, adk: AdkTarget, batch: Mapping[Ids, SessionContent]
+    run: _ExportRun, adk: AdkTarget, batch: Mapping[Ids, SessionContent]
 ) -> None:
     """Write the sessions that the target does not have; compare the others."""
     failed: dict[Ids, str] = {}
@@ -263,7 +263,7 @@ async def _write_sessions(
         run.reject(ids, reason)
 
 
-async def _compare(run: _Exporting, adk: AdkTarget) -> None:
+async def _compare(run: _ExportRun, adk: AdkTarget) -> None:
     """Read both databases again, compare all sessions and states, and report differences."""
     found = verified = 0
     async for batch in run.readable_sessions(reports=False):
@@ -277,7 +277,7 @@ async def _compare(run: _Exporting, adk: AdkTarget) -> None:
     run.done.extra = max(await adk.count(run.app_name, run.user_id) - found, 0)
 
 
-async def _write_lines(run: _Exporting, write: Callable[[bytes], object]) -> None:
+async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> None:
     cached: Lru[Ids, bytes] = Lru(_CACHED_STATES)
 
     async def state_of(*owner: str) -> bytes:

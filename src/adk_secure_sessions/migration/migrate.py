@@ -49,7 +49,7 @@ from adk_secure_sessions.storage.schema import MigratedRow
 # server, each import uses a connection of the pool, which has 10.
 _IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
 _IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold at the same time
-_KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_Run` remembers
+_KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_MigrationRun` remembers
 
 _DUE = (ImportStatus.NEW, ImportStatus.OLDER)
 _TIME = "one of its times, or the time of one of its events, is not a possible time"
@@ -157,7 +157,7 @@ async def migrate(
             "longer has are not deleted: omit delete_gone"
         )
     done = Migration(deleted_gone=delete_gone and not dry_run)
-    run = _Run(
+    run = _MigrationRun(
         done,
         Walk(source, db, index, selection, _DUE),
         db,
@@ -182,7 +182,7 @@ async def migrate(
 
 
 @dataclass
-class _Run:
+class _MigrationRun:
     """One run of `migrate`.  In a dry run, *writes* is False, and the target may have no keys."""
 
     done: Migration

@@ -16,7 +16,7 @@ from adk_secure_sessions.crypto.package_1x import Package1xKeys, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.states import TEMP_PREFIX, JsonObject
-from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, text
+from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
 from adk_secure_sessions.migration.adk_sql import AdkQueries, Kind, not_plaintext
 from adk_secure_sessions.migration.adk_tables import AdkTables, readable
 from adk_secure_sessions.migration.sources import (
@@ -155,7 +155,7 @@ class _Package1xQueries(AdkQueries):
 
     def convert_event(self, row: Row) -> SourceEvent:
         event_id, invocation_id, timestamp, stored = row
-        names = {"id": text(event_id), "invocation_id": text(invocation_id)}
+        names = {"id": to_text(event_id), "invocation_id": to_text(invocation_id)}
         try:
             plaintext = self._keys.decrypt(stored)
             fields = json_text.loads(plaintext)

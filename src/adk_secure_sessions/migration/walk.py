@@ -168,8 +168,8 @@ class Walk:
         for tag, row in self._missing.items():
             for found in await located(self._target, [row]):
                 ids = found.known_ids()[:3]
-                has_expired = found.columns and found.columns.expires_at <= time.time_ns() // 1000
-                if found.tag != tag or has_expired:
+                has_expired = found.columns.expires_at <= time.time_ns() // 1000
+                if found.columns.tag != tag or has_expired:
                     continue
                 copy = (await self._target.imports.imported([ids])).get(ids)
                 if copy and copy.is_untouched:
