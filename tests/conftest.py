@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from coverage import Coverage
 from greenlet import getcurrent
 from hypothesis import HealthCheck, settings
@@ -29,7 +30,7 @@ _SERVERS = ("postgresql", "mariadb")
 _SERVER_OF_FILE: dict[str, str | None] = {
     "integrations/test_artifact_stores.py": "mariadb",
     "integrations/test_memory_attacks.py": "postgresql",
-    "integrations/test_memory_contract.py": "postgresql",
+    "integrations/test_memory_contract.py": None,  # storage/test_collections.py runs on a server
     "integrations/test_memory_growth.py": "mariadb",
     "integrations/test_memory_service.py": "mariadb",
     "maintenance/test_checkpoints.py": "postgresql",
@@ -57,6 +58,9 @@ _SERVER_OF_FILE: dict[str, str | None] = {
 # Of these files, by default, only these tests run on the server: those with several connections
 # at once, with a lost connection or a killed process, and one of each command.
 _TESTS_ON_SERVER = {
+    "integrations/test_artifact_stores.py": ["test_concurrent_saves_get_distinct_versions"],
+    "integrations/test_memory_attacks.py": ["test_deleted_content_is_not_stored_any_more"],
+    "integrations/test_memory_growth.py": ["test_two_services_that_rewrite_lose_nothing"],
     "maintenance/test_clocks.py": ["test_command_does_the_same_whatever_its_clock_says"],
     "maintenance/test_collections.py": [
         "test_all_commands_treat_collections_as_data_of_their_user",
@@ -130,7 +134,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(server in parameters for server in _SERVERS if server != listed):
             item.add_marker(pytest.mark.soak)
-        elif listed and listed in parameters and item.path.parent.name == "maintenance":
+        elif (
+            listed
+            and listed in parameters
+            and (file in _TESTS_ON_SERVER or item.path.parent.name == "maintenance")
+        ):
             name, case = item.originalname, item.callspec.id
             tests = _TESTS_ON_SERVER.get(file, [name])
             if name not in tests or case != firsts.setdefault(f"{item.path} {name}", case):
@@ -189,6 +197,29 @@ def _greenlets_outlive_their_threads() -> Iterator[None]:
 def postgresql() -> Iterator[servers.PostgreSQL]:
     with servers.postgresql() as server:
         yield server
+
+
+@pytest.fixture(params=["sqlite", *servers.DRIVERS])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.URL]:
+    """An empty database, as a test reaches it behind the services' back; it may have our tables."""
+    if request.param == "sqlite":
+        yield sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
+        return
+    server: servers.Server = request.getfixturevalue(request.param)
+    with server.database(reused=not request.node.get_closest_marker("no_tables")) as url:
+        yield url
+
+
+@pytest.fixture
+def url(place: sa.URL) -> str:
+    """The same, for a service."""
+    return servers.for_service(place)
+
+
+@pytest.fixture
+def file_url(tmp_path: Path) -> str:
+    """Where the kind of database makes no difference."""
+    return f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ import sqlalchemy as sa
 # Servers that run already, as URLs of a superuser: tests make users and databases there.
 POSTGRESQL_VARIABLE = "ADK_SECURE_SESSIONS_TEST_POSTGRESQL"
 MARIADB_VARIABLE = "ADK_SECURE_SESSIONS_TEST_MARIADB"
+# The driver of a service on each server.
+DRIVERS = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}
 # If this is set, a server that cannot be started is a failure, not a skip.
 REQUIRE_VARIABLE = "ADK_SECURE_SESSIONS_TEST_REQUIRE_SERVERS"
 
@@ -53,6 +55,12 @@ _MARIADB_OPTIONS = (
     "--innodb-log-file-size=32M",
     "--performance-schema=off",
 )
+
+
+def for_service(place: sa.URL) -> str:
+    """The database *place*, of a test's own statements, as a service opens it."""
+    driver = DRIVERS.get(place.get_backend_name(), "sqlite+aiosqlite")
+    return place.set(drivername=driver).render_as_string(hide_password=False)
 
 
 class Server(ABC):

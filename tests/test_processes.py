@@ -29,7 +29,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.memory_index import UserMemory
 from tests.processes import FORKS, IMPORTED_ONCE, children, results, say_imported
-from tests.servers import Server
+from tests.servers import DRIVERS, Server, for_service
 
 KEY = bytes(range(32))
 APP, USER = "app", "user"
@@ -51,7 +51,6 @@ async def found(service: EncryptedSessionService, session_id: str) -> Session:
     return session
 
 
-DRIVERS = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 on_servers = pytest.mark.parametrize("database", DRIVERS)
 on_mariadb_later = pytest.mark.parametrize(
@@ -76,9 +75,8 @@ def admin_url(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def url(admin_url: sa.URL, database: str) -> str:
-    driver = DRIVERS.get(database, "sqlite+aiosqlite")
-    return admin_url.set(drivername=driver).render_as_string(hide_password=False)
+def url(admin_url: sa.URL) -> str:
+    return for_service(admin_url)
 
 
 def count(admin_url: sa.URL, table: str) -> int:

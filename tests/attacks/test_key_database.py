@@ -36,7 +36,6 @@ from tests.key_database.support import (
     Pair,
     count,
     everything,
-    for_service,
     marks,
     pair_in,
     query,
@@ -44,6 +43,7 @@ from tests.key_database.support import (
     settle,
     tables,
 )
+from tests.servers import for_service
 
 WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
 BOB = WHO | {"user_id": "bob"}

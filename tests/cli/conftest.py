@@ -4,10 +4,7 @@ import base64
 import pytest
 
 from adk_secure_sessions.cli.config import variable
-from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.support import NEW, OLD, fill
-
-__all__ = ["file_url", "place", "url"]
 
 KEYS = {"OLD_KEY": OLD, "NEW_KEY": NEW}
 

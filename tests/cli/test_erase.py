@@ -1,7 +1,6 @@
 """`erase-user`: what it prints, and its exit status."""
 
 import asyncio
-import base64
 
 import pytest
 import sqlalchemy as sa
@@ -9,18 +8,12 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.maintenance import Database
 from tests.cli.support import confirmed, run
-from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import OLD, fill, query, run_sql
 
 ADA = ["--key", "env:OLD_KEY", "--app", "clinic", "--user", "ada"]
 
 
-@pytest.fixture(autouse=True)
-def _key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OLD_KEY", base64.b64encode(OLD).decode())
-
-
-def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None:  # noqa: F811
+def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None:
     asyncio.run(fill(url))
     kind = place.get_backend_name()
     would = run("erase-user", "--db", url, *ADA, "--dry-run")
@@ -62,7 +55,7 @@ def test_erased_user_is_counted_and_not_named(url: str, place: sa.URL) -> None: 
         }
 
 
-def test_source_of_a_migration_is_named(file_url: str) -> None:  # noqa: F811
+def test_source_of_a_migration_is_named(file_url: str) -> None:
     asyncio.run(fill(file_url))
     source = "the source of the migration may still contain the user"
 
@@ -83,12 +76,10 @@ def test_source_of_a_migration_is_named(file_url: str) -> None:  # noqa: F811
     [("secure_users", "the user's own row"), ("secure_data_keys", "the data key")],
 )
 def test_missing_key_or_row_is_reported_and_exits_with_1(
-    file_url: str,  # noqa: F811
-    table: str,
-    missing: str,
+    file_url: str, table: str, missing: str
 ) -> None:
     asyncio.run(fill(file_url, users=["ada"]))
-    place = sa.make_url(file_url).set(drivername="sqlite")  # noqa: F811
+    place = sa.make_url(file_url).set(drivername="sqlite")
     column = "tag" if table == "secure_users" else "owner"
     run_sql(place, f"DELETE FROM {table} WHERE {column} IN (SELECT tag FROM secure_users)")
     for option in (["--dry-run"], []):
@@ -99,7 +90,7 @@ def test_missing_key_or_row_is_reported_and_exits_with_1(
     assert run("verify", "--db", file_url, "--key", "env:OLD_KEY").code == 0
 
 
-def test_user_and_app_have_to_be_given(file_url: str) -> None:  # noqa: F811
+def test_user_and_app_have_to_be_given(file_url: str) -> None:
     asyncio.run(fill(file_url))
     for arguments in (ADA[:2], ADA[:4], [*ADA[:2], *ADA[4:]]):
         assert run("erase-user", "--db", file_url, *arguments).code == 2

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,6 @@ def url(tmp_path: Path) -> str:
 @pytest.fixture
 def blobs(tmp_path: Path) -> Path:
     return tmp_path / "blobs"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[s3.Server]:
-    with s3.running() as server:
-        yield server
 
 
 async def fill(url: str, blobs: Path) -> None:
@@ -369,7 +363,6 @@ async def test_marked_blobs_of_a_bucket_are_deleted_when_their_mark_is_old(
     url: str, server: s3.Server
 ) -> None:
     here: dict[str, Any] = {"app_name": "a", "user_id": "ada", "filename": "user:x"}
-    server.clear()
     place = ArtifactStore(f"s3://{BUCKET}/ada", options=server.options)
     async with EncryptedSessionService(url, BACKEND) as sessions, Database(url, BACKEND) as db:
         service = EncryptedArtifactService(sessions, place)

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_b
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
-from tests.integrations import s3
 from tests.integrations.object_server import BUCKET, CLOSED, SECRET, Failure, ObjectServer
-from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 USER: dict[str, Any] = {"app_name": "clinic", "user_id": "needle-user"}
@@ -28,24 +25,8 @@ HERE = USER | {"session_id": "needle-session", "filename": "needle-name.png"}
 DATA = bytes(range(256)) * 80_000  # 20 MB: three objects
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[ObjectServer]:
-    with s3.running() as server:
-        yield server
-
-
 @pytest.fixture
-def server(running: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
-    """The server, empty; this machine's own settings are hidden."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    running.clear()
-    return running
-
-
-@pytest.fixture
-async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:  # noqa: F811
+async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         yield sessions
 
@@ -70,7 +51,7 @@ async def pieces(data: bytes = DATA) -> AsyncIterator[bytes]:
 # --- a bucket, and rows on SQLite, PostgreSQL and MariaDB -----------------------------------------
 
 
-async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: ObjectServer) -> None:  # noqa: F811
+async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: ObjectServer) -> None:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         artifacts = artifacts_in(sessions, server)
         for version, data in enumerate((b"first", b"", b"third")):
@@ -105,7 +86,7 @@ async def test_artifacts_are_saved_loaded_and_deleted(url: str, server: ObjectSe
         assert {tuple(key.split("/")[-2:]) for key in new} == {("deleted", name) for name in names}
 
 
-async def test_concurrent_saves_get_distinct_versions(url: str, server: ObjectServer) -> None:  # noqa: F811
+async def test_concurrent_saves_get_distinct_versions(url: str, server: ObjectServer) -> None:
     async with (
         EncryptedSessionService(url, BACKEND) as one,
         EncryptedSessionService(url, BACKEND) as other,
@@ -124,7 +105,7 @@ async def test_concurrent_saves_get_distinct_versions(url: str, server: ObjectSe
     assert len(server.keys()) == 12
 
 
-async def test_maintenance_includes_artifacts(url: str, server: ObjectServer) -> None:  # noqa: F811
+async def test_maintenance_includes_artifacts(url: str, server: ObjectServer) -> None:
     where = ArtifactStore(server.url("ada"), options=server.options)
     for user_id in ("needle-user", "bob"):
         async with EncryptedSessionService(url, BACKEND) as sessions:
@@ -182,7 +163,7 @@ async def test_unreachable_store(sessions: EncryptedSessionService, server: Obje
 async def test_artifact_is_deleted_while_the_store_fails(
     sessions: EncryptedSessionService,
     server: ObjectServer,
-    file_url: str,  # noqa: F811
+    file_url: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     artifacts = artifacts_in(sessions, server)

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,6 @@ async def sessions(url: str) -> AsyncIterator[EncryptedSessionService]:
 @pytest.fixture
 def service(sessions: EncryptedSessionService, blobs: Path) -> EncryptedArtifactService:
     return EncryptedArtifactService(sessions, blobs)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[s3.Server]:
-    with s3.running() as server:
-        yield server
 
 
 def text(number: int) -> types.Part:
@@ -304,7 +298,6 @@ async def test_content_of_a_stored_row_is_kept_if_looking_for_the_row_fails(
 async def test_run_that_meets_a_failing_store_loses_nothing_and_is_continued(
     url: str, sessions: EncryptedSessionService, server: s3.Server, request_that_fails: str
 ) -> None:
-    server.clear()
     method, is_marking = request_that_fails[:3], request_that_fails != request_that_fails[:3]
     failure = Failure(500, "InternalError", method, "/deleted/" if is_marking else "")
     place = ArtifactStore(f"s3://{object_server.BUCKET}/{method}", options=server.options)

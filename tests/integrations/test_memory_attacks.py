@@ -30,7 +30,6 @@ from tests.integrations.memory_support import (
     session,
     text_event,
 )
-from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import OLD, query, run_sql
 
 BACKEND = AesGcmBackend(OLD)
@@ -42,7 +41,7 @@ def stored_in(directory: Path) -> sa.URL:
     return sa.URL.create("sqlite", database=f"{directory}/sessions.db")
 
 
-async def fill_and_forget(url: str, place: sa.URL) -> tuple[list[Any], list[Any]]:  # noqa: F811
+async def fill_and_forget(url: str, place: sa.URL) -> tuple[list[Any], list[Any]]:
     """Six items: an empty one, four that add, and a tombstone of the second of the four.
 
     Return their rows before and after the deletion.
@@ -57,7 +56,7 @@ async def fill_and_forget(url: str, place: sa.URL) -> tuple[list[Any], list[Any]
         return before, query(place, ROWS)
 
 
-async def reads_and_writes(url: str) -> list[Callable[[], Awaitable[object]]]:  # noqa: F811
+async def reads_and_writes(url: str) -> list[Callable[[], Awaitable[object]]]:
     sessions = EncryptedSessionService(url, BACKEND)
     memory = ours(sessions, cache_entries=0)
 
@@ -78,7 +77,7 @@ async def reads_and_writes(url: str) -> list[Callable[[], Awaitable[object]]]:  
     ]
 
 
-async def every_call_is_rejected(url: str, *, verify_finds: bool = True) -> None:  # noqa: F811
+async def every_call_is_rejected(url: str, *, verify_finds: bool = True) -> None:
     for call in await reads_and_writes(url):
         with pytest.raises(TamperedError) as caught:
             await call()
@@ -88,10 +87,7 @@ async def every_call_is_rejected(url: str, *, verify_finds: bool = True) -> None
         assert ((await verify(db)).bad >= 1) == verify_finds
 
 
-async def test_deleted_content_is_not_stored_any_more(
-    url: str,  # noqa: F811
-    place: sa.URL,  # noqa: F811
-) -> None:
+async def test_deleted_content_is_not_stored_any_more(url: str, place: sa.URL) -> None:
     before, after = await fill_and_forget(url, place)
     assert len(before) == 5
     assert len(after) == 6
@@ -105,10 +101,7 @@ async def test_deleted_content_is_not_stored_any_more(
         assert (await verify(db)).bad == 0
 
 
-async def test_replay_of_a_deleted_entry_is_rejected(
-    url: str,  # noqa: F811
-    place: sa.URL,  # noqa: F811
-) -> None:
+async def test_replay_of_a_deleted_entry_is_rejected(url: str, place: sa.URL) -> None:
     before, _ = await fill_and_forget(url, place)
     async with EncryptedSessionService(url, BACKEND) as sessions:
         warm = ours(sessions)
@@ -125,7 +118,7 @@ async def test_replay_of_a_deleted_entry_is_rejected(
             await found(warm, "cat")
 
 
-def put(place: sa.URL, row: Any) -> None:  # noqa: F811
+def put(place: sa.URL, row: Any) -> None:
     values = dict(zip(("row", "seq", "time", "event"), row, strict=True))
     where = "WHERE session_row = :row AND seq = :seq"
     assert run_sql(place, f"UPDATE secure_events SET event = :event {where}", **values) in (0, 1)
@@ -134,7 +127,7 @@ def put(place: sa.URL, row: Any) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     "seq", [0, 2, 5, *(pytest.param(seq, marks=pytest.mark.soak) for seq in (1, 3, 4))]
 )
-async def test_removal_of_any_item_is_rejected(file_url: str, tmp_path: Path, seq: int) -> None:  # noqa: F811
+async def test_removal_of_any_item_is_rejected(file_url: str, tmp_path: Path, seq: int) -> None:
     await fill_and_forget(file_url, stored_in(tmp_path))
     assert run_sql(stored_in(tmp_path), f"DELETE FROM secure_events WHERE seq = {seq}") == 1
     await every_call_is_rejected(file_url)
@@ -144,9 +137,7 @@ async def test_removal_of_any_item_is_rejected(file_url: str, tmp_path: Path, se
     "seq", [0, 3, *(pytest.param(seq, marks=pytest.mark.soak) for seq in (1, 2, 4))]
 )
 async def test_exchange_of_any_two_items_is_rejected(
-    file_url: str,  # noqa: F811
-    tmp_path: Path,
-    seq: int,
+    file_url: str, tmp_path: Path, seq: int
 ) -> None:
     _, rows = await fill_and_forget(file_url, stored_in(tmp_path))
     put(stored_in(tmp_path), (*rows[seq][:3], rows[seq + 1][3]))
@@ -154,16 +145,16 @@ async def test_exchange_of_any_two_items_is_rejected(
     await every_call_is_rejected(file_url)
 
 
-async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path: Path) -> None:
     """The tombstone and all else of a copy in which another entry was deleted."""
-    place, copy = stored_in(tmp_path), tmp_path / "copy"  # noqa: F811
+    place, copy = stored_in(tmp_path), tmp_path / "copy"
     copy.mkdir()
     events = [text_event(f"cat {n}") for n in range(2)]
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         await add(ours(sessions), events[0])
         await add(ours(sessions), *events)
     shutil.copy(tmp_path / "sessions.db", copy / "sessions.db")
-    for url, event in (  # noqa: F402
+    for url, event in (
         (file_url, events[0]),
         (f"sqlite+aiosqlite:///{copy}/sessions.db", events[1]),
     ):
@@ -173,16 +164,16 @@ async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path
     await every_call_is_rejected(file_url)
 
 
-async def test_replaced_item_of_another_copy_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_replaced_item_of_another_copy_is_rejected(file_url: str, tmp_path: Path) -> None:
     """Both copies have deleted an entry of the same item, with the same number of writes."""
-    place, copy = stored_in(tmp_path), tmp_path / "copy"  # noqa: F811
+    place, copy = stored_in(tmp_path), tmp_path / "copy"
     copy.mkdir()
     events = [text_event(f"cat {n}") for n in range(3)]
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         await add(ours(sessions), *events)  # one item
     shutil.copy(tmp_path / "sessions.db", copy / "sessions.db")
     copy_url = f"sqlite+aiosqlite:///{copy}/sessions.db"
-    for url, event in ((file_url, events[1]), (copy_url, events[0])):  # noqa: F402
+    for url, event in ((file_url, events[1]), (copy_url, events[0])):
         async with EncryptedSessionService(url, BACKEND) as sessions:
             await forget(ours(sessions), event.id)
     own = query(place, ROWS)
@@ -193,8 +184,8 @@ async def test_replaced_item_of_another_copy_is_rejected(file_url: str, tmp_path
         assert await found(ours(sessions), "cat") == ["cat 0", "cat 2"]
 
 
-async def test_rollback_of_the_collection_row_is_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
-    place = stored_in(tmp_path)  # noqa: F811
+async def test_rollback_of_the_collection_row_is_rejected(file_url: str, tmp_path: Path) -> None:
+    place = stored_in(tmp_path)
     columns = "SELECT revision, updated_at, state FROM secure_sessions"
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         await add(ours(sessions), text_event("cat"))
@@ -205,7 +196,7 @@ async def test_rollback_of_the_collection_row_is_rejected(file_url: str, tmp_pat
     await every_call_is_rejected(file_url)
 
 
-async def test_malformed_item_is_rejected(file_url: str) -> None:  # noqa: F811
+async def test_malformed_item_is_rejected(file_url: str) -> None:
     malformed: list[dict[str, Any]] = [
         {"scope": "s"},
         {"add": [{}]},
@@ -232,9 +223,7 @@ async def test_malformed_item_is_rejected(file_url: str) -> None:  # noqa: F811
     ("replacement", "places"), [(VALUE, [0]), (VALUE, [1, 0]), ("f" * 32, [1]), (None, [1])]
 )
 async def test_record_that_does_not_fit_to_the_deletion_is_rejected(
-    file_url: str,  # noqa: F811
-    replacement: str | None,
-    places: list[int],
+    file_url: str, replacement: str | None, places: list[int]
 ) -> None:
     entry = {"id": "e", "content": {"parts": [{"text": "cat"}]}}
     item: dict[str, Any] = {"scope": ["events"], "add": [entry]}
@@ -247,7 +236,7 @@ async def test_record_that_does_not_fit_to_the_deletion_is_rejected(
     await every_call_is_rejected(file_url)
 
 
-async def test_file_holds_no_word_and_no_id(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_file_holds_no_word_and_no_id(file_url: str, tmp_path: Path) -> None:
     user, name = needle("user id"), needle("session id")
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         memory = ours(sessions)
@@ -264,10 +253,7 @@ async def test_file_holds_no_word_and_no_id(file_url: str, tmp_path: Path) -> No
 # --- the rest of the package ---------------------------------------------------------------------
 
 
-async def test_erasing_a_user_erases_the_memory(
-    url: str,  # noqa: F811
-    place: sa.URL,  # noqa: F811
-) -> None:
+async def test_erasing_a_user_erases_the_memory(url: str, place: sa.URL) -> None:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         memory = ours(sessions)
         await add(memory, text_event("cat"))
@@ -282,10 +268,7 @@ async def test_erasing_a_user_erases_the_memory(
         assert await found(memory, "cat") == ["new cat"]
 
 
-async def test_rotation_and_retirement_include_the_memory(
-    url: str,  # noqa: F811
-    place: sa.URL,  # noqa: F811
-) -> None:
+async def test_rotation_and_retirement_include_the_memory(url: str, place: sa.URL) -> None:
     await fill_and_forget(url, place)
     async with Database(url, BACKEND) as db:
         assert (await rotate_data(db)).left == 0

@@ -20,17 +20,15 @@ from tests.integrations.memory_support import (
     reference,
     text_event,
 )
-from tests.maintenance.conftest import DRIVERS, file_url  # noqa: F401 - fixture
 from tests.maintenance.support import OLD
-from tests.servers import Server
+from tests.servers import DRIVERS, Server
 
 BACKEND = AesGcmBackend(OLD)
 
 
 @pytest.fixture(params=["adk", "sqlite", "cold", *DRIVERS])
 async def service(
-    request: pytest.FixtureRequest,
-    file_url: str,  # noqa: F811
+    request: pytest.FixtureRequest, file_url: str
 ) -> AsyncIterator[BaseMemoryService]:
     """ADK's own; ours on each database; and one that caches nothing."""
     if request.param == "adk":

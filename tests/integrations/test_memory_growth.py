@@ -29,7 +29,6 @@ from tests.integrations.memory_support import (
     ours,
     text_event,
 )
-from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import OLD, query, run_sql
 from tests.processes import results
 
@@ -51,7 +50,7 @@ async def note(memory: Any, memory_id: str, text: str) -> None:
     await memory.add_memory(app_name=APP, user_id=USER, memories=[entry])
 
 
-async def test_replaced_memory_does_not_grow(url: str, place: sa.URL) -> None:  # noqa: F811
+async def test_replaced_memory_does_not_grow(url: str, place: sa.URL) -> None:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         memory = ours(sessions)
         await add(memory, text_event("old cat", event_id="gone"))
@@ -73,9 +72,7 @@ async def test_replaced_memory_does_not_grow(url: str, place: sa.URL) -> None:  
 
 
 async def test_change_of_many_items_is_one_rewrite(
-    url: str,  # noqa: F811
-    place: sa.URL,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    url: str, place: sa.URL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_index, "SPARE_ITEMS", 1000)
     monkeypatch.setattr(memory_index, "_PACKED_BYTES", 0)
@@ -93,7 +90,7 @@ async def test_change_of_many_items_is_one_rewrite(
         assert await found(ours(sessions), "cat3 cat10") == ["cat10 dog"]
 
 
-async def test_lost_answers_lose_and_double_nothing(file_url: str) -> None:  # noqa: F811
+async def test_lost_answers_lose_and_double_nothing(file_url: str) -> None:
     """The connection breaks before and after the commit of a rewrite."""
     for when in ("before", "after"):
         sessions, faults = with_faults(lambda: EncryptedSessionService(file_url, BACKEND))
@@ -105,9 +102,9 @@ async def test_lost_answers_lose_and_double_nothing(file_url: str) -> None:  # n
                 assert await found(ours(sessions), "cat") == [f"cat {n}"]
 
 
-async def test_failed_rewrite_changes_nothing(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_failed_rewrite_changes_nothing(file_url: str, tmp_path: Path) -> None:
     sessions, faults = with_faults(lambda: EncryptedSessionService(file_url, BACKEND))
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")  # noqa: F811
+    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     async with sessions:
         memory = ours(sessions)
         while len(await items_of(sessions)) < 8:
@@ -122,7 +119,7 @@ async def test_failed_rewrite_changes_nothing(file_url: str, tmp_path: Path) -> 
         assert await found(memory, "cat dog") == ["dog"]
 
 
-async def _write(url: str, name: str) -> None:  # noqa: F811
+async def _write(url: str, name: str) -> None:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         memory = ours(sessions)
         for n in range(10):
@@ -130,31 +127,31 @@ async def _write(url: str, name: str) -> None:  # noqa: F811
             assert f"common {name}{n}" in await found(memory, "common")
 
 
-async def is_complete(url: str) -> bool:  # noqa: F811
+async def is_complete(url: str) -> bool:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         return sorted(await found(ours(sessions), "common")) == ["common a9", "common b9"]
 
 
-async def test_two_services_that_rewrite_lose_nothing(url: str) -> None:  # noqa: F811
+async def test_two_services_that_rewrite_lose_nothing(url: str) -> None:
     await asyncio.gather(_write(url, "a"), _write(url, "b"))
     assert await is_complete(url)
 
 
-def write_in_process(say: Any, url: str, name: str) -> None:  # noqa: F811
+def write_in_process(say: Any, url: str, name: str) -> None:
     memory_index.SPARE_ITEMS = 3
     asyncio.run(_write(url, name))
     say(True)
 
 
 @pytest.mark.soak
-async def test_two_processes_that_rewrite_lose_nothing(file_url: str) -> None:  # noqa: F811
+async def test_two_processes_that_rewrite_lose_nothing(file_url: str) -> None:
     jobs = [(write_in_process, file_url, name) for name in ("a", "b")]
     assert await asyncio.to_thread(results, *jobs) == [[True], [True]]
     assert await is_complete(file_url)
 
 
-async def test_rows_from_before_a_rewrite_are_rejected(file_url: str, tmp_path: Path) -> None:  # noqa: F811
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")  # noqa: F811
+async def test_rows_from_before_a_rewrite_are_rejected(file_url: str, tmp_path: Path) -> None:
+    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         memory = ours(sessions)
         for n in range(7):
@@ -184,7 +181,7 @@ async def test_rows_from_before_a_rewrite_are_rejected(file_url: str, tmp_path: 
         assert await found(ours(sessions), "cat") == ["cat 7"]
 
 
-def replace(place: sa.URL, table: str, row: Any, new: Any) -> None:  # noqa: F811
+def replace(place: sa.URL, table: str, row: Any, new: Any) -> None:
     """Store *row* in place of the new row with the same tag or number."""
     if table == "secure_events":
         session_row = new["secure_sessions"][0][0]
@@ -196,6 +193,6 @@ def replace(place: sa.URL, table: str, row: Any, new: Any) -> None:  # noqa: F81
     insert(place, table, row)
 
 
-def insert(place: sa.URL, table: str, row: Any) -> None:  # noqa: F811
+def insert(place: sa.URL, table: str, row: Any) -> None:
     values = {f"c{n}": value for n, value in enumerate(row)}
     run_sql(place, f"INSERT INTO {table} VALUES (:{', :'.join(values)})", **values)

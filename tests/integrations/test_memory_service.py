@@ -39,14 +39,13 @@ from tests.integrations.memory_support import (
     session,
     text_event,
 )
-from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import OLD
 
 BACKEND = AesGcmBackend(OLD)
 
 
 @pytest.fixture
-async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:  # noqa: F811
+async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:
     async with EncryptedSessionService(file_url, BACKEND) as service:
         yield service
 
@@ -125,7 +124,7 @@ async def test_turn_costs_one_read_and_one_write(
     assert calls == [("get", 0)]
 
 
-async def test_two_services_adding_at_once_lose_nothing(url: str) -> None:  # noqa: F811
+async def test_two_services_adding_at_once_lose_nothing(url: str) -> None:
     async with (
         EncryptedSessionService(url, BACKEND) as one,
         EncryptedSessionService(url, BACKEND) as two,
@@ -162,7 +161,7 @@ async def test_cache_is_limited(sessions: EncryptedSessionService) -> None:
     assert not kept
 
 
-async def test_cache_expires_with_that_of_the_sessions(file_url: str) -> None:  # noqa: F811
+async def test_cache_expires_with_that_of_the_sessions(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND, cache=Caches(seconds=0)) as sessions:
         memory = ours(sessions)
         await add(memory, text_event("cat"))
@@ -171,8 +170,7 @@ async def test_cache_expires_with_that_of_the_sessions(file_url: str) -> None:  
 
 
 async def test_memory_that_was_created_again_is_read_again(
-    sessions: EncryptedSessionService,
-    file_url: str,  # noqa: F811
+    sessions: EncryptedSessionService, file_url: str
 ) -> None:
     memory = ours(sessions)
     await add(memory, text_event("cat"))
@@ -471,7 +469,7 @@ class Asking(BaseLlm):
 
 
 @pytest.mark.filterwarnings("ignore")
-async def test_agent_remembers_other_sessions(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_agent_remembers_other_sessions(file_url: str, tmp_path: Path) -> None:
     """A callback adds the session after each run, and both of ADK's tools search."""
 
     async def keep(callback_context: Any) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,22 +48,6 @@ SIZES = [1, SMALL_OBJECT - 1, SMALL_OBJECT, SMALL_OBJECT + 1, 3 * SMALL_OBJECT, 
 
 async def read_range(store: BlobStore, name: str, size: int, start: int, stop: int) -> bytes:
     return b"".join([piece async for piece in store.get_stream(name, size, start, stop)])
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[ObjectServer]:
-    with s3.running() as server:
-        yield server
-
-
-@pytest.fixture
-def server(s3_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
-    """The server, empty; this machine's own settings are hidden."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    s3_server.clear()
-    return s3_server
 
 
 @pytest.fixture(params=["directory", "memory", "s3"])

@@ -4,7 +4,6 @@ They are the tests that also run on moto.  By default, `BY_DEFAULT` runs on the 
 quickly; `make soak` runs all tests on all servers.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.integrations import real_stores, test_artifact_stores, test_object_st
 from tests.integrations.object_server import ObjectServer
 from tests.integrations.test_artifact_stores import sessions  # noqa: F401 - a fixture
 from tests.integrations.test_object_store import PREFIX, small_objects  # noqa: F401
-from tests.maintenance.conftest import file_url  # noqa: F401
 
 BY_DEFAULT = "test_artifacts_are_saved_loaded_and_deleted"
 SLOW = {"azurite"}  # it starts in two seconds
@@ -71,11 +69,8 @@ def running(request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
 
 
 @pytest.fixture
-def server(running: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
-    """The server, empty; this machine's own settings are hidden."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
+def server(running: ObjectServer, no_settings_of_stores: None) -> ObjectServer:
+    """The server, empty."""
     running.clear()
     return running
 
@@ -86,6 +81,6 @@ def store(server: ObjectServer) -> BlobStore:
 
 
 @pytest.fixture
-def url(file_url: str) -> str:  # noqa: F811
+def url(file_url: str) -> str:
     """The rows are on SQLite: the kind of database makes no difference to a store."""
     return file_url

@@ -21,14 +21,10 @@ from adk_secure_sessions.maintenance import Database
 from tests.attacks.support import dump
 from tests.faults import Point, with_faults
 from tests.maintenance.support import query, run_sql
+from tests.servers import for_service
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
 APP = "clinic"
-_ASYNC = {
-    "sqlite": "sqlite+aiosqlite",
-    "postgresql": "postgresql+asyncpg",
-    "mariadb": "mariadb+asyncmy",
-}
 
 
 class Pair(NamedTuple):
@@ -57,11 +53,6 @@ def pair_in(directory: Path, name: str = "") -> Pair:
     """Two SQLite files."""
     data, keys = (f"{directory}/{name}{part}.db" for part in ("data", "keys"))
     return Pair(sa.URL.create("sqlite", database=data), sa.URL.create("sqlite", database=keys))
-
-
-def for_service(place: sa.URL) -> str:
-    driver = _ASYNC[place.get_backend_name()]
-    return place.set(drivername=driver).render_as_string(hide_password=False)
 
 
 def count(place: sa.URL, table: str) -> int:
@@ -153,7 +144,6 @@ __all__ = [
     "event",
     "everything",
     "find",
-    "for_service",
     "make_ada_with_spare_keys",
     "marks",
     "pair_in",

@@ -5,22 +5,15 @@ import base64
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.cli.config import variable
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
-    Database,
     lookup,
     purge,
     record_headers,
-    retire,
-    rotate_data,
-    rotate_master,
-    rotate_root,
     status,
     verify,
 )
@@ -29,17 +22,14 @@ from tests.cli.support import run
 from tests.key_database.support import (
     APP,
     KEY,
-    OTHER,
     Pair,
     count,
     create,
     event,
-    find,
-    for_service,
-    marks,
     query,
     settle,
 )
+from tests.servers import for_service
 
 USERS = [f"u{n}" for n in range(7)]
 
@@ -84,26 +74,6 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
     assert count(pair.data, "secure_sessions") == 0
 
 
-async def test_every_key_is_replaced(pair: Pair) -> None:
-    await fill(pair, ["ada"])
-    both: dict[str, Any] = {"backend": AesGcmBackend(OTHER), "additional_backends": ()}
-    async with Database(
-        **pair.urls, backend=AesGcmBackend(OTHER), additional_backends=[AesGcmBackend(KEY)]
-    ) as db:
-        assert len((await rotate_root(db)).rotated) == 2
-    async with Database(**pair.urls, **both) as db:
-        assert (await rotate_master(db)).rotated == 2
-        rotated = await rotate_data(db)
-        assert (rotated.keys, rotated.left, rotated.bad) == (2, 0, 0)
-        retired = await retire(db)
-        assert (retired.data_keys, len(retired.masters)) == (2, 1)
-        assert (await verify(db)).bad == 0
-    assert query(pair.keys, "SELECT generation FROM secure_data_keys") == [(1,), (1,)]
-    assert {name for name in marks(pair.data) if "rotation" in name} == set()
-    async with EncryptedSessionService(**pair.urls, **both) as service:
-        assert await find(service) is not None
-
-
 async def test_verify_reports_a_data_key_without_an_owner_once_it_is_not_new(
     files: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,30 +98,6 @@ async def test_verify_reports_a_data_key_without_an_owner_once_it_is_not_new(
             assert (problem.table, problem.row) == ("secure_data_keys", str(bob[0]))
             assert problem.reason is Reason.MISSING
             assert "before it could write" in problem.detail
-
-
-async def test_verify_raises_no_alarm_while_services_write(pair: Pair) -> None:
-    await fill(pair, ["ada"])
-    stopped = asyncio.Event()
-
-    async def write(name: str) -> None:
-        async with pair.service() as service:
-            for n in range(10_000):
-                if stopped.is_set():
-                    return
-                session = await create(service, f"{name}{n}", state={"app:n": n})
-                await service.append_event(session, event(n=n, big="x" * 9000))
-                if n % 2:
-                    await service.delete_session(app_name=APP, user_id=f"{name}{n}", session_id="s")
-
-    async with pair.maintained() as db, asyncio.TaskGroup() as group:
-        for name in ("x", "y"):
-            group.create_task(write(name))
-        try:
-            for _ in range(3):
-                assert (await verify(db)).problems == ()
-        finally:
-            stopped.set()
 
 
 # --- the command line ----------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from tests.key_database.support import (
     count,
     create,
     everything,
-    for_service,
     marks,
     pair_in,
     query,
@@ -32,6 +31,7 @@ from tests.key_database.support import (
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import plaintext_backend
 from tests.processes import children, results
+from tests.servers import for_service
 
 OF_KEYS = {"secure_meta", "secure_keyring", "secure_data_keys"}
 OF_DATA = {

@@ -15,7 +15,6 @@ from adk_secure_sessions import (
     DatabaseError,
     EncryptedSessionService,
     FernetBackend,
-    StaticKey,
     UnknownKeyError,
 )
 from adk_secure_sessions.formats.records import parse_header
@@ -115,35 +114,6 @@ async def test_more_users_are_listed_than_one_statement_reads_keys_of(files: Pai
         listed = (await reading.list_sessions(app_name=APP)).sessions
         assert sorted(session.user_id for session in listed) == users
         assert faults.keys.counts[Point.READ] == 1 + 3  # of the app, of the users
-
-
-class CountingKey(StaticKey):
-    """Remembers what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__(KEY)
-        self.calls: list[str] = []
-
-    async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        self.calls.append("wrap")
-        return await super().wrap(key, associated_data)
-
-    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        self.calls.append("unwrap")
-        return await super().unwrap(wrapped, associated_data)
-
-
-async def test_root_key_is_asked_at_the_start_and_not_again(files: Pair) -> None:
-    for asked in (["wrap"] * 2 + ["unwrap"] * 2, ["unwrap"] * 2):
-        root = CountingKey()
-        async with EncryptedSessionService(**files.urls, backend=AesGcmBackend(root)) as service:
-            await service.prepare_tables()
-            assert root.calls[: len(asked)] == asked
-            at_start = len(root.calls)
-            session = await create(service, name=f"s{len(asked)}")
-            await service.append_event(session, event())
-            assert len((await service.list_sessions(app_name=APP)).sessions) > 0
-            assert len(root.calls) == at_start
 
 
 # --- keys ----------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Databases for the tests of maintenance, and their content.
 
-`url` (conftest.py) is an empty database for services, and `place` the same one for plain SQL behind
-their backs: `run_sql` changes it and `query` reads it.  `fill` has a service write sessions, events
-and states; `interrupt` leaves a rotation unfinished.  Two more helpers end or disturb a run at a
-chosen statement: tests/faults.py in this process, dying.py in a process that is killed there.
+`url` (tests/conftest.py) is an empty database for services, and `place` the same one for plain SQL
+behind their backs: `run_sql` changes it and `query` reads it.  `fill` has a service write sessions,
+events and states; `interrupt` leaves a rotation unfinished.  Two more helpers end or disturb a run
+at a chosen statement: tests/faults.py in this process, dying.py in a process that is killed there.
 """
 
 import warnings

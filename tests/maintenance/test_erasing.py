@@ -35,12 +35,11 @@ from adk_secure_sessions.maintenance.database import Limits
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
-from tests.maintenance.conftest import DRIVERS
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import APP, NEW, OLD, event, fill, query, run_sql
 from tests.on_servers.proxy import Cut, proxy_before
 from tests.processes import children
-from tests.servers import PostgreSQL, Server
+from tests.servers import DRIVERS, PostgreSQL, Server
 
 Say = Callable[[object], None]
 BACKEND = AesGcmBackend(OLD)

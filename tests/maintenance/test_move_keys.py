@@ -36,11 +36,11 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from tests.faults import Faults, Point, lost, with_faults
-from tests.key_database.support import Pair, count, for_service, marks, pair_in
+from tests.key_database.support import Pair, count, marks, pair_in
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
 from tests.processes import children, results
-from tests.servers import Server
+from tests.servers import Server, for_service
 
 AES = AesGcmBackend(OLD)
 INTO: Literal["key-db"] = "key-db"

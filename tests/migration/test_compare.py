@@ -14,12 +14,9 @@ from adk_secure_sessions.migration import Comparison, Selection, Source, compare
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.support import run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event
 from tests.migration.support import append, copy, database, delete, service
-
-__all__ = ["file_url", "place", "url"]
 
 
 def filled() -> MemorySource:

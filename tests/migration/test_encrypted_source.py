@@ -23,10 +23,7 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from tests.faults import Point, with_faults
-from tests.maintenance import conftest
 from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
-
-file_url, place, url = conftest.file_url, conftest.place, conftest.url  # fixtures
 
 ALL = Selection()
 BACKEND = AesGcmBackend(OLD)

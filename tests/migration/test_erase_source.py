@@ -25,11 +25,10 @@ from adk_secure_sessions.migration import (
     migrate,
     open_source,
 )
-from tests.maintenance.conftest import DRIVERS
 from tests.maintenance.support import event, query, run_sql
 from tests.migration.memory_source import APP, MemorySource
 from tests.migration.support import database, service
-from tests.servers import Server
+from tests.servers import DRIVERS, Server, for_service
 
 NEEDLE = "Zanzibar"
 VECTORS = Path(__file__).parents[1] / "vectors" / "package_1x"
@@ -44,8 +43,7 @@ def source_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         return
     server: Server = request.getfixturevalue(request.param)
     with server.database() as url:
-        driver = DRIVERS[request.param]
-        yield url.set(drivername=driver).render_as_string(hide_password=False)
+        yield for_service(url)
 
 
 @pytest.fixture

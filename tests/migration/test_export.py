@@ -36,14 +36,12 @@ from tests.cli.support import run
 from tests.conformance.samples import CORPUS
 from tests.conformance.values import PLAIN
 from tests.faults import FaultyExecutor, Point, wrapping_executors
-from tests.maintenance import conftest
 from tests.maintenance.support import APP, NEW, OLD, START, event, fill, run_sql
 from tests.servers import Server
 
 # google-adk warns of its own deprecated parts.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-file_url = conftest.file_url  # a fixture
 BACKEND = AesGcmBackend(OLD)
 KEY = "env:OLD_KEY"
 # The values of PLAIN that PostgreSQL's JSONB rejects.

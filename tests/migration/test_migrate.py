@@ -17,13 +17,10 @@ from adk_secure_sessions.maintenance import purge, verify
 from adk_secure_sessions.migration import Migration, Selection, compare, migrate
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
 from adk_secure_sessions.migration.walk import Walk
-from tests.maintenance.conftest import file_url, place, url
 from tests.maintenance.dying import Statements, dying
 from tests.migration.memory_source import APP, START, MemorySource, event
 from tests.migration.support import append, copy, database, delete, service, stored
 from tests.processes import children
-
-__all__ = ["file_url", "place", "url"]
 
 ODD = ["", " ", "ü😀", "a" * 500, "x\u0000y", "%_'\"\\", "user:x", "👩‍👩‍👧", "\ud800"]
 STATES = {

@@ -35,9 +35,6 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Unreadable,
 )
-from tests.maintenance import conftest
-
-place, url = conftest.place, conftest.url  # fixtures
 
 ALL = Selection()
 ON_EACH = pytest.mark.parametrize(

@@ -18,10 +18,9 @@ import pytest
 from tests.processes import Child
 from tests.reliability.results import Record
 from tests.reliability.traffic import check, longest_pause, open_service, write
-from tests.servers import Server
+from tests.servers import DRIVERS, Server, for_service
 
 PROCESSES, TASKS, PAUSE = 3, 4, 0.005
-DRIVERS = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}
 soak = pytest.mark.soak
 
 
@@ -33,7 +32,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
         return
     server: Server = request.getfixturevalue(name)
     with server.database() as url:
-        yield name, url.set(drivername=DRIVERS[name]).render_as_string(hide_password=False)
+        yield name, for_service(url)
 
 
 def kill_again_and_again(

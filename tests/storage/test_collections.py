@@ -13,7 +13,6 @@ from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES
 from adk_secure_sessions.storage.writes import Expected, StaleRevision
 from tests.faults import Point, with_faults
-from tests.maintenance.conftest import file_url, place, url  # noqa: F401 - fixtures
 from tests.maintenance.support import APP, OLD, event, query
 
 BACKEND = AesGcmBackend(OLD)
@@ -21,7 +20,7 @@ ITEMS = [encode_item({"n": n}) for n in range(5)]
 
 
 @pytest.fixture
-async def service(url: str) -> AsyncIterator[EncryptedSessionService]:  # noqa: F811
+async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
     async with EncryptedSessionService(url, BACKEND) as service:
         yield service
 
@@ -30,7 +29,7 @@ async def fill(service: EncryptedSessionService, name: str = "c", user: str = "a
     return [await service.collections.append(APP, user, name, item) for item in ITEMS][-1]
 
 
-async def test_items_are_read_back_in_order(service: EncryptedSessionService, url: str) -> None:  # noqa: F811
+async def test_items_are_read_back_in_order(service: EncryptedSessionService, url: str) -> None:
     at = await fill(service)
     for reader in (service, EncryptedSessionService(url, BACKEND)):
         found = await reader.collections.get(APP, "ada", "c")
@@ -65,7 +64,7 @@ async def test_collections_and_sessions_of_one_name_are_kept_apart(
     assert await service.collections.of_user(APP, "ada") == []
 
 
-async def test_concurrent_appends_lose_no_item(service: EncryptedSessionService, url: str) -> None:  # noqa: F811
+async def test_concurrent_appends_lose_no_item(service: EncryptedSessionService, url: str) -> None:
     async with EncryptedSessionService(url, BACKEND) as other:
         await asyncio.gather(
             *(
@@ -86,8 +85,7 @@ async def test_append_at_an_old_position_is_rejected(service: EncryptedSessionSe
 
 
 async def test_replaced_items_are_not_stored_any_more(
-    service: EncryptedSessionService,
-    url: str,  # noqa: F811
+    service: EncryptedSessionService, url: str
 ) -> None:
     at = await fill(service)
     gone = encode_item({})
@@ -102,7 +100,7 @@ async def test_replaced_items_are_not_stored_any_more(
         assert (await verify(db)).bad == 0
 
 
-async def test_database_with_collections_names_the_feature(file_url: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_database_with_collections_names_the_feature(file_url: str, tmp_path: Path) -> None:
     stored = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     features = "SELECT value FROM secure_meta WHERE name = 'features'"
     async with EncryptedSessionService(file_url, BACKEND) as service:
@@ -112,7 +110,7 @@ async def test_database_with_collections_names_the_feature(file_url: str, tmp_pa
         assert query(stored, features)[0][0].startswith("collections ")
 
 
-async def test_many_items_are_replaced_with_a_few_queries(file_url: str) -> None:  # noqa: F811
+async def test_many_items_are_replaced_with_a_few_queries(file_url: str) -> None:
     service, faults = with_faults(lambda: EncryptedSessionService(file_url, BACKEND))
     async with service:
         append = service.collections.append
@@ -138,7 +136,7 @@ async def test_only_earlier_items_are_replaced(service: EncryptedSessionService)
 
 
 @pytest.mark.parametrize("character", ["x", "é", "\ud800"])
-async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) -> None:  # noqa: F811
+async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) -> None:
     longest = character * (MAX_NAME_BYTES // len(character.encode("utf-8", "surrogatepass")))
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await service.collections.append(APP, "ada", longest, ITEMS[0])
@@ -147,7 +145,7 @@ async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) 
             await service.collections.append(APP, "ada", longest + character, ITEMS[0])
 
 
-async def test_collection_without_items_is_not_there(file_url: str) -> None:  # noqa: F811
+async def test_collection_without_items_is_not_there(file_url: str) -> None:
     """The process that was creating it has stopped before it stored the first item."""
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await service.collections._position(APP, "ada", "c")
