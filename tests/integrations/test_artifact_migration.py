@@ -161,6 +161,30 @@ async def test_source_is_erased_after_a_clean_comparison(
     assert part == blob(b"one")
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
+async def test_erasure_that_stopped_is_continued(
+    call: int, root: Path, file_url: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await migrate(root, file_url, store, "copy")
+    calls = 0
+    rmtree = shutil.rmtree
+
+    def stop(path: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            next(path.iterdir()).unlink()
+            raise OSError(5, "stopped")
+        rmtree(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", stop)
+        with pytest.raises(ArtifactStoreError, match="stopped"):
+            await migrate(root, file_url, store, "erase-source")
+    assert (await migrate(root, file_url, store, "erase-source")).succeeded
+    assert list(root.rglob("*")) == [root / "apps"]
+
+
 async def test_artifact_that_changes_after_the_comparison_is_kept(
     root: Path, file_url: str, store: Path
 ) -> None:
@@ -393,7 +417,11 @@ def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
 
 
 async def test_bucket_is_copied_compared_and_erased(
-    client: FakeClient, file_url: str, store: Path, target: EncryptedArtifactService
+    client: FakeClient,
+    file_url: str,
+    store: Path,
+    target: EncryptedArtifactService,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def bucket(action: Any) -> ArtifactMigration:
         async with Database(file_url, BACKEND) as db:
@@ -419,8 +447,20 @@ async def test_bucket_is_copied_compared_and_erased(
     client.blobs["clinic/ada/s1/scans/3"].data = b"x"
     assert (await bucket("erase-source")).deleted == 0
     client.blobs["clinic/ada/s1/scans/3"].data = b"3"
+    delete = FakeBlob.delete
+
+    def stop(blob: FakeBlob, **options: int) -> None:
+        if blob.name == "clinic/ada/s1/scans/10":
+            raise RuntimeError
+        delete(blob, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeBlob, "delete", stop)
+        with pytest.raises(ArtifactStoreError):
+            await bucket("erase-source")
+    assert "clinic/ada/s1/scans/11" not in client.blobs
     done = await bucket("erase-source")
-    assert (done.deleted, sorted(client.blobs)) == (4, ["a/b/c/d/e", "other/object"])
+    assert (done.succeeded, sorted(client.blobs)) == (True, ["a/b/c/d/e", "other/object"])
 
 
 async def test_gap_in_a_bucket_is_named_and_refused(

@@ -243,9 +243,15 @@ def _path_of(name: str) -> str:
 
 
 def _delete(parent: Path, numbers: Sequence[int], root: Path) -> None:
-    """Delete versions and unfinished versions, and then the directories that are empty."""
-    for name in (*map(str, numbers), *(one.name for one in parent.glob(".*.pending"))):
-        shutil.rmtree(parent / name)
+    """Delete versions and unfinished versions, and then the directories that are empty.
+
+    The latest version is first, and becomes an unfinished one at once.  So if the process stops,
+    no version is missing before another one, and the next run continues.
+    """
+    for number in reversed(numbers):
+        (parent / str(number)).rename(parent / f".{number}.deleted.pending")
+    for unfinished in parent.glob(".*.pending"):
+        shutil.rmtree(unfinished)
     for directory in (parent, *parent.parents):
         if directory == root or any(directory.iterdir()):
             return
@@ -288,7 +294,7 @@ class GcsArtifacts(ArtifactSource):
                 ids = (app_name, user_id, None if name.startswith(_USER) else session_id, name)
                 numbers = sorted(by_number)
                 versions = [_blob_version(by_number[number], number) for number in numbers]
-                delete = partial(_delete_blobs, list(by_number.values()))
+                delete = partial(_delete_blobs, [by_number[number] for number in numbers])
                 yield SourceArtifact(*ids, versions, gap_in(numbers), delete)
 
 
@@ -336,5 +342,5 @@ def _blob_version(blob: Any, number: int) -> SourceVersion:
 
 
 def _delete_blobs(blobs: Sequence[Any]) -> None:
-    for blob in blobs:
+    for blob in reversed(blobs):  # if the process stops, no version is missing before another one
         blob.delete(if_generation_match=blob.generation)
