@@ -29,7 +29,7 @@ def caches(holder: object) -> list[Lru[object, object]]:
     Private attributes, since no public one could show that a cache was added without a bound.
     """
     values = holder if isinstance(holder, tuple) else tuple(vars(holder).values())
-    found = [value for value in values if isinstance(value, Lru)]
+    found = [value for value in values if isinstance(value, Lru) and value.limit]
     for value in values:
         if type(value).__name__ in ("DataKeys", "RowCache", "UnitOfWork", "_Opened"):
             found += caches(value)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from adk_secure_sessions.caches import Lru, SizedLru
+from adk_secure_sessions.caches import Lru
 
 
 def filled(limit: int, *keys: str) -> Lru[str, str]:
@@ -53,31 +53,27 @@ def test_limit_of_zero_holds_nothing() -> None:
 # --- a limit of the total size -------------------------------------------------------------------
 
 
-def sized(limit: int, **sizes: int) -> SizedLru[str, str]:
-    lru = SizedLru[str, str](limit)
+def sized(limit: int, **sizes: int) -> Lru[str, str]:
+    lru = Lru[str, str](limit)
     for key, size in sizes.items():
         lru.put(key, key.upper(), size)
     return lru
-
-
-def held_by(lru: SizedLru[str, str], keys: str) -> str:
-    return "".join(key for key in keys if lru.get(key) is not None)
 
 
 def test_least_recently_used_entries_make_room_for_a_large_one() -> None:
     lru = sized(10, a=3, b=3, c=3)
     lru.get("a")
     lru.put("d", "D", 6)
-    assert held_by(lru, "abcd") == "ad"
+    assert held(lru, "abcd") == "ad"
     assert lru.size == 9
 
 
 def test_entry_that_is_larger_than_the_limit_is_not_stored_and_removes_no_other() -> None:
     lru = sized(10, a=5)
     lru.put("b", "B", 11)
-    assert held_by(lru, "ab") == "a"
+    assert held(lru, "ab") == "a"
     lru.put("a", "larger", 11)
-    assert held_by(lru, "ab") == ""
+    assert held(lru, "ab") == ""
     assert lru.size == 0
 
 
@@ -92,7 +88,7 @@ def test_size_of_a_replaced_or_dropped_entry_is_free_again() -> None:
 
 
 def test_many_threads_never_exceed_the_size() -> None:
-    lru = SizedLru[int, int](100)
+    lru = Lru[int, int](100)
 
     def work(start: int) -> None:
         for number in range(start, start + 2000):

@@ -48,64 +48,29 @@ class Caches:
 
 
 class Lru(Generic[K, V]):
-    """A cache of at most *limit* entries; several threads may use it at once.
+    """A cache whose entries have sizes, at most *limit* in total; several threads may use it.
 
-    No lock is needed, because each call on the `OrderedDict` is atomic.  If another thread removes
-    an entry between two calls, the second call raises `KeyError`, which is ignored.
+    The size of an entry is 1 unless `put` is given another one.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K) -> V | None:
-        value = self._entries.get(key)
-        if value is not None:
-            try:
-                self._entries.move_to_end(key)
-            except KeyError:
-                pass  # another thread has just removed the entry
-        return value
-
-    def put(self, key: K, value: V) -> None:
-        self._entries[key] = value
-        try:
-            self._entries.move_to_end(key)
-            while len(self._entries) > self._limit:
-                self._entries.popitem(last=False)
-        except KeyError:
-            pass  # another thread has just removed the entry
-
-    def items(self) -> list[tuple[K, V]]:
-        """Return all entries, the least recently used one first, without marking them as used."""
-        return list(self._entries.items())
-
-    def drop(self, key: K) -> None:
-        self._entries.pop(key, None)
-
-
-class SizedLru(Generic[K, V]):
-    """A cache whose entries have sizes, at most *limit* in total; several threads may use it."""
-
-    def __init__(self, limit: int) -> None:
         self.limit: int = limit
+        self.size: int = 0
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._size = 0
         self._one_change = ThreadLock()  # an entry and the total size change together
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     def get(self, key: K) -> V | None:
-        with self._one_change.lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
+        # This needs no lock, because each call on the `OrderedDict` is atomic.
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        try:
             self._entries.move_to_end(key)
-            return entry[0]
+        except KeyError:
+            pass  # another thread has just removed the entry
+        return entry[0]
 
-    def put(self, key: K, value: V, size: int) -> None:
+    def put(self, key: K, value: V, size: int = 1) -> None:
         """Store *value*; remove the least recently used entries if the cache is full.
 
         A *value* that is larger than the limit is not stored.  Other entries stay.
@@ -115,10 +80,10 @@ class SizedLru(Generic[K, V]):
             if size > self.limit:
                 return
             self._entries[key] = value, size
-            self._size += size
-            while self._size > self.limit:
+            self.size += size
+            while self.size > self.limit:
                 _, (_, removed) = self._entries.popitem(last=False)
-                self._size -= removed
+                self.size -= removed
 
     def drop(self, key: K) -> None:
         with self._one_change.lock:
@@ -127,4 +92,4 @@ class SizedLru(Generic[K, V]):
     def _remove(self, key: K) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._size -= entry[1]
+            self.size -= entry[1]

@@ -21,7 +21,7 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import accessed
-from adk_secure_sessions.caches import SizedLru
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import Conflict, Retries
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
@@ -405,7 +405,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         # A forked process begins with an empty cache: a thread of the parent may hold the lock of
         # a `UserMemory`, and be changing it.
         key = (self, os.getpid())
-        return await self._collections.cache(key, lambda: SizedLru(self._cache_entries))
+        return await self._collections.cache(key, lambda: Lru(self._cache_entries))
 
     async def _current(self, cache: "_Cache", app_name: str, user_id: str) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""
@@ -454,7 +454,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
 
 reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
 
-_Cache: TypeAlias = SizedLru[tuple[str, str], UserMemory]
+_Cache: TypeAlias = Lru[tuple[str, str], UserMemory]
 
 
 def _put(cache: _Cache, user: tuple[str, str], memory: UserMemory) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import CompoundSelect
 
-from adk_secure_sessions.caches import Lru, SizedLru
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage.queries import (
@@ -95,7 +95,7 @@ class History(KeyMaterial):
         return self.events[-limit:] if limit else self.events.copy()
 
 
-class HistoryCache(SizedLru[bytes, History]):
+class HistoryCache(Lru[bytes, History]):
     """The histories of the sessions that were read last, at most *limit* bytes in total, by tag."""
 
     def __init__(self, limit: int) -> None:
