@@ -606,18 +606,20 @@ def test_operation_may_end_in_another_context(monkeypatch: pytest.MonkeyPatch) -
     assert telemetry.current_operation() is None
 
 
-@pytest.mark.parametrize("fails", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("fails", ["at the start", "at the end"])
 async def test_span_processor_that_raises_leaves_no_operation_behind(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def fail(*_arguments: object) -> None:
+    async def fail(*arguments: Any) -> None:
+        if fails == "at the end":
+            await arguments[-1]()
         raise ZeroDivisionError
 
     async def method() -> None:
         pass
 
     monkeypatch.setattr(telemetry, "_is_on", lambda: True)
-    monkeypatch.setattr(telemetry._Measured, fails, fail)
+    monkeypatch.setattr(telemetry, "_recorded", fail)
     with pytest.raises(ZeroDivisionError):
         await telemetry.measured(method)()
     assert telemetry.current_operation() is None

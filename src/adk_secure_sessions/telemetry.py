@@ -12,8 +12,8 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
@@ -25,10 +25,9 @@ from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import starting
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.metrics import Counter, Histogram
     from opentelemetry.metrics import _Gauge as Gauge  # the API has no other name for it
-    from opentelemetry.trace import Span, SpanKind, Tracer
+    from opentelemetry.trace import SpanKind, Tracer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -217,6 +216,7 @@ IN_HISTORIES = _lookup_kinds("histories")
 
 # What was done; an amount; seconds.
 Value = tuple[WorkKind, int, float]
+_Sums = dict[WorkKind, tuple[int, float]]
 
 
 class Operation:
@@ -232,9 +232,7 @@ class Operation:
     def __init__(self, name: str) -> None:
         self.name: str = name
         self.values: list[Value] = []
-        self._sums: dict[WorkKind, tuple[int, float]] | None = (
-            None  # of values no longer in the list
-        )
+        self._sums: _Sums | None = None  # of values no longer in the list
 
     def limit(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
@@ -259,18 +257,12 @@ class Operation:
 _adding_up = ThreadLock()
 
 
-def _added_up(
-    values: Iterable[Value], sums: dict[WorkKind, tuple[int, float]] | None
-) -> dict[WorkKind, tuple[int, float]]:
+def _added_up(values: Iterable[Value], sums: _Sums | None) -> _Sums:
     """Add *values* to *sums*, or to new sums, by kind; return the sums."""
-    if sums is None:
-        sums = {}
+    sums = {} if sums is None else sums
     for kind, amount, seconds in values:
-        if kind in sums:
-            before = sums[kind]
-            sums[kind] = before[0] + amount, before[1] + seconds
-        else:
-            sums[kind] = amount, seconds
+        before = sums.get(kind, (0, 0.0))
+        sums[kind] = before[0] + amount, before[1] + seconds
     return sums
 
 
@@ -279,44 +271,38 @@ _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", defaul
 current_operation: Callable[[], Operation | None] = _current.get
 
 
-@dataclass(slots=True)
-class _Measured:
-    """A context manager that records a duration and a span for its block.
+async def _recorded(
+    otel: _Instruments,
+    name: str,
+    kind: "SpanKind",
+    duration: "Histogram",
+    attributes: dict[str, str],
+    call: Callable[[], Awaitable[T]],
+) -> T:
+    """Await *call*, and record its duration and a span.
 
-    The span is the parent of the spans that start in the block.
+    The span is the parent of the spans that start meanwhile.
     """
-
-    otel: _Instruments
-    name: str
-    kind: "SpanKind"
-    duration: "Histogram"
-    attributes: dict[str, str]
-    span: "Span" = field(init=False)
-    token: "Token[Context] | None" = field(init=False)
-    began: float = field(init=False)
-
-    def __enter__(self) -> None:
-        otel = self.otel
-        span = otel.tracer.start_span(self.name, kind=self.kind, attributes=self.attributes)
-        self.span, self.token = span, None
-        if span.is_recording():  # without a tracer provider, no span needs to find its parent
-            self.token = otel.context.attach(otel.trace.set_span_in_context(span))
-        self.began = perf_counter()
-
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        seconds = perf_counter() - self.began
-        attributes = self.attributes
-        if failed is not None:
-            attributes = {**attributes, ERROR: _limited(failed.__qualname__, _error_names)}
-        self.duration.record(seconds, attributes)
-        if self.token is not None:
-            self.otel.context.detach(self.token)
-            if failed is not None:
-                # Do not call `record_exception`, which records the text of the error: an error from
-                # other code may contain plaintext.
-                self.span.set_attribute(ERROR, attributes[ERROR])
-                self.span.set_status(self.otel.trace.StatusCode.ERROR)
-        self.span.end()
+    span = otel.tracer.start_span(name, kind=kind, attributes=attributes)
+    token = None
+    if span.is_recording():  # without a tracer provider, no span needs to find its parent
+        token = otel.context.attach(otel.trace.set_span_in_context(span))
+    began = perf_counter()
+    try:
+        return await call()
+    except BaseException as error:
+        # Do not call `record_exception`, which records the text of the error: an error from other
+        # code may contain plaintext.
+        attributes = {**attributes, ERROR: _limited(type(error).__qualname__, _error_names)}
+        if token is not None:
+            span.set_attribute(ERROR, attributes[ERROR])
+            span.set_status(otel.trace.StatusCode.ERROR)
+        raise
+    finally:
+        duration.record(perf_counter() - began, attributes)
+        if token is not None:
+            otel.context.detach(token)
+        span.end()
 
 
 def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -347,10 +333,9 @@ async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[
     before = _current.get()
     _current.set(operation)  # as `loops.bound` does, which takes longer
     try:
-        with _Measured(
-            otel, method.__qualname__, otel.internal, otel.operation_duration, attributes
-        ):
-            return await call()
+        return await _recorded(
+            otel, method.__qualname__, otel.internal, otel.operation_duration, attributes, call
+        )
     finally:
         _current.set(before)
         operation.record(otel)
@@ -363,8 +348,7 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
     otel, provider = _instruments(), _limited(provider, _provider_names)
     attributes = {PROVIDER: provider, OPERATION: operation}
     name = f"{provider}.{operation}"
-    with _Measured(otel, name, otel.client, otel.key_service_duration, attributes):
-        return await call()
+    return await _recorded(otel, name, otel.client, otel.key_service_duration, attributes, call)
 
 
 def count_rejected(error: DecryptionError) -> None:

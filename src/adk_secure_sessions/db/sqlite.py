@@ -43,7 +43,6 @@ from adk_secure_sessions.db.protocol import (
     Rows,
     T,
     Transaction,
-    UniqueViolation,
     run_in_turn,
 )
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
@@ -568,15 +567,10 @@ class WorkerThread:
     ) -> int:
         """Return how many rows *statement* matched."""
         execute: Any = driver.execute if isinstance(parameters, Mapping) else driver.executemany
-        text = sqlite_sql(statement)
-        try:
-            cursor: sqlite3.Cursor = self.limited(execute, text, parameters, writes=True)
-            return cursor.rowcount
-        except sqlite3.IntegrityError as error:
-            meant = meaning(error)
-            if not isinstance(meant, UniqueViolation):
-                raise
-        raise meant
+        cursor: sqlite3.Cursor = self.limited(
+            execute, sqlite_sql(statement), parameters, writes=True
+        )
+        return cursor.rowcount
 
     def limited(self, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
         """Call *work*, whose statements `_must_stop` may interrupt; DatabaseError if it is overdue.

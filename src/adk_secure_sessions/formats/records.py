@@ -296,7 +296,7 @@ def build_header(backend_id: int, key_id: int) -> bytes:
     return _HEADER.pack(_PREFIX, backend_id, key_id)
 
 
-def parse_header(stored: bytes) -> tuple[int, int]:
+def parse_header(stored: object) -> tuple[int, int]:
     """Return the backend id and the key id in a record's header, which is not authenticated yet.
 
     SQLite stores any type in any column: in a modified row, *stored* can have another type.
@@ -316,10 +316,10 @@ def header_ids(stored: object) -> tuple[int, int] | None:
 
     The header is not authenticated here, so use this function only to count records.
     """
-    if not isinstance(stored, bytes) or len(stored) < HEADER_LENGTH:
+    try:
+        return parse_header(stored)
+    except DecryptionError:
         return None
-    prefix, backend_id, key_id = _HEADER.unpack_from(stored)
-    return (backend_id, key_id) if prefix == _PREFIX else None
 
 
 def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:

@@ -279,13 +279,10 @@ class StagedKeys:
         known = self._of(owner)
         assert known is not None
         assert known.current is not None
-        backend_id, kept = known.current.backend_id, []
-        keys_were_read = owner in self._by_owner
-        for key_id in key_ids:
-            exists = key_id in known.by_id or not keys_were_read
-            key = known.by_id.get(key_id)
-            if exists and (key is None or key.backend_id != backend_id):
-                kept.append(key_id)
+        backend_id = known.current.backend_id
+        replaced = {key.id for key in known.by_id.values() if key and key.backend_id == backend_id}
+        may_exist = known.by_id if owner in self._by_owner else key_ids
+        kept = (key_id for key_id in key_ids if key_id in may_exist and key_id not in replaced)
         return (known.current.id, *kept)
 
     def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
