@@ -54,6 +54,8 @@ P = TypeVar("P")
 
 _MOST_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
+# A part of a page has at least so many rows, except the first: a user may have many collections.
+_PART = 100
 # How many events are decrypted and decoded before other tasks of the event loop may run.
 _CHUNK = 64
 
@@ -507,8 +509,8 @@ class ListPage(_Listing):
             found_by=found_by,
         )
 
-    def _parameters(self, after: Position | None) -> dict[str, object]:
-        limit, newest = self._options.limit, self._options.newest
+    def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
+        newest = self._options.newest
         after = after or (Position(_LAST_ROW, _LAST_ROW) if newest else Position(-1, -1))
         updated = self._options.updated or range(0)
         return {
@@ -522,9 +524,9 @@ class ListPage(_Listing):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> PageOfSessions:
         limit, after = self._options.limit, self._options.after
-        views, after = await self._part(attempt, executors, after)
+        views, after = await self._part(attempt, executors, after, limit)
         while after is not None and len(views) < limit:
-            part, after = await self._part(attempt, executors, after)
+            part, after = await self._part(attempt, executors, after, max(limit, _PART))
             views += part
         if len(views) > limit or (len(views) == limit and after is not None):
             last = views[limit - 1].session
@@ -532,15 +534,15 @@ class ListPage(_Listing):
         return Page(views[:limit], after)
 
     async def _part(
-        self, attempt: Attempt, executors: Executors, position: Position | None
+        self, attempt: Attempt, executors: Executors, position: Position | None, limit: int
     ) -> PageOfSessions:
-        """Read one part of the page, in which collections and expired sessions are omitted."""
-        found = await self._read(attempt, executors, self._forms(), self._parameters(position))
+        """Read at most *limit* rows, and omit collections and expired sessions."""
+        parameters = self._parameters(position, limit)
+        found = await self._read(attempt, executors, self._forms(), parameters)
         self._check(attempt, found)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
         # a user.
-        limit = self._options.limit
         found.sessions.sort(key=lambda row: (row.user_row, row.id), reverse=self._options.newest)
         after = None
         if len(found.sessions) > limit:

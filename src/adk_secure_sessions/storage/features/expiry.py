@@ -144,13 +144,15 @@ class _ListExpired(ListPage):
     def _forms(self, found_by: str | None = None) -> QueryForms:
         return super()._forms("expiry")
 
-    def _parameters(self, after: Position | None) -> dict[str, object]:
-        return super()._parameters(after) | {"now": self._now}
+    def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
+        return super()._parameters(after, limit) | {"now": self._now}
 
     async def attempt(  # type: ignore[override]
         self, attempt: Attempt, executors: Executors
     ) -> list[SessionWithStates]:
-        found = await self._read(attempt, executors, self._forms(), self._parameters(None))
+        found = await self._read(
+            attempt, executors, self._forms(), self._parameters(None, self._options.limit)
+        )
         return await self._views(attempt, executors, found, with_snapshots=False, expired=True)
 
 

@@ -68,7 +68,8 @@ class SearchIndex:
         index_rows.check_key(key)
         who = await self._unit.identify(app_name)
         lookup = Lookup((await self._unit.keys()).keyring, app_name, key, value)
-        for declares in (False, key in self.keys):  # perhaps the app has no sessions yet
+        is_configured = key in self.keys  # then, perhaps the app has no sessions yet
+        for declares in (False, True) if is_configured else (False,):
             if declares:
                 await self.declare_configured(app_name)
             if await self._feature.is_added():
@@ -172,14 +173,14 @@ class FindPage(ListPage):
     def _forms(self, found_by: str | None = None) -> QueryForms:
         return super()._forms("user" if self._lookup.of_users else "session")
 
-    def _parameters(self, after: Position | None) -> dict[str, object]:
+    def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
         tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
-        return super()._parameters(after) | tags
+        return super()._parameters(after, limit) | tags
 
     async def _part(
-        self, attempt: Attempt, executors: Executors, position: Position | None
+        self, attempt: Attempt, executors: Executors, position: Position | None, limit: int
     ) -> PageOfSessions:
-        page = await super()._part(attempt, executors, position)
+        page = await super()._part(attempt, executors, position, limit)
         return page._replace(items=list(filter(self._lookup.matches, page.items)))
 
     def _check(self, attempt: Attempt, found: Found) -> None:
