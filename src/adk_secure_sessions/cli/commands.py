@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from adk_secure_sessions.cli.later import Database, maintenance
+from adk_secure_sessions.cli.later import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
+    with_one_app,
     with_speed,
     with_store,
 )
@@ -25,9 +26,6 @@ from adk_secure_sessions.cli.program import (
 from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 
 @main.command()
@@ -141,7 +139,7 @@ def verify(
     db: Database,
     only: str | None,
     heads: Sequence[str],
-    store: "ArtifactStore | None",
+    store: ArtifactStore | None,
     rows_per_second: float | None,
 ) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
@@ -191,7 +189,7 @@ def debug() -> None:
 
 
 @debug.command()
-@click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
+@with_one_app
 @click.option("--user", "user_id", metavar="ID", help="The id of one of the app's users.")
 @click.option(
     "--session", "session_id", metavar="ID", help="The id of one of that user's sessions."
@@ -277,7 +275,6 @@ def vacuum(db: Database) -> None:
     finish(done, [f"not rewritten: {obstacle}" for obstacle in done.obstacles])
 
 
-_with_app = click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
 _with_state_keys = click.argument("keys", metavar="STATE_KEY...", nargs=-1, required=True)
 
 
@@ -288,7 +285,7 @@ def index() -> None:
 
 @index.command()
 @_with_state_keys
-@_with_app
+@with_one_app
 @click.option(
     "--skip-unreadable",
     is_flag=True,
@@ -319,7 +316,7 @@ def fill(db: Database, **options: Any) -> None:
 
 @index.command()
 @_with_state_keys
-@_with_app
+@with_one_app
 @on_database()
 def drop(db: Database, **options: Any) -> None:
     """Delete the search index of some state keys.  Searches by these keys then fail.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from adk_secure_sessions.cli.later import Database, maintenance, migration
-from adk_secure_sessions.cli.options import on_database, parse_time
+from adk_secure_sessions.cli.options import on_database, parse_time, with_selection
 from adk_secure_sessions.cli.output import finish, given, private_file, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
@@ -35,10 +35,7 @@ _STDOUT = "-"
 @click.option(
     "--decrypt", is_flag=True, help="Required: confirms that the output contains plaintext."
 )
-@click.option("--app", "app_name", metavar="NAME", help="Export only sessions of this app.")
-@click.option(
-    "--user", "user_id", metavar="ID", help="Export only sessions of the users with this id."
-)
+@with_selection
 @click.option(
     "--skip-bad", is_flag=True, help="Continue after a session or state that cannot be exported."
 )

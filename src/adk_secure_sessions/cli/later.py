@@ -18,8 +18,9 @@ class _Later:
 if TYPE_CHECKING:
     from adk_secure_sessions import maintenance as maintenance
     from adk_secure_sessions import migration as migration
+    from adk_secure_sessions.integrations.object_store import ArtifactStore as ArtifactStore
     from adk_secure_sessions.maintenance import Database as Database
 else:
-    Database = Any  # for annotations
+    ArtifactStore = Database = Any  # for annotations
     maintenance = _Later("adk_secure_sessions.maintenance")
     migration = _Later("adk_secure_sessions.migration")

@@ -12,8 +12,8 @@ from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.later import Database, migration
 from adk_secure_sessions.cli.options import (
     TO,
+    age_option,
     on_database,
-    parse_age,
     parse_time,
     with_all,
     with_dry_run,
@@ -106,13 +106,7 @@ def migrate() -> None:
     type=click.FloatRange(min=0, min_open=True),
     help="Copy at most this many events per second.",
 )
-@click.option(
-    "--expires-after",
-    type=parse_age,
-    metavar="AGE",
-    help="How long after its last update a copied session expires.  A number and a unit: s, m, h, "
-    "d or w.  Example: 90d.",
-)
+@age_option("--expires-after", "How long after its last update a copied session expires.")
 @with_dry_run
 @with_packing
 @with_all(*_OF_SELECTION, *_OF_SOURCE)

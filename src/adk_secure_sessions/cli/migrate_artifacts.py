@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
-from adk_secure_sessions.cli.later import Database
+from adk_secure_sessions.cli.later import ArtifactStore, Database
 from adk_secure_sessions.cli.migrate import migrate
 from adk_secure_sessions.cli.options import (
     TO,
@@ -20,7 +20,6 @@ from adk_secure_sessions.cli.program import AGAIN, opened
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 _UNREACHABLE = (
     "not erased, because no command can reach them: backups, snapshots and other copies of the "
@@ -49,7 +48,7 @@ def artifacts(
     db: Database,
     action: Any,
     source: str,
-    store: "ArtifactStore",
+    store: ArtifactStore,
     confirm: str | None,
     dry_run: bool,
     show_ids: bool,

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,18 +11,21 @@ from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, read_config, variable
-from adk_secure_sessions.cli.later import maintenance
+from adk_secure_sessions.cli.later import ArtifactStore, maintenance
 from adk_secure_sessions.cli.program import Common, one_line_errors
 from adk_secure_sessions.formats import times
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 _BACKENDS = click.Choice(NAMES)
+
+
+def with_all(*decorators: Decorator) -> Decorator:
+    """Return the decorator that applies *decorators*, the last one first."""
+    return lambda command: functools.reduce(lambda done, one: one(done), decorators[::-1], command)
+
 
 with_speed: Decorator = click.option(
     "--rows-per-second",
@@ -34,7 +37,7 @@ with_dry_run: Decorator = click.option(
 )
 
 
-def parse_age(value: str) -> timedelta:
+def _parse_age(value: str) -> timedelta:
     if (age := times.parse_age(value)) is None:
         raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
     return age
@@ -53,15 +56,24 @@ def parse_time(value: str) -> datetime:
     return found
 
 
+def age_option(name: str, help_text: str, **settings: Any) -> Decorator:
+    text = f"{help_text}  A number and a unit: s, m, h, d or w.  Example: 90d."
+    return click.option(name, type=_parse_age, metavar="AGE", help=text, **settings)
+
+
+with_one_app: Decorator = click.option(
+    "--app", "app_name", required=True, metavar="NAME", help="The app's name."
+)
+with_selection: Decorator = with_all(
+    click.option("--app", "app_name", metavar="NAME", help="Only sessions of this app."),
+    click.option("--user", "user_id", metavar="ID", help="Only sessions of users with this id."),
+)
+
+
 def _common(option: str, *names: str, **settings: Any) -> Decorator:
     if (name := option.removeprefix("--")) in IN_ENVIRONMENT:
         settings["envvar"] = variable(name)
     return click.option(option, *names, cls=Common, show_envvar=True, **settings)
-
-
-def with_all(*decorators: Decorator) -> Decorator:
-    """Return the decorator that applies *decorators*, the last one first."""
-    return lambda command: functools.reduce(lambda done, one: one(done), decorators[::-1], command)
 
 
 # The option that names the database of most commands is `_DB`; that of `migrate` is this one.
@@ -224,11 +236,11 @@ def with_store(*, required: bool) -> Decorator:
 
 def _open_store(
     context: click.Context, _parameter: click.Parameter, store: str | None
-) -> "ArtifactStore | None":
+) -> ArtifactStore | None:
     allow_http = context.params.pop("allow_http")  # it is parsed first, because it is eager
     if store is None or context.resilient_parsing:
         return None
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
+    from adk_secure_sessions.integrations import object_store
 
     with one_line_errors():
-        return ArtifactStore(store, allow_http=allow_http)
+        return object_store.ArtifactStore(store, allow_http=allow_http)

@@ -8,9 +8,11 @@ import click
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.later import Database, maintenance
 from adk_secure_sessions.cli.options import (
+    age_option,
     on_database,
-    parse_age,
     with_dry_run,
+    with_one_app,
+    with_selection,
     with_speed,
     with_store,
 )
@@ -25,17 +27,8 @@ def purge() -> None:
 
 
 @purge.command("sessions")
-@click.option(
-    "--older-than",
-    type=parse_age,
-    metavar="AGE",
-    help="Also delete sessions whose last event is older.  A number and a unit: s, m, h, d or w.  "
-    "Example: 90d.",
-)
-@click.option("--app", "app_name", metavar="NAME", help="Delete only sessions of this app.")
-@click.option(
-    "--user", "user_id", metavar="ID", help="Delete only sessions of the users with this id."
-)
+@age_option("--older-than", "Also delete sessions whose last event is older.")
+@with_selection
 @with_dry_run
 @with_speed
 @on_database()
@@ -55,13 +48,7 @@ def purge_sessions(db: Database, **options: Any) -> None:
 
 
 @purge.command("audit")
-@click.option(
-    "--older-than",
-    required=True,
-    type=parse_age,
-    metavar="AGE",
-    help="At least 48h: a number and a unit: s, m, h, d or w.",
-)
+@age_option("--older-than", "At least 48h.", required=True)
 @with_dry_run
 @on_database()
 def purge_audit(db: Database, **options: Any) -> None:
@@ -80,14 +67,11 @@ def purge_audit(db: Database, **options: Any) -> None:
 
 
 @purge.command("blobs")
-@click.option(
+@age_option(
     "--older-than",
+    "Delete contents that were marked longer ago than this, at least 48h.",
     default="30d",
     show_default=True,
-    type=parse_age,
-    metavar="AGE",
-    help="Delete contents that were marked longer ago than this, at least 48h: a number and a "
-    "unit: s, m, h, d or w.",
 )
 @with_dry_run
 @with_store(required=True)
@@ -112,7 +96,7 @@ def purge_blobs(db: Database, **options: Any) -> None:
 
 
 @main.command("erase-user")
-@click.option("--app", "app_name", required=True, metavar="NAME", help="The app's name.")
+@with_one_app
 @click.option(
     "--user", "user_id", required=True, metavar="ID", help="The id of one of the app's users."
 )

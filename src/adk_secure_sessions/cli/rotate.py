@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
-from adk_secure_sessions.cli.later import Database, maintenance
+from adk_secure_sessions.cli.later import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
     with_all,
@@ -31,9 +31,6 @@ from adk_secure_sessions.cli.result_lines import (
     rotation_notes,
     separation_notes,
 )
-
-if TYPE_CHECKING:
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 _with_rotation_options = with_all(
     click.option(
@@ -98,7 +95,7 @@ def master(db: Database, **options: Any) -> None:
 @rotate.command()
 @with_store(required=False)
 @_with_rotation_options
-def data(db: Database, store: "ArtifactStore | None", **options: Any) -> None:
+def data(db: Database, store: ArtifactStore | None, **options: Any) -> None:
     """Create new data keys for all users and apps, and re-encrypt their records with --backend.
 
     Running services are not interrupted.  If this command is killed, the next run continues its

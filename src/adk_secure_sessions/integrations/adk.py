@@ -52,15 +52,10 @@ _MYSQL = {"charset", "connect_timeout", "ssl", "ssl_ca", "ssl_cert", "ssl_key", 
 _DRIVER_OPTIONS: dict[str, set[str]] = {
     "sqlite": {"timeout"},
     "sqlite+aiosqlite": {"timeout"},
-    "postgresql": _POSTGRESQL,
-    "postgresql+asyncpg": _POSTGRESQL,
+    **dict.fromkeys(("postgresql", "postgresql+asyncpg"), _POSTGRESQL),
     "postgresql+psycopg": _POSTGRESQL | {"sslrootcert", "sslcert", "sslkey", "connect_timeout"},
-    "mysql": _MYSQL,
-    "mysql+asyncmy": _MYSQL,
-    "mysql+aiomysql": _MYSQL,
-    "mariadb": _MYSQL,
-    "mariadb+asyncmy": _MYSQL,
-    "mariadb+aiomysql": _MYSQL,
+    **dict.fromkeys(("mysql", "mysql+asyncmy", "mysql+aiomysql"), _MYSQL),
+    **dict.fromkeys(("mariadb", "mariadb+asyncmy", "mariadb+aiomysql"), _MYSQL),
 }
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 

@@ -81,7 +81,6 @@ class Entry:
 
     @classmethod
     def stored(cls, values: JsonObject, item: int, place: int, writer: str) -> "Entry":
-        """Return the entry that was stored as *values*."""
         content, metadata = json_text.dumps(values["content"]), values.get("metadata")
         author, timestamp = values.get("author"), values.get("timestamp")
         dumped = json_text.dumps(metadata) if metadata else None
@@ -89,13 +88,14 @@ class Entry:
 
     def values(self) -> JsonObject:
         """Return the JSON object that stores the entry."""
-        values: JsonObject = {"id": self.id, "content": json_text.loads(self.content)}
-        for name in ("author", "timestamp"):
-            if (value := getattr(self, name)) is not None:
-                values[name] = value
-        if self.metadata:
-            values["metadata"] = json_text.loads(self.metadata)
-        return values
+        values: JsonObject = {
+            "id": self.id,
+            "content": json_text.loads(self.content),
+            "author": self.author,
+            "timestamp": self.timestamp,
+            "metadata": json_text.loads(self.metadata) if self.metadata else None,
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
     def is_like(self, stored: "Entry") -> bool:
         """Return whether *stored* is equal to this entry, whatever their metadata."""
@@ -107,11 +107,9 @@ class Entry:
         return json_text.dumps(json_text.loads(self.content)) == stored.content
 
     def text(self) -> str:
-        """Return the texts of the content, separated by spaces."""
         return text_of(json_text.loads(self.content))
 
     def memory(self, session_row: int) -> MemoryEntry:
-        """Return the entry as a `MemoryEntry` of google-adk."""
         try:
             content = validated(types.Content, json_text.loads(self.content))
         except ValueError:
@@ -164,7 +162,6 @@ class UserMemory:
         self._next_key = 0
 
     def has_scope(self, scope: Scope) -> bool:
-        """Return whether anything was added to *scope*."""
         return scope in self._scopes
 
     def of_scope(self, scope: Scope) -> Sequence[Entry]:
@@ -172,7 +169,6 @@ class UserMemory:
         return list(self._scopes.get(scope, {}).values())
 
     def with_id(self, entry_id: str) -> list[Entry]:
-        """Return all entries with this id."""
         return [entry for entry in self.entries.values() if entry.id == entry_id]
 
     def apply(self, items: Iterable[tuple[MemoryItem, str]], at: writes.Expected) -> None:

@@ -4,13 +4,13 @@
 creates, and `without_evaluations` each request to its server.  `find_stores` is for `adk doctor`.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
@@ -176,8 +176,6 @@ def without_evaluations(application: ASGIApp) -> ASGIApp:
             "google-adk would write this as plaintext: evaluations; to permit it, start the "
             "command with --allow-plaintext evaluations"
         )
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 403, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"detail": text}).encode()})
+        await JSONResponse({"detail": text}, 403)(scope, receive, send)
 
     return guarded
