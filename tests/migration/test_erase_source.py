@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from google.adk.sessions import BaseSessionService, DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
+from adk_secure_sessions.db.protocol import Disconnected
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import verify
 from adk_secure_sessions.migration import (
@@ -25,6 +26,8 @@ from adk_secure_sessions.migration import (
     migrate,
     open_source,
 )
+from adk_secure_sessions.storage.features.imports import MigrationEnd
+from tests.faults import FaultyExecutor, Point
 from tests.maintenance.support import event, query, run_sql
 from tests.migration.memory_source import APP, MemorySource
 from tests.migration.support import database, service
@@ -76,11 +79,11 @@ async def fill(url: str, *, app: str = APP, sessions: int = 3) -> None:
         await plain.close()
 
 
-async def write_more(url: str, user: str, session_id: str) -> None:
+async def write_more(url: str, user: str, session_id: str, **delta: object) -> None:
     plain = adk(url)
     session = await plain.get_session(app_name=APP, user_id=user, session_id=session_id)
     assert session is not None
-    await plain.append_event(session, event(100, late=1))
+    await plain.append_event(session, event(100, late=1, **delta))
     if isinstance(plain, DatabaseSessionService):
         await plain.close()
 
@@ -186,10 +189,11 @@ async def erased_with_a_write_after_the_comparison(
     async with AdkTables(source_url) as source, database(target_url) as db:
         complete = db.imports.complete_migration
 
-        async def complete_and_write(*, source_is_erased: bool = False) -> None:
-            await complete(source_is_erased=source_is_erased)
+        async def complete_and_write(*, source_is_erased: bool = False) -> bool:
+            is_new = await complete(source_is_erased=source_is_erased)
             if source_is_erased:
                 await write()
+            return is_new
 
         db.imports.complete_migration = complete_and_write  # type: ignore[method-assign]
         return await erase_source(source, db)
@@ -201,13 +205,40 @@ async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
 ) -> None:
     await fill(source_url)
     await copied(source_url, target_url)
+    late = {f"user:{NEEDLE}": 7}
     done = await erased_with_a_write_after_the_comparison(
-        source_url, target_url, lambda: write_more(source_url, "ada", "s1")
+        source_url, target_url, lambda: write_more(source_url, "ada", "s1", **late)
     )
     assert (numbers(done), done.changed, done.succeeded) == ((0, 0, 0), True, False)
+    assert done.comparison.withdrawn
     assert rows(source_url) == [6, 19, 1, 2]
-    await copied(source_url, target_url)
+    async with database(target_url) as db:
+        assert await db.imports.migration_end() is None
+    await copied(source_url, target_url)  # among others the state of the user
     assert numbers(await erased(source_url, target_url)) == (6, 19, 3)
+
+
+async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
+    tmp_path: Path, target_url: str
+) -> None:
+    """A lost connection leaves unknown whether the source has committed the deletion."""
+    source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    await fill(source_url)
+    await copied(source_url, target_url)
+    async with AdkTables(source_url) as source, database(target_url) as db:
+        writer = FaultyExecutor(source.writer())
+        source.writer = lambda: writer  # type: ignore[method-assign]
+
+        async def write_and_disconnect() -> None:
+            await fill(source_url, sessions=1)
+            raise Disconnected(OSError())
+
+        writer.after(Point.RUN, write_and_disconnect)
+        done = await erase_source(source, db)
+        assert done.changed
+        assert not done.comparison.withdrawn
+        assert await db.imports.migration_end() is MigrationEnd.SOURCE_ERASED
+    assert rows(source_url)[0] == 2
 
 
 async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_comparison(
@@ -230,6 +261,8 @@ async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_c
             source_url, target_url, add_ids_that_are_not_text
         )
     assert rows(source_url) == [4, 6, 1, 2]
+    async with database(target_url) as db:
+        assert await db.imports.migration_end() is MigrationEnd.COMPLETE
 
 
 async def test_session_created_again_in_an_erased_source_replaces_nothing(

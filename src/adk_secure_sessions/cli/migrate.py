@@ -235,13 +235,13 @@ def comparison_notes(done: "migration.Comparison", dry_run: bool = False) -> Ite
 
 
 def erasure_notes(done: "migration.SourceErasure", dry_run: bool) -> Iterator[str]:
-    if not done.comparison.clean:
-        yield "nothing was deleted"
-    elif done.changed:
+    if done.changed:
         yield (
             "nothing was deleted, because the source has changed since it was compared: end every "
             "process that writes to it, then copy and compare again"
         )
+    elif not done.comparison.clean:
+        yield "nothing was deleted"
     elif not dry_run:
         for obstacle in done.obstacles:
             yield f"freed space was not overwritten: {obstacle}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import sqlalchemy as sa
 
@@ -94,36 +93,48 @@ async def erase_source(
     # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
+    imports, is_new, may_be_deleted = db.imports, False, False
     if comparison.completed:  # an empty source is perhaps the wrong one, and ends no migration
-        await db.imports.complete_migration(source_is_erased=True)
-    work = partial(_delete_unchanged, await source.queries(), run)
-    writer = source.writer()
+        is_new = await imports.complete_migration(source_is_erased=True)
+    queries, writer = await source.queries(), source.writer()
+
+    def delete(connection: sa.Connection) -> tuple[int, int, int] | None:
+        nonlocal may_be_deleted
+        if not _is_unchanged(queries, run, connection):
+            return None
+        may_be_deleted = True  # even if the connection is lost now
+        return queries.delete_all(connection)
+
     try:
-        deleted = await repeated(lambda: writer.run(work, commit=True), writes=True)
-        if deleted is None:
-            return SourceErasure(comparison, changed=True)
-        obstacles = await rewrite(writer, TABLES, _LOCK_WAIT)
-        return SourceErasure(comparison, *deleted, obstacles=tuple(obstacles))
+        deleted = await repeated(lambda: writer.run(delete, commit=True), writes=True)
+        obstacles = await rewrite(writer, TABLES, _LOCK_WAIT) if deleted else []
     finally:
         await writer.close()
+        if may_be_deleted and comparison.completed:
+            # Another run at the same time may have deleted nothing, and replaced the mark.
+            await imports.complete_migration(source_is_erased=True)
+        elif is_new:
+            await imports.withdraw_erasure()
+    if deleted is None:
+        comparison.clean = comparison.completed = False
+        comparison.withdrawn = await imports.withdraw_migration()
+        return SourceErasure(comparison, changed=True)
+    return SourceErasure(comparison, *deleted, obstacles=tuple(obstacles))
 
 
-def _delete_unchanged(
-    queries: AdkQueries, compared: ComparisonRun, connection: sa.Connection
-) -> tuple[int, int, int] | None:
-    """Delete all rows, and return the numbers of sessions, events and states.
+def _is_unchanged(queries: AdkQueries, compared: ComparisonRun, connection: sa.Connection) -> bool:
+    """Lock the tables, and return whether all sessions and states were compared in this version.
 
-    Return None, and delete nothing, if a session or state was not compared in this version.
-    Events without a session are deleted, too: google-adk cannot return them.
+    Nobody has compared events without a session, which google-adk cannot return.
     """
     with taking_bytes(connection):
         queries.lock(connection)
         if not all(map(compared.walk.has_visited, queries.versions(connection))):
-            return None
+            return False
         for rows in queries.all_states(connection):
             for ids, state in encode_states(convert_states(queries, rows)).items():
                 if isinstance(state, Unreadable):
-                    return None
+                    return False
                 if packed(*ids) + state not in compared.equal_states:
-                    return None
-        return queries.delete_all(connection)
+                    return False
+        return True

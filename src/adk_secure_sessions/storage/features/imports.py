@@ -696,33 +696,40 @@ class Imports:
         """Return whether the database has the feature `migration`, which the first import adds."""
         return await self._feature.is_added()
 
-    async def complete_migration(self, *, source_is_erased: bool = False) -> None:
+    async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
 
-        The mark replaces a stored one, even one that was tampered with, but never `SOURCE_ERASED`.
-        Without this mark, a later migration from the same source could replace or delete the only
-        copies of sessions.
+        The mark replaces a stored one, even one that was tampered with, but never `SOURCE_ERASED`:
+        return False if that one is stored.  Without it, a later migration from the same source
+        could replace or delete the only copies of sessions.
         """
         end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
         await self._feature.ensure()
         keyring = (await self._unit.keys()).keyring
 
-        def store(connection: sa.Connection) -> None:
+        def store(connection: sa.Connection) -> bool:
             stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
-            if stored != MigrationEnd.SOURCE_ERASED.mark(keyring):
-                meta.put(connection, meta.MIGRATION_MARK, end.mark(keyring))
+            if stored == MigrationEnd.SOURCE_ERASED.mark(keyring):
+                return False
+            meta.put(connection, meta.MIGRATION_MARK, end.mark(keyring))
+            return True
 
-        await self._unit.change_keys(store)
+        return await self._unit.change_keys(store)
 
     async def withdraw_migration(self) -> bool:
         """Remove the mark `COMPLETE`, and no other mark; return whether it was stored."""
+        return await self._replace(MigrationEnd.COMPLETE, None)
+
+    async def withdraw_erasure(self) -> None:
+        """Replace the mark `SOURCE_ERASED` by `COMPLETE`: no rows of the source were deleted."""
+        await self._replace(MigrationEnd.SOURCE_ERASED, MigrationEnd.COMPLETE)
+
+    async def _replace(self, old: MigrationEnd, new: MigrationEnd | None) -> bool:
         keyring = (await self._unit.keys()).keyring
-        if await self.migration_end() is not MigrationEnd.COMPLETE:
+        if await self.migration_end() is not old:
             return False  # do not begin to write: the account may only be able to read
-        old = MigrationEnd.COMPLETE.mark(keyring)
-        return await self._unit.change_keys(
-            partial(meta.swap, name=meta.MIGRATION_MARK, old=old, new=None)
-        )
+        marks = old.mark(keyring), new and new.mark(keyring)
+        return await self._unit.change_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
 
     async def migration_end(self) -> MigrationEnd | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
