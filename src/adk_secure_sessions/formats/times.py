@@ -32,7 +32,7 @@ def microseconds(timestamp: float) -> int:
     """Convert seconds since 1970 to microseconds, with the rounding of `datetime.fromtimestamp`,
     which ADK uses; raise ValueError for an impossible time.
     """
-    if not abs(timestamp) <= 9e12:  # or it is not a number
+    if not -9e12 <= timestamp <= 9e12:  # or it is not a number
         raise ValueError("the timestamp is not a possible time in seconds")
     fraction, seconds = math.modf(timestamp)
     return int(seconds) * 1_000_000 + round(fraction * 1_000_000)
