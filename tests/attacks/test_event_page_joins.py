@@ -54,3 +54,15 @@ async def test_event_of_another_copy_does_not_join_the_page_before(
         other.replay_row("secure_events", f"session_row = :visit AND seq = {replayed}")
         with pytest.raises(TamperedError):
             await service.list_events_page(**names, limit=1, order=order, after=page.next)
+
+
+async def test_session_that_was_rolled_back_to_the_end_of_a_page_is_rejected(
+    aes_db: Database, tmp_path: Path
+) -> None:
+    async with aes_db.service() as service:
+        page = await service.list_events_page(**VISIT._asdict(), limit=2)
+    aes_db.older(tmp_path).replay_row("secure_sessions", "id = :visit")
+    aes_db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq >= 2")
+    async with aes_db.service() as service:
+        with pytest.raises(TamperedError):
+            await service.list_events_page(**VISIT._asdict(), limit=2, after=page.next)

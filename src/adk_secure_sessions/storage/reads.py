@@ -320,6 +320,8 @@ class ListEvents(ReadOperation, Generic[E]):
         last = min(last, session.revision - 1)
         if self._newest:
             first = max(0, last - limit)
+        elif position:
+            last = max(first, last)  # an event has followed the position
         sealed_rows.check_events(session, found.events, first, last)
         if self._newest:
             return await self._newest_first(attempt, session, found.events, first)
