@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -165,7 +165,8 @@ def private_file(name: str) -> Iterator[BinaryIO]:
     if sys.platform != "win32":  # Windows cannot open a directory
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(directory)
+            with suppress(OSError):  # some network file systems cannot flush a directory
+                os.fsync(directory)
         finally:
             os.close(directory)
 

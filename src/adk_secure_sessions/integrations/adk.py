@@ -210,8 +210,8 @@ def describing() -> AbstractContextManager[object]:
 def session_service(uri: str, **options: object) -> EncryptedSessionService:
     """Return the session service for *uri*.
 
-    Calls with the same databases, keys and backends return the same service.  When the process
-    ends, the service closes a SQLite database, even if SIGTERM ends the process.
+    Calls with the same options, except `blobs`, return the same service.  When the process ends,
+    the service closes a SQLite database, even if SIGTERM ends the process.
 
     Args:
         uri: The URI; the module describes its form.

@@ -159,5 +159,7 @@ def in_files(agents_dir: Path) -> Iterator[Leak]:
     for directory in (agents_dir, *(one for one in inside if one.name[0] not in "._")):
         for name, place in PLACES.items():
             for path in sorted(found for one in place.files for found in directory.glob(one)):
-                if path.is_file() and path.stat().st_size and place.contains in path.read_bytes():
+                if not path.is_file() or not path.stat().st_size:
+                    continue
+                if not place.contains or place.contains in path.read_bytes():
                     yield leak(name, str(path))
