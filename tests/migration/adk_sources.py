@@ -5,6 +5,8 @@ and imports the fixture `adk`, an `Adk`: an empty database, and google-adk's own
 `assert_same_as_adk` reads everything from a source and compares it with what the service returns.
 """
 
+import atexit
+import functools
 import json
 import sqlite3
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
@@ -21,8 +23,10 @@ from google.genai import types
 
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.migration import adk_sql
 from adk_secure_sessions.migration.adk_sql import Kind
 from adk_secure_sessions.migration.adk_tables import AdkTables
+from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import (
     Selection,
     SessionContent,
@@ -110,6 +114,7 @@ async def adk(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> Asyn
             yield Adk(kind, url, service)
             return
         if schema == "v0":
+            stack.enter_context(one_pickle_reader())
             _create_v0(url)
         database_service = DatabaseSessionService(url.render_as_string(hide_password=False))
         await database_service.list_sessions(app_name="any")  # creates the tables
@@ -124,6 +129,28 @@ def _create_v0(url: sa.URL) -> None:
     engine = sa.create_engine(url.set(drivername=_SYNCHRONOUS[backend]))
     v0.Base.metadata.create_all(engine)
     engine.dispose()
+
+
+@functools.cache
+def _pickle_reader() -> PickleReader:
+    reader = PickleReader()
+    atexit.register(reader.close)
+    return reader
+
+
+@contextmanager
+def one_pickle_reader() -> Iterator[None]:
+    """Let all sources share the process that loads pickles: to start it takes seconds."""
+
+    class Shared:
+        read = staticmethod(_pickle_reader().read)
+
+        def close(self) -> None:
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adk_sql, "PickleReader", Shared)
+        yield
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from tests.migration.adk_sources import (
     fill,
     frozen_v0,
     listed,
+    one_pickle_reader,
     said,
     setting,
     states_of,
@@ -529,7 +530,7 @@ async def test_rows_that_an_attacker_adds_while_the_source_is_open_do_not_make_i
 
 @pytest.mark.skipif(not READS_V0, reason="this google-adk has no restricted unpickler")
 async def test_database_of_google_adk_1_20_is_read(tmp_path: Path) -> None:
-    with frozen_v0(tmp_path) as (url, returned):
+    with one_pickle_reader(), frozen_v0(tmp_path) as (url, returned):
         assert await detect(url) == {Kind.ADK_V0}
         service = DatabaseSessionService(url.render_as_string())
         async with AdkTables(url) as source:
