@@ -146,6 +146,7 @@ async def test_every_access_has_a_record(service: EncryptedSessionService, url: 
     await service.append_event(session, event())
     await service.get_session(**IDS)
     await service.list_sessions(app_name="clinic")
+    await service.list_sessions_page("clinic", "ada-lovelace", limit=10)
     await service.get_user_state(app_name="clinic", user_id="ada-lovelace")
     stale = session.model_copy(deep=True)
     await service.append_event(session, event())
@@ -161,6 +162,7 @@ async def test_every_access_has_a_record(service: EncryptedSessionService, url: 
         ("session.write", "append", "success"),
         ("session.read", None, "success"),
         ("sessions.list", None, "success"),
+        ("sessions.list", None, "success"),
         ("user.read", None, "success"),
         ("session.write", "append", "success"),
         ("session.write", None, "failure"),
@@ -169,7 +171,9 @@ async def test_every_access_has_a_record(service: EncryptedSessionService, url: 
         ("session.read", None, "missing"),
     ]
     assert {one.get("session") for one in accesses} == {IDS["session_id"], None}
+    assert [one.get("user") for one in accesses[3:6]] == [None, "ada-lovelace", "ada-lovelace"]
     assert [one["actor"] for one in accesses[:2]] == ["dr. house", None]
+    assert [one["error"] for one in accesses if "error" in one] == ["StaleSessionError"]
     assert Counter(one["event"] for one in records if one not in accesses) == {
         "key.created": 4,
         "database.opened": 1,

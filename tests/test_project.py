@@ -233,15 +233,10 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", adk_secure_sessions.__all__)
-def test_public_name_has_a_docstring(name: str) -> None:
+def test_public_name_and_its_methods_have_docstrings(name: str) -> None:
     thing = getattr(adk_secure_sessions, name)
     # Python does not keep the docstring of a variable; the site shows it.
     assert not callable(thing) or inspect.getdoc(thing)
-
-
-@pytest.mark.parametrize("name", adk_secure_sessions.__all__)
-def test_public_methods_have_docstrings(name: str) -> None:
-    thing = getattr(adk_secure_sessions, name)
     methods = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
     undocumented = [
         n for n, method in methods if not n.startswith("_") and not inspect.getdoc(method)

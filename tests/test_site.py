@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import adk_secure_sessions
 from tests import chromium
 from tests.accessibility import served
 from tests.pages import PROJECT, ROOT
@@ -125,11 +124,6 @@ def test_nothing_is_loaded_from_other_servers(site: Path, html: dict[str, Html])
         loads[path.name] = loaded_by_css(path.read_text(encoding="utf-8"))
     assert any("stylesheets" in url for url in loads["index.html"]), "the search finds nothing"
     assert [(name, url) for name, urls in loads.items() for url in urls if is_elsewhere(url)] == []
-
-
-def test_api_has_an_entry_for_every_public_name(html: dict[str, Html]) -> None:
-    names = {f"adk_secure_sessions.{name}" for name in adk_secure_sessions.__all__}
-    assert names <= html["api.html"].ids
 
 
 def test_picture_shows_real_rows_of_two_databases(site: Path) -> None:

@@ -15,7 +15,6 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import output
-from adk_secure_sessions.cli.config import variable
 from tests.cli.support import commands, on, run
 from tests.maintenance.support import NEW, OLD, fill, query, run_sql
 
@@ -121,10 +120,6 @@ def test_plaintext_database_needs_no_key(file_url: str) -> None:
     refused = run("verify", *on(file_url))
     assert (refused.code, "plaintext by NoOpBackend" in refused.stderr) == (2, True)
     assert run("verify", *on(file_url), "--backend", "no-op").code == 0
-
-
-def test_database_may_be_named_by_the_environment(file: str) -> None:
-    assert run("verify", "--key", "env:OLD_KEY", **{variable("db"): file}).code == 0
 
 
 # --- keygen --------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ ON_A_DATABASE = NO_MARKER | {
     "test_parallel_branches_append_through_one_session_object",
     "test_rich_value_is_coerced_at_creation_and_in_storage_on_append",
     "test_sessions_update_time_becomes_the_events",
+    "test_tool_keeps_state_in_every_scope",
     "test_two_services_changing_different_shared_keys_at_once_lose_none",
 }
 

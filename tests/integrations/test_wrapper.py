@@ -7,16 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.adk.agents import LlmAgent
 from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events import Event
-from google.adk.models import BaseLlm
-from google.adk.models.llm_request import LlmRequest
-from google.adk.models.llm_response import LlmResponse
-from google.adk.runners import Runner
 from google.adk.sessions import BaseSessionService, InMemorySessionService, Session
-from google.adk.tools.tool_context import ToolContext
-from google.genai import types
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -368,37 +361,3 @@ async def test_impossible_time_is_rejected(service: EncryptedSessionWrapper) -> 
 
 
 # --- agents --------------------------------------------------------------------------------------
-
-
-class Model(BaseLlm):
-    """Calls the tool once, and then answers with its result."""
-
-    async def generate_content_async(self, llm_request: LlmRequest, stream: bool = False) -> Any:
-        last = llm_request.contents[-1].parts[-1]  # type: ignore[index]
-        part = types.Part.from_function_call(name="remember", args={"word": "tulip"})
-        if last.function_response is not None:
-            part = types.Part(text=f"remembered {last.function_response.response}")
-        yield LlmResponse(content=types.Content(role="model", parts=[part]))
-
-
-def remember(word: str, tool_context: ToolContext) -> dict[str, str]:
-    tool_context.state["word"] = word
-    tool_context.state["user:words"] = [*tool_context.state.get("user:words", []), word]
-    tool_context.state["temp:scratch"] = word
-    return {"known": word}
-
-
-async def test_agent_with_a_tool_and_state(service: EncryptedSessionWrapper, inner: Inner) -> None:
-    agent = LlmAgent(name="agent", model=Model(model="offline"), tools=[remember])
-    runner = Runner(app_name="app", agent=agent, session_service=service)
-    session = await create(service)
-    for _ in range(2):
-        message = types.Content(role="user", parts=[types.Part(text="remember tulip")])
-        async for _event in runner.run_async(
-            user_id="user", session_id=session.id, new_message=message
-        ):
-            pass
-    again = await reload(service, session)
-    assert again.state == {"word": "tulip", "user:words": ["tulip", "tulip"]}
-    assert [one.author for one in again.events] == ["user", "agent", "agent", "agent"] * 2
-    assert b"tulip" not in await stored_bytes(inner)

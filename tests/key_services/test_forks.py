@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from adk_secure_sessions import AwsKmsKey, KeyProvider, VaultKey
+from adk_secure_sessions import AwsKmsKey, KeyProvider, Pkcs11Key, VaultKey
 from tests.key_services.aws import Kms
+from tests.key_services.softhsm import PIN, SoftHsm
 from tests.key_services.vault import Vault
 from tests.processes import results
 
@@ -25,6 +26,16 @@ def test_vault_answers_forks(vault: Vault) -> None:
 def test_aws_answers_forks(kms: Kms) -> None:
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     assert results((with_aws, kms.new_key(), kms.address, environment)) == [[0]]
+
+
+def test_pkcs11_answers_forks(softhsm: SoftHsm) -> None:
+    environment = {name: os.environ[name] for name in ("SOFTHSM2_CONF", "PKCS11_MODULE")}
+    assert results((with_pkcs11, environment)) == [[0]]
+
+
+def with_pkcs11(say: Callable[[object], None], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    fork_and_unwrap(say, Pkcs11Key("clinic/a", pin=PIN))
 
 
 def with_vault(say: Callable[[object], None], address: str, role_id: str, secret_id: str) -> None:

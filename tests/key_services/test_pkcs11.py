@@ -267,33 +267,18 @@ async def test_error_says_what_to_check_and_whether_to_try_again(
     assert len(tried) == (3 if is_temporary else 1)
 
 
-async def test_unknown_error_after_the_login_is_temporary(
-    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("of", "name"), [(Pkcs11Key, "_key"), (pkcs11, "lib")])
+async def test_unknown_error_of_the_initialization_and_after_the_login_is_temporary(
+    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch, of: Any, name: str
 ) -> None:
+    await key.wrap(MASTER, CONTEXT)  # the library can be loaded
     tried = []
 
     def fail(*_: object) -> None:
         tried.append(0)
         raise pkcs11.PKCS11Error("Unmapped error code 0x800000a1")
 
-    monkeypatch.setattr(Pkcs11Key, "_key", fail)
-    error = await failure(key)
-    assert "the token failed (0x800000a1)" in str(error)
-    assert error.retryable is True
-    assert len(tried) == 3
-
-
-async def test_unknown_error_of_the_initialization_is_temporary(
-    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await key.wrap(MASTER, CONTEXT)  # the library can be loaded
-    tried = []
-
-    def fail(path: str) -> None:
-        tried.append(path)
-        raise pkcs11.PKCS11Error("Unmapped error code 0x800000a1")
-
-    monkeypatch.setattr(pkcs11, "lib", fail)
+    monkeypatch.setattr(of, name, fail)
     error = await failure(key)
     assert "the token failed (0x800000a1)" in str(error)
     assert error.retryable is True
@@ -420,24 +405,6 @@ async def test_call_behind_one_that_hangs_times_out(
         await hanging
     assert time.perf_counter() - began < 2
     assert error.retryable
-
-
-def test_forked_process_initializes_the_module_again(softhsm: SoftHsm) -> None:
-    environment = {name: os.environ[name] for name in ("SOFTHSM2_CONF", "PKCS11_MODULE")}
-    assert results((fork_and_unwrap, environment)) == [[0]]
-
-
-def fork_and_unwrap(say: Callable[[object], None], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    key = Pkcs11Key("clinic/a", pin=PIN)
-    wrapped = asyncio.run(key.wrap(MASTER, CONTEXT))
-    if pid := os.fork():
-        _, status = os.waitpid(pid, 0)
-        asyncio.run(key.unwrap(wrapped, CONTEXT))  # the parent still works, too
-        say(os.waitstatus_to_exitcode(status))
-    else:
-        opened = asyncio.run(key.unwrap(wrapped, CONTEXT))
-        os._exit(opened != MASTER)
 
 
 def test_forked_process_does_not_wait_for_a_thread_that_it_lacks(softhsm: SoftHsm) -> None:
