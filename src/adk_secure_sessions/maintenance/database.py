@@ -49,15 +49,14 @@ class Limits(NamedTuple):
 
     Attributes:
         rows: The maximum number of app, user or session rows to read with their states.
-        headers: The maximum number of rows to read with only primary keys and record headers.
-        names: The maximum number of row ids to list in the statement.
+        headers: The maximum number of rows to read with only primary keys and record headers, or of
+            row ids to list.
         lock_wait: The maximum number of seconds to wait for a lock.  Statements of services may
             queue behind the waiting statement, and then wait as long.
     """
 
     rows: int = 100
     headers: int = 500
-    names: int = 500
     lock_wait: int = 5
 
 

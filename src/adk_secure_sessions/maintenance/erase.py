@@ -132,7 +132,7 @@ async def erase_user(
     was_migrated = await db.unit.change(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
-    attempt = partial(_Deletion, tag=tag, dry_run=dry_run, names=db.limits.names)
+    attempt = partial(_Deletion, tag=tag, dry_run=dry_run, names=db.limits.headers)
     executors = db.unit.executors
     deleted: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows

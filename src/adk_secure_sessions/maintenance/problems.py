@@ -80,9 +80,6 @@ class Listed(Generic[T]):
         for item in items:
             self.append(item)
 
-    def count_unlisted(self, number: int) -> None:
-        self.count += number
-
 
 class Problems(Listed[Problem]):
     def __init__(self) -> None:
@@ -92,9 +89,8 @@ class Problems(Listed[Problem]):
     def add_all(self, other: "Problems") -> None:
         """Add the problems of *other*, except those of rows that are listed already."""
         listed = {one[:2] for one in self.kept} if other.kept else set()
-        new = [one for one in other.kept if one[:2] not in listed]
-        self.extend(new)
-        self.count_unlisted(other.count - len(other.kept))
+        self.extend(one for one in other.kept if one[:2] not in listed)
+        self.count += other.count - len(other.kept)
         self._named |= other._named
 
     def suppress(self, table: str, row: object) -> None:

@@ -150,27 +150,6 @@ def event_of(
     return _encoded(validated(Event, fields))
 
 
-PICKLED_COLUMNS = (
-    "id",
-    "invocation_id",
-    "timestamp",
-    "author",
-    "actions",
-    "long_running_tool_ids_json",
-    "branch",
-    "partial",
-    "turn_complete",
-    "error_code",
-    "error_message",
-    "interrupted",
-    "content",
-    "grounding_metadata",
-    "custom_metadata",
-    "usage_metadata",
-    "citation_metadata",
-    "input_transcription",
-    "output_transcription",
-)
 _TEXTS = ("id", "invocation_id", "author", "branch", "error_code", "error_message")
 _FLAGS = ("partial", "turn_complete", "interrupted")
 _MODELS: dict[str, type[BaseModel]] = {
@@ -181,6 +160,8 @@ _MODELS: dict[str, type[BaseModel]] = {
     "input_transcription": types.Transcription,
     "output_transcription": types.Transcription,
 }
+_OTHERS = ("actions", "custom_metadata", "long_running_tool_ids_json", "timestamp")
+PICKLED_COLUMNS = (*_TEXTS, *_FLAGS, *_MODELS, *_OTHERS)
 # The names of all columns that contain JSON, in any schema.
 JSON_VALUES = frozenset({"event_data", "custom_metadata", *_MODELS})
 
@@ -189,13 +170,12 @@ def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> Source
     fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
     pickled = fields["actions"]
     ids = fields.pop("long_running_tool_ids_json")
-    custom = fields["custom_metadata"]
     fields |= {name: to_text(fields[name]) for name in _TEXTS if fields[name] is not None}
     fields |= {name: bool(fields[name]) for name in _FLAGS if fields[name] is not None}
     fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
     fields |= {
         "timestamp": seconds_of(fields["timestamp"], zone),
-        "custom_metadata": None if custom is None else _loads(custom),
+        "custom_metadata": _loads(fields["custom_metadata"]),
         "long_running_tool_ids": set(json.loads(to_text(ids))) if ids else set(),
         "actions": EventActions() if pickled is None else read.read(to_bytes(pickled)),
     }

@@ -91,15 +91,9 @@ _s, _e = SESSIONS, _EVENTS
 _SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
 
 
-def _of_session() -> sa.ColumnElement[bool]:
-    """Return the condition that joins `events` to `sessions`.
-
-    The database compares the ids, because the collation of MySQL may ignore case.  Python would
-    then not find the session of an event whose ids have another case.
-    """
-    pairs = zip(_EVENT_KEY, _SESSION_KEY, strict=True)
-    return sa.and_(*(one == other for one, other in pairs))
-
+# Joins `events` to `sessions`.  The database compares the ids, because the collation of MySQL may
+# ignore case.  Python would then not find the session of an event whose ids have another case.
+_OF_SESSION = sa.and_(*(one == id_ for one, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
 
 # The names of the last row that was listed.
 After = tuple[str, ...]
@@ -174,7 +168,7 @@ class AdkQueries:
 
     def _within(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         since = [] if selection.since is None else [self._since(selection.since)]
-        return self._of_app(selection) + since
+        return _of_app(_s, selection) + since
 
     def count(self, connection: sa.Connection, selection: Selection) -> int:
         sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(selection))
@@ -215,7 +209,7 @@ class AdkQueries:
             return [], None
         keys = [self._key(row[:3]) for row in rows]
         counting = sa.select(*_SESSION_KEY, sa.func.count(), size)
-        counting = counting.join_from(_s, _e, _of_session()).group_by(*_SESSION_KEY)
+        counting = counting.join_from(_s, _e, _OF_SESSION).group_by(*_SESSION_KEY)
         counting = counting.where(*conditions, *self._after(_SESSION_KEY, after))
         counting = counting.where(sa.not_(self._is_after(_SESSION_KEY, keys[-1])))
         counts: dict[tuple[Any, ...], Any]
@@ -286,7 +280,7 @@ class AdkQueries:
         """Return the three ids and the columns of each event, in the order of google-adk."""
         second = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
         if self._is_mysql:
-            query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _of_session())
+            query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _OF_SESSION)
             query = query.where(self._is_one_of(_SESSION_KEY, keys))
         else:
             # With a join, SQLite would scan the whole index of `events`.
@@ -335,8 +329,7 @@ class AdkQueries:
         after: After | None,
     ) -> Page[tuple[After, Any]]:
         """Return the next rows of a table of states; *after* and the position are as for `page`."""
-        key, app_name = tuple(table.primary_key), selection.app_name
-        of_app = [] if app_name is None else [table.c.app_name == app_name]
+        key, of_app = tuple(table.primary_key), _of_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
         rows = connection.execute(query).all()
@@ -360,11 +353,8 @@ class AdkQueries:
             .where(sa.or_(*(sa.func.hex(one) != sa.func.hex(other) for one, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
-        rows = connection.execute(query.where(*self._of_app(selection)))
+        rows = connection.execute(query.where(*_of_app(_s, selection)))
         return [(tuple(map(adk_rows.to_text, names)), state) for *names, state in rows]
-
-    def _of_app(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
-        return [] if selection.app_name is None else [_s.c.app_name == selection.app_name]
 
     def _check_names(self, connection: sa.Connection) -> None:
         """On SQLite, raise ConfigurationError if a name is not a text.
@@ -452,6 +442,10 @@ class AdkQueries:
         ]
         listed = sa.func.unnest(*arrays).table_valued("a", "u", "i").render_derived(name="k")
         return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
+
+
+def _of_app(table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
+    return [] if selection.app_name is None else [table.c.app_name == selection.app_name]
 
 
 def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:

@@ -107,29 +107,28 @@ async def compare(
     comparison is not clean, that comparison removes the mark, unless `erase_source` may have
     deleted rows of the source meanwhile.  This function changes nothing else.
     """
-    return await ComparisonRun(source, selection, show_ids=show_ids).run(db, progress)
+    return await ComparisonRun(source, db, selection, show_ids=show_ids).run(progress)
 
 
 class ComparisonRun:
     """One run of `compare`; *equal_states* has the ids and the JSON of each equal state."""
 
     walk: Walk
-    _db: Database
     _meter: Meter
 
-    def __init__(self, source: Source, selection: Selection, *, show_ids: bool) -> None:
+    def __init__(
+        self, source: Source, db: Database, selection: Selection, *, show_ids: bool
+    ) -> None:
         self.equal_states: Fingerprints = Fingerprints()
-        self._source = source
+        self._source, self._db = source, db
         self._selection = selection
         self._findings = Findings(with_ids=show_ids)
         self._done = Comparison()
 
-    async def run(
-        self, db: Database, progress: Progress | None, *, completes: bool = True
-    ) -> Comparison:
+    async def run(self, progress: Progress | None, *, completes: bool = True) -> Comparison:
         """Compare everything; if *completes* is True, store or remove the mark."""
         began = time.monotonic()
-        self._db = db
+        db, done = self._db, self._done
         self.walk = Walk(self._source, db, (await db.keys()).keyring.index, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
         async with Workers(_READS, _READ_BYTES) as workers:
@@ -140,13 +139,12 @@ class ComparisonRun:
             for state in batch:
                 await self._compare_state(state)
         async for changed in self.walk.changed():
-            self._done.changed += 1
+            done.changed += 1
             self._findings.add(self.walk.tag(*changed.ids), _OLDER, *changed.ids)
         async for ids, copy in self.walk.gone():
-            self._done.changed += 1
+            done.changed += 1
             self._findings.add(copy.tag, GONE, *ids)
         self._meter.finish()
-        done = self._done
         done.clean = done.succeeded
         done.completed = completes and done.clean and self._selection == EVERYTHING
         done.completed = done.completed and done.sessions + done.states > 0
@@ -165,7 +163,7 @@ class ComparisonRun:
             reason = await self._reason(pair)
             if reason:
                 # A service or another run may have written meanwhile: compare once more.
-                again = await self.walk.again(pair)
+                again = await self.walk.read_again(pair)
                 if again is None:
                     self._done.sessions -= 1
                     return
@@ -214,7 +212,7 @@ class ComparisonRun:
         assert pair.content is not None
         reason = await self._state_reason(pair, pair.content)
         if reason:
-            again = await self.walk.state_again(pair)
+            again = await self.walk.state_read_again(pair)
             reason = await self._state_reason(again, pair.content)
         if reason:
             self._done.different += 1

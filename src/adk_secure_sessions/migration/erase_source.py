@@ -84,8 +84,8 @@ async def erase_source(
             f"only tables of google-adk can be erased, and the source is {source.description}: "
             "delete it with its own tools"
         )
-    run = ComparisonRun(source, EVERYTHING, show_ids=show_ids)
-    comparison = await run.run(db, progress, completes=not dry_run)
+    run = ComparisonRun(source, db, EVERYTHING, show_ids=show_ids)
+    comparison = await run.run(progress, completes=not dry_run)
     if not comparison.clean:
         return SourceErasure(comparison)
     if dry_run:

@@ -127,7 +127,7 @@ class Walk:
             if read := await self._with_contents([p for p in pairs if p.status in self._wanted]):
                 yield read
 
-    async def again(self, pair: SessionPair) -> SessionPair | None:
+    async def read_again(self, pair: SessionPair) -> SessionPair | None:
         """Return *pair* with its present status and content; None if the source deleted it."""
         assert pair.session is not None
         found = await self._with_contents(await self._session_pairs([pair.session]))
@@ -138,7 +138,7 @@ class Walk:
         async for batch in self._source.states(self._selection):
             yield await self._state_pairs(encode_states(batch))
 
-    async def state_again(self, pair: StatePair) -> StatePair:
+    async def state_read_again(self, pair: StatePair) -> StatePair:
         """Return *pair* with its present status in the target."""
         assert pair.content is not None
         return (await self._state_pairs({pair.ids: pair.content}))[0]
