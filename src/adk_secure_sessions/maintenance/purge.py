@@ -111,7 +111,7 @@ async def _delete(
     """Delete the session if it is still due, and return whether; a dry run deletes nothing."""
     who = await db.unit.identify(*ids[:3])
     if not dry_run:
-        return await db.unit.run(writes.DeleteSession(who, is_due))
+        return bool(await db.unit.run(writes.DeleteSession(who, is_due)))
     found = await db.unit.run(reads.GetSession(who, lambda *_: None, 0, finds_expired=True))
     return found is not None and is_due(found[0].session)
 

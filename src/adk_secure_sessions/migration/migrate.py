@@ -354,6 +354,5 @@ class _MigrationRun:
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""
         who, untouched = await self.target.unit.identify(*ids), (copy.row_id, copy.number)
-        return await self.target.unit.run(
-            writes.DeleteSession(who, lambda now: (now.id, now.revision) == untouched)
-        )
+        deletion = writes.DeleteSession(who, lambda now: (now.id, now.revision) == untouched)
+        return bool(await self.target.unit.run(deletion))

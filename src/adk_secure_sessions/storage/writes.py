@@ -660,9 +660,9 @@ class AppendEvent(Write[StoredSession]):
         raise StaleRevision
 
 
-class DeleteSession(Write[bool]):
-    """Delete a session and its events; return False if it does not exist, or if *condition* is
-    given and returns False for the stored session.
+class DeleteSession(Write[bool | None]):
+    """Delete a session and its events; return None if it does not exist, and False if *condition*
+    is given and returns False for the stored session.
     """
 
     change = "delete"
@@ -676,10 +676,10 @@ class DeleteSession(Write[bool]):
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_SESSION]
 
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool) -> None:
+    def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool | None) -> None:
         attempt.cache.forget_session(attempt.who.session_tag)
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
         known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
         if known and self._condition is None and attempt.key_source is KeySource.CACHE:
             row = Change(sql.DELETE_KNOWN_SESSION, parameters(known.row, "at_"))
@@ -688,7 +688,7 @@ class DeleteSession(Write[bool]):
         found = yield from read_found(attempt)
         session = sealed_rows.open_session(attempt, found, sealed_rows.open_user(attempt, found))
         if session is None:
-            return False
+            return None
         if self._condition is not None and not self._condition(session):
             return False
         row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})

@@ -194,7 +194,7 @@ class Collections:
     async def delete(self, app_name: str, user_id: str, name: str) -> bool:
         """Delete a collection and its items; return False if the collection does not exist."""
         who = await self._unit.identify(app_name, user_id, name, True)
-        return await self._unit.run(DeleteSession(who))
+        return bool(await self._unit.run(DeleteSession(who)))
 
     async def _read(self, who: Identity, limit: int | None) -> Collection | None:
         found = await self._unit.run(GetSession(who, _item, limit))

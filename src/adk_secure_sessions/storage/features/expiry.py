@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from operator import attrgetter
 
 import sqlalchemy as sa
 
@@ -11,7 +12,7 @@ from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executors
-from adk_secure_sessions.errors import DatabaseError, DecryptionError, SecureSessionError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
@@ -21,7 +22,6 @@ from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
 from adk_secure_sessions.storage.schema import (
     Identity,
     SessionWithStates,
-    StoredSession,
     apps,
     sessions,
     users,
@@ -83,20 +83,15 @@ class Expiry:
 
     async def _index_exists(self) -> bool:
         if self._has_index is None:
-            reason = "create_tables is False"
             work = partial(_ensure_index, may_create=self._create_index)
             try:
-                self._has_index = await self._unit.change(work)
-            except DatabaseError as error:
+                await self._unit.change(work)
+            except SecureSessionError as error:
                 if error.retryable:
                     raise
-                self._has_index, reason = False, str(error)  # the account may not create indexes
-            if not self._has_index:
-                logger.warning(
-                    "expired sessions are not deleted until you run `%s` and restart: %s",
-                    _CREATE_INDEX,
-                    reason,
-                )
+                self._has_index = False  # perhaps the account may not create indexes
+                raise ConfigurationError(f"run `{_CREATE_INDEX}` and restart: {error}") from None
+            self._has_index = True
         return self._has_index
 
     async def _delete_some(self, delete: Delete) -> None:
@@ -123,15 +118,8 @@ class Expiry:
 
     async def delete_if_expired(self, who: Identity) -> bool:
         """Delete the session if it has expired by now; return False if it is stored and has not."""
-        has_expired = True
-
-        def condition(session: StoredSession) -> bool:
-            nonlocal has_expired
-            has_expired = session.has_expired
-            return has_expired
-
-        await self._unit.run(DeleteSession(who, condition))
-        return has_expired
+        deletion = DeleteSession(who, attrgetter("has_expired"))
+        return await self._unit.run(deletion) is not False
 
 
 class _ListExpired(ListPage):
@@ -156,12 +144,11 @@ class _ListExpired(ListPage):
         return await self._views(attempt, executors, found, with_snapshots=False, expired=True)
 
 
-def _ensure_index(connection: sa.Connection, *, may_create: bool) -> bool:
-    """Return whether the index on `expires_at` exists, perhaps after creating it."""
+def _ensure_index(connection: sa.Connection, *, may_create: bool) -> None:
     with dialect_of(connection).exclusively(connection):
         indexes = sa.inspect(connection).get_indexes(sessions.name)
         if any(one["name"] == INDEX for one in indexes):
-            return True
-        if may_create:
-            connection.exec_driver_sql(_CREATE_INDEX)
-        return may_create
+            return
+        if not may_create:
+            raise ConfigurationError("create_tables is False")
+        connection.exec_driver_sql(_CREATE_INDEX)
