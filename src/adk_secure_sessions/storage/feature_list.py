@@ -101,9 +101,9 @@ def _has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> b
 def _check_list(survey: Survey, keyring: Keyring) -> None:
     if survey.meta.get(meta.DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(REPLACED)
-    names, mac = survey.require_features()
-    expected = keyring.index.features(keyring.database_id, names)
-    if not hmac.compare_digest(expected.hex(), mac):
+    listed = survey.feature_list
+    expected = keyring.index.features(keyring.database_id, listed["names"])
+    if not hmac.compare_digest(expected.hex(), listed["mac"]):
         raise WrongKeyError(
             "the row `features` of secure_meta was tampered with: restore that table from a backup"
         )

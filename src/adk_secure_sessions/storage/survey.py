@@ -91,17 +91,6 @@ class Part(Enum):
         return survey.missing_tables & {table.name for table in self.tables}
 
 
-class FeatureList(NamedTuple):
-    """The value of the row `features`: the names, separated by commas, and their MAC."""
-
-    text: str
-    mac: str
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.text.split(",")) - {NO_FEATURES}
-
-
 class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
@@ -153,23 +142,22 @@ class Survey(NamedTuple):
         return bytes.fromhex(text)
 
     @property
-    def feature_list(self) -> FeatureList | None:
-        """The stored list of features; None if it is missing or malformed."""
+    def feature_list(self) -> re.Match[str]:
+        """The stored list of features, in the groups `names` and `mac`; ConfigurationError if it is
+        malformed.
+        """
         found = _FEATURES_FORM.fullmatch(str(self.meta.get(meta.FEATURES)))
-        return None if found is None else FeatureList(found["names"], found["mac"])
-
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that the stored list names; ConfigurationError if it is malformed."""
-        return self.require_features().names
-
-    def require_features(self) -> FeatureList:
-        if (found := self.feature_list) is None:
+        if found is None:
             raise ConfigurationError(
                 "the row `features` of secure_meta is missing or malformed: restore that table "
                 "from a backup"
             )
         return found
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features that the stored list names; ConfigurationError if it is malformed."""
+        return frozenset(self.feature_list["names"].split(",")) - {NO_FEATURES}
 
     @property
     def separated_from(self) -> str | None:
@@ -329,7 +317,8 @@ def merged(data: Survey, keys: Survey) -> Survey:
 
 def _missing_feature_tables(data: Survey, keys: Survey) -> list[str]:
     """Return the tables of the features that *keys* lists, if they do not exist in *data*."""
-    listed = keys.feature_list.names if keys.feature_list else frozenset()
+    is_ours = keys.format_version == str(FORMAT_VERSION)  # `check` rejects another format
+    listed = keys.features if is_ours else frozenset()
     tables = (KNOWN_FEATURES.get(name) for name in listed)
     names = (table.name for table in tables if table is not None)
     return [name for name in names if name not in data.feature_tables]

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import NO_LINK, new_link
 from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, loads
@@ -26,11 +26,7 @@ from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, claim_user
 from adk_secure_sessions.storage.features import index_rows
-from adk_secure_sessions.storage.queries import (
-    EVENT_RECORD,
-    Found,
-    QueryForms,
-)
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, Found, QueryForms
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
@@ -42,6 +38,7 @@ from adk_secure_sessions.storage.schema import (
     StoredSession,
     UserRow,
     WitnessRow,
+    events,
     new_row_key,
     parameters,
     users,
@@ -89,7 +86,7 @@ class NewEvent(NamedTuple):
     app_delta: JsonObject
     user_delta: JsonObject
     session_delta: JsonObject
-    replaced: Mapping[int, bytes] = {}  # of an item: new contents of earlier items, by number
+    replaced: Mapping[int, bytes] = {}  # of a collection: new contents of earlier items, by number
 
 
 def witness_change(old: int, new: WitnessRow) -> Change:
@@ -431,11 +428,8 @@ class CreateSession(Write[SessionWithStates]):
         changed = owners.user(found, user, app.id, self._user_delta)
         session, rest = self._new_session(attempt, changed.id)
         row = Change(sql.INSERT_SESSION, parameters(session.row))
-        if found.user and changed == user:
-            # No change of this transaction updates the user's row.  So the INSERT itself must
-            # require that this row is unchanged.
-            columns = parameters(session.row) | parameters(found.user, "user_")
-            row = Change(sql.INSERT_SESSION_OF_USER, columns)
+        if changed == user:
+            row = of_unchanged_user(found, row, sql.INSERT_SESSION_OF_USER)
         yield from apply_changes([*owners.changes, row, *rest])
         return SessionWithStates(session, changed.user_id, app.state, changed.state)
 
@@ -532,8 +526,6 @@ class AppendEvent(Write[StoredSession]):
     was cancelled while the transaction ran, and the event was committed.
     """
 
-    change = "append"
-
     def __init__(
         self,
         who: Identity,
@@ -545,6 +537,7 @@ class AppendEvent(Write[StoredSession]):
         self._expected = expected
         self._event = event
         self._stored = stored
+        self.change = "replace" if event.replaced else "append"
         # The updated session that each attempt has sent.  The key is the record of the event, which
         # is different in each attempt.  An attempt that lost its connection may have been
         # committed.  If the next attempt finds one of these records, the event is already stored.
@@ -585,6 +578,8 @@ class AppendEvent(Write[StoredSession]):
         step = self._advance(attempt, session)
         assert step is not None, "its snapshot was read"
         changes, updated = step
+        if event.replaced:
+            changes += yield from self._replacements(attempt, session)
         yield from apply_changes(changes + owners.changes)
         return updated
 
@@ -597,7 +592,7 @@ class AppendEvent(Write[StoredSession]):
         event = self._event
         if not attempt.is_first or attempt.key_source is not KeySource.CACHE:
             return None
-        if event.app_delta or event.user_delta:
+        if event.app_delta or event.user_delta or event.replaced:
             return None
         known = attempt.cache.proven_session(attempt.who.session_tag)
         if known is None or (known.id, known.revision) != self._expected or known.has_expired:
@@ -649,6 +644,27 @@ class AppendEvent(Write[StoredSession]):
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
         self._sent[stored.event] = new
         return changes, new
+
+    def _replacements(self, attempt: Attempt, session: StoredSession) -> Steps[Changes]:
+        """Return the changes that replace earlier items of a collection."""
+        rows: dict[int, Row] = {}
+        for part in sql.chunks(self._event.replaced):
+            where = {"session_row": session.id, **sql.numbered(part)}
+            for row in (yield Read(sql.events_at(len(part)), where)):
+                rows[row[EVENT_SEQ]] = row
+        changes = []
+        for seq, item in self._event.replaced.items():
+            if (row := rows.get(seq)) is None:
+                raise TamperedError(
+                    "it was removed",
+                    reason=Reason.MISSING,
+                    table=events.name,
+                    row=f"{session.id}, {seq}",
+                )
+            record = sealed_rows.seal_replacement(attempt, session, row, item)
+            values = {"at_session_row": session.id, "at_seq": seq, "event": record}
+            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
+        return changes
 
     def _stored_before(self) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
@@ -787,6 +803,15 @@ class EnsureOwners(Write[StagedKeys]):
         if owners.changes:
             yield from apply_changes(owners.changes)
         return attempt.keys
+
+
+def of_unchanged_user(found: Found, insert: Change, statement: sa.Insert) -> Change:
+    """Return *insert* with *statement*, which requires that the user's row is as in *found*.
+
+    No other change of the transaction updates the user's row, so the INSERT must require that.
+    """
+    assert found.user is not None
+    return Change(statement, {**insert.parameters, **parameters(found.user, "user_")})
 
 
 def read_found(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:

@@ -6,21 +6,18 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Change, Read, Row, Steps
-from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.db.protocol import Change, Steps
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ
 from adk_secure_sessions.storage.reads import GetSession, ListCollections
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     Identity,
     StoredSession,
     WitnessRow,
-    events,
     new_row_key,
     parameters,
     sessions,
@@ -155,8 +152,10 @@ class Collections:
         the collection and its last item, if any.  Without *expected*, the position that the caller
         has read, the item is appended at any revision.
 
-        *replaced* are new contents for items before *expected*, by number.  The appended item must
-        name them, so that a replay of their old records can be detected: see `ReplaceItems`.
+        *replaced* are new contents for items before *expected*, by number.  A replaced item keeps
+        its number, its time and its links, so this module does not detect a replay of its old
+        record.  The caller must: it stores a new random value in each replaced item and in the
+        appended one, and compares the two when it reads the items.
         """
         if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
@@ -176,9 +175,8 @@ class Collections:
                     plaintext = item(found)
             new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
             stored: list[StoredSession] = []
-            append = (ReplaceItems if replaced else AppendEvent)(who, after, new, stored.append)
             try:
-                return _at(await self._unit.run(append))
+                return _at(await self._unit.run(AppendEvent(who, after, new, stored.append)))
             except (StaleRevision, MissingSession):
                 if expected is not None:
                     raise
@@ -223,49 +221,6 @@ def _at(session: StoredSession) -> Expected:
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
     return plaintext
-
-
-class ReplaceItems(AppendEvent):
-    """Append an item to a collection, and replace earlier items in the same transaction.
-
-    A replaced item keeps its number,
-    its time and its links.  If an attacker stores the item's old record again, or the item's record
-    from another copy of the database, this module does not detect the attack.  The caller must
-    detect it: for each replaced item, the caller generates a new random value, and stores the value
-    in the replaced item and in the appended item.  If the two values differ when the caller reads
-    the items, a record was replayed.
-    """
-
-    change = "replace"
-
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        found, user, session = yield from read_proven(attempt)
-        if self._expected != (session.id, session.revision):
-            return (yield from self._stored_before())
-        owners.user(found, user, user.app_row, {})
-        step = self._advance(attempt, session)
-        assert step is not None, "a collection has no snapshot"
-        changes, updated = step
-        changes += owners.changes
-        rows: dict[int, Row] = {}
-        for part in sql.chunks(self._event.replaced):
-            where = {"session_row": session.id, **sql.numbered(part)}
-            found_rows = yield Read(sql.events_at(len(part)), where)
-            rows |= {row[EVENT_SEQ]: row for row in found_rows}
-        for seq, item in self._event.replaced.items():
-            row = rows.get(seq)
-            if row is None:
-                raise TamperedError(
-                    "it was removed",
-                    reason=Reason.MISSING,
-                    table=events.name,
-                    row=f"{session.id}, {seq}",
-                )
-            record = sealed_rows.seal_replacement(attempt, session, row, item)
-            values = {"at_session_row": session.id, "at_seq": seq, "event": record}
-            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
-        yield from apply_changes(changes)
-        return updated
 
 
 class RewriteItems(Write[StoredSession]):

@@ -64,6 +64,7 @@ from adk_secure_sessions.storage.writes import (
     apply_changes,
     check_app_row,
     known_owners,
+    of_unchanged_user,
     read_found,
     replacement,
     witness_change,
@@ -360,10 +361,8 @@ class ImportSession(_Import[_Outcome]):
         new, row = self._new(attempt, changed.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | {"user_tag": self.who.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
-        if found.user and changed == user:
-            # No change of this transaction updates the user's row.  So the INSERT itself must
-            # require that this row is unchanged.
-            insert = Change(sql.IMPORT_SESSION_OF_USER, columns | parameters(found.user, "user_"))
+        if changed == user:
+            insert = of_unchanged_user(found, insert, sql.IMPORT_SESSION_OF_USER)
         # *mark*, the INSERT into `secure_migrated`, comes before *insert*, the INSERT of the
         # session.  On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's
         # transaction.  After *mark*, *insert* requires that the user has no tombstone.
