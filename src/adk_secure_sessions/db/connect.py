@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -217,22 +215,20 @@ def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
         # SQLAlchemy keeps the driver's module in an attribute that has the name of the driver.
         driver: Any = getattr(dialect.dbapi, dialect.driver)
         connect = driver.AsyncConnection.connect if dialect.driver == "psycopg" else driver.connect
-        options.setdefault("async_creator_fn", partial(_connect_in_time, connect, seconds))
+
+        async def connect_in_time(*args: object, **options: object) -> object:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    return await connect(*args, **options)
+            except TimeoutError:
+                if not limit.expired():
+                    raise  # of the driver, which has a shorter time-out
+                raise overdue(seconds, "connecting to the database") from None
+
+        options.setdefault("async_creator_fn", connect_in_time)
 
     sa.event.listen(engine.sync_engine, "do_connect", set_function)
-
-
-async def _connect_in_time(
-    connect: Callable[..., Awaitable[object]], seconds: float, *args: object, **options: object
-) -> object:
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            return await connect(*args, **options)
-    except TimeoutError:
-        if not limit.expired():
-            raise  # of the driver, which has a shorter time-out
-        raise overdue(seconds, "connecting to the database") from None
 
 
 def _for_engine(

@@ -216,12 +216,6 @@ def _is_of_driver(error: object) -> bool:
     return type(error).__module__.partition(".")[0].lstrip("_") in _DRIVERS
 
 
-def _starts(code: object, start: str | int) -> bool:
-    if isinstance(start, str):
-        return isinstance(code, str) and code.startswith(start)
-    return code == start
-
-
 def _codes(driver: Any) -> set[object]:
     codes = {getattr(driver, "sqlstate", None), getattr(driver, "sqlite_errorname", None)}
     if not isinstance(driver, OSError):
@@ -230,8 +224,12 @@ def _codes(driver: Any) -> set[object]:
 
 
 def _kind_of(codes: set[object]) -> _Kind:
-    kinds = (kind for kind in _KINDS for code in codes for one in kind.codes if _starts(code, one))
-    return next(kinds, _OTHER)
+    texts = [code for code in codes if isinstance(code, str)]
+    for kind in _KINDS:
+        starts = tuple(start for start in kind.codes if isinstance(start, str))
+        if not codes.isdisjoint(kind.codes) or any(text.startswith(starts) for text in texts):
+            return kind
+    return _OTHER
 
 
 def _database_error(driver: Any, codes: set[object], kind: _Kind) -> DatabaseError:

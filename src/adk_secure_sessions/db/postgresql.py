@@ -21,6 +21,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import sqlalchemy as sa
@@ -371,7 +372,7 @@ class _Session:
             return result
 
     async def _execute(
-        self, text: str, values: list[object], seconds: float | None = None
+        self, text: str, values: list[object], seconds: float | None
     ) -> Sequence[Row]:
         rows: Sequence[Row]
         if not self._pooler.is_found:
@@ -393,17 +394,10 @@ class _Session:
             statement = None
             if self._in_transaction:
                 raise Conflict  # the server has aborted the transaction
-        if self._in_transaction:
-            return await self._execute_unnamed(text, values, seconds)
-        async with self._driver.transaction():
-            return await self._execute_unnamed(text, values, seconds)
-
-    async def _execute_unnamed(
-        self, text: str, values: list[object], seconds: float | None
-    ) -> Sequence[Row]:
-        statement = await self._driver.prepare(text, name="", timeout=seconds)
-        rows: Sequence[Row] = await statement.fetch(*values, timeout=seconds)
-        return rows
+        async with nullcontext() if self._in_transaction else self._driver.transaction():
+            statement = await self._driver.prepare(text, name="", timeout=seconds)
+            rows = await statement.fetch(*values, timeout=seconds)
+            return rows
 
 
 def _value(change: Change, name: str) -> object:

@@ -78,12 +78,13 @@ def is_in_memory(url: sa.URL) -> bool:
 
 
 def _prepare_file(
-    _dialect: object, _record: object, args: list[Any], options: dict[str, Any]
+    file: "OpenFile", _dialect: object, _record: object, args: list[Any], options: dict[str, Any]
 ) -> None:
     """Create a missing file with mode 0600, or prepare to open a file as read-only.
 
     SQLite gives the write-ahead log and the log's index the mode of the file.
     """
+    file.check()  # now, so that a file that was deleted is not created again
     name = str(args[0])
     if options.get("uri") and name.startswith("file:"):
         parts = urlsplit(name)
@@ -172,13 +173,9 @@ class SqliteExecutor:
         options["connect_args"] = connect_args | engine_kwargs.get("connect_args", {})
         self._engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
         self._file = OpenFile()
-        for event, function in (
-            ("do_connect", self._file.before_connecting),
-            ("do_connect", _prepare_file),
-            ("connect", _set_up),
-            ("connect", self._file.connected),
-        ):
-            sa.event.listen(self._engine, event, function)
+        sa.event.listen(self._engine, "do_connect", partial(_prepare_file, self._file))
+        sa.event.listen(self._engine, "connect", _set_up)
+        sa.event.listen(self._engine, "connect", self._file.connected)
         self._forget_threads()
 
     def _forget_threads(self) -> None:
@@ -288,10 +285,6 @@ class OpenFile:
         except OSError:
             return  # it is in memory, or a VFS gives it a name that is no path
         self._known = path, status.st_dev, status.st_ino
-
-    def before_connecting(self, *_: object) -> None:
-        """Call `check`, so that SQLite does not create the file again."""
-        self.check()
 
     def check_often(self) -> None:
         """Call `check`, for a read: at most ten times a second, since a read loses nothing."""

@@ -130,12 +130,6 @@ class OwnerKeys(KeyMaterial):
     newest_generation: int
 
 
-def _kinds(
-    backends: Mapping[int, EncryptionBackend], direction: str
-) -> dict[int, telemetry.WorkKind]:
-    return {key: telemetry.cipher_kind(one.name, direction) for key, one in backends.items()}
-
-
 class DataKeys(KeyMaterial):
     """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
@@ -149,8 +143,12 @@ class DataKeys(KeyMaterial):
         self.keyring = keyring  # another object when the keyring is read again
         self.backends = backends
         # What telemetry calls an encryption and a decryption, by backend id.
-        self.encrypting: dict[int, telemetry.WorkKind] = _kinds(backends, "encrypt")
-        self.decrypting: dict[int, telemetry.WorkKind] = _kinds(backends, "decrypt")
+        self.encrypting: dict[int, telemetry.WorkKind] = {
+            key: telemetry.cipher_kind(one.name, "encrypt") for key, one in backends.items()
+        }
+        self.decrypting: dict[int, telemetry.WorkKind] = {
+            key: telemetry.cipher_kind(one.name, "decrypt") for key, one in backends.items()
+        }
         self.writer: EncryptionBackend = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owners: Lru[int, bytes] = Lru(limit)  # the owner's tag, by data key id

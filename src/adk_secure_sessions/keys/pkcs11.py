@@ -144,15 +144,12 @@ class Pkcs11Key(RemoteKey):
         self._pin_error: str | None = None  # a key of `_ADVICE`, if the token rejected the PIN
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return await self._in_session(_encrypt, plaintext, associated_data)
+        return await in_thread(lambda: self._use(_encrypt, plaintext, associated_data))
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return await self._in_session(_decrypt, sealed, associated_data)
+        return await in_thread(lambda: self._use(_decrypt, sealed, associated_data))
 
-    async def _in_session(self, use: Callable[[Any, bytes, bytes], bytes], *data: bytes) -> bytes:
-        return await in_thread(lambda: self._use(lambda key: use(key, *data)))
-
-    def _use(self, use: Callable[[Any], bytes]) -> bytes:
+    def _use(self, use: Callable[[Any, bytes, bytes], bytes], *data: bytes) -> bytes:
         import pkcs11
 
         is_open = False
@@ -164,7 +161,7 @@ class Pkcs11Key(RemoteKey):
                 try:
                     with _session(library.get_token(token_label=self._token), self._pin) as session:
                         is_open = True
-                        return use(self._key(session))
+                        return use(self._key(session), *data)
                 except pkcs11.PKCS11Error as error:
                     # Inside of `held`: the thread that waits for it must not try the PIN again.
                     raise self._explained(error, at_login=not is_open) from None

@@ -107,8 +107,7 @@ class VaultKey(RemoteKey):
         address = (address or read_environment("VAULT_ADDR")).rstrip("/")
         check_transport(address)
         namespace = namespace or os.environ.get("VAULT_NAMESPACE") or ""
-        if namespace and not _HEADER_VALUE.fullmatch(namespace):
-            raise _not_printable("namespace")
+        _check_header(namespace, "namespace")
         super().__init__(
             key_id or f"vault:{key}", address, namespace, timeout=timeout, attempts=attempts
         )
@@ -133,8 +132,7 @@ class VaultKey(RemoteKey):
             self._login = {"role_id": role_id, "secret_id": secret_id}
         elif not token and not token_file:
             self._token = read_environment("VAULT_TOKEN")
-        if self._token and not _HEADER_VALUE.fullmatch(self._token):
-            raise _not_printable("token")
+        _check_header(self._token, "token")
         self._logging_in = LoopLocks()
         try:
             self._client()
@@ -325,10 +323,11 @@ def _is_path(text: str) -> bool:
     return _PATH.fullmatch(text) is not None and ".." not in text
 
 
-def _not_printable(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the {what} for Vault has characters other than printable ASCII, or spaces"
-    )
+def _check_header(value: str | None, name: str) -> None:
+    if value and not _HEADER_VALUE.fullmatch(value):
+        raise ConfigurationError(
+            f"the {name} for Vault has characters other than printable ASCII, or spaces"
+        )
 
 
 def _text(data: bytes) -> str:
