@@ -59,7 +59,12 @@ from adk_secure_sessions.maintenance import (
     verify,
     verify_audit,
 )
-from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService
+from adk_secure_sessions.migration import (
+    AdkTables,
+    EncryptedSource,
+    PlaintextFallbackService,
+    migrate,
+)
 from tests.cli.support import run
 from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
@@ -550,6 +555,27 @@ async def test_reads_of_a_plaintext_source_are_stored(url: sa.URL, tmp_path: Pat
     assert len(await trail(url, "plaintext.read")) >= 1
     assert ("session.write", "import", "success") in shown(await trail(url, "session.write"))
     assert await problems(url) == []
+
+
+async def test_migration_from_a_database_with_a_trail_is_stored_there(
+    url: sa.URL, tmp_path: Path
+) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+
+    async def copy(source: str | sa.URL, **options: Any) -> None:
+        target = Database(f"sqlite:///{tmp_path}/target.db", BACKEND)
+        async with EncryptedSource(Database(source, BACKEND)) as opened, target:
+            await migrate(opened, target, **options)
+
+    await copy(url, dry_run=True)
+    await copy(url)
+    records = await trail(url, "command")
+    assert shown(records) == [("command", None, "started"), ("command", None, "success")] * 2
+    assert [one.get("dry_run") for one in records] == [True, True, None, None]
+    assert await problems(url) == []
+    with pytest.raises(DatabaseError, match="only read the database, copy it first"):
+        await copy(f"sqlite:///file:{url.database}?mode=ro&uri=true")
 
 
 # --- Heads ---

@@ -113,9 +113,9 @@ def migrate() -> None:
 def copy(db: Database, dry_run: bool, **options: Any) -> None:
     """Copy sessions and states from another database.  Run it again to copy what has changed.
 
-    The source is only read.  Sessions and states that a service has changed in the target are not
-    overwritten.  Exits 1 if a session or state could not be copied, or if the source no longer has
-    a copied session.
+    Nothing but its audit trail, if any, is changed in the source.  Sessions and states that a
+    service has changed in the target are not overwritten.  Exits 1 if a session or state could not
+    be copied, or if the source no longer has a copied session.
 
     \b
     Example:

@@ -14,7 +14,7 @@ from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.keys.data_keys import DataKeys
 from adk_secure_sessions.keys.keyring import Keyring
@@ -225,7 +225,14 @@ class Database(KeyMaterial, ClosedByWith):
         is_listed = FeatureName.AUDIT in keyring.features
         if not is_listed:
             self.trail_was_unlisted = await self.has_trail_rows()
-        await command.opened(self.trail, is_prepared=is_listed)
+        try:
+            await command.opened(self.trail, is_prepared=is_listed)
+        except DatabaseError as error:
+            error.args = (
+                f"no record of this command can be stored in the audit trail: {error}; if you can "
+                "only read the database, copy it first",
+            )
+            raise
         keyring.features |= {FeatureName.AUDIT}
 
     async def has_trail_rows(self) -> bool:

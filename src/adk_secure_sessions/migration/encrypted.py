@@ -57,7 +57,7 @@ class EncryptedSource(Source):
     The source may have a key database, and may be in another database product than the target.
     Events are returned as they are stored: nothing is converted, and the installed google-adk need
     not be able to read them.  Expired sessions are omitted, and so are collections (artifacts and
-    memory).
+    memory).  If the database has an audit trail, the command that reads it stores records there.
 
     As in a service, a session or state is only returned if its rows are authentic and belong
     together.  If the row of a session was removed together with its version witness, this class

@@ -124,8 +124,8 @@ async def migrate(
     A second run copies only sessions and states that are new or have changed in the source.  No run
     overwrites a session or state that a service has changed in the target.  If a run was
     interrupted, call this function again: it skips sessions that were copied.  The source is only
-    read.
-    Tables and keys of the target that do not exist are created, except in a dry run.
+    read; but if it is encrypted and has an audit trail, each run, also a dry run, stores records
+    there.  Tables and keys of the target that do not exist are created, except in a dry run.
 
     Args:
         dry_run: Read the sessions that would be copied, and report what would be done, but change

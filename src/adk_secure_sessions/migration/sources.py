@@ -90,7 +90,7 @@ States = Mapping[Ids, JsonObject | Unreadable]
 
 @hides_locals
 class Source(ClosedByWith):
-    """Reads sessions and states, and changes nothing.  Use it with `async with`.
+    """Reads sessions and states, and changes none of them.  Use it with `async with`.
 
     Every method may raise ConfigurationError and DatabaseError.
     """
