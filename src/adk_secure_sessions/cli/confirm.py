@@ -33,14 +33,11 @@ def require_confirmation(
     kind: str = "database",
     unit: str = "session",
 ) -> None:
-    """Raise an error unless the user names the database *found*: the URL may be a wrong one.
+    """Raise an error unless the user names *found*, because the URL may be a wrong one.
 
-    Args:
-        found: The database.
-        name: The value of --confirm.  If it is None, ask on the terminal.
-        change: What the command does to the database, such as `erase the user`.
-        kind: What *found* is, if it is no database: `directory` or `bucket`.
-        unit: What `found.sessions` counts.
+    *name* is the value of --confirm; if it is None, ask on the terminal.  *change* is what the
+    command does, such as `erase the user`.  *found* is a *kind* of place: a database, a directory
+    or a bucket, and its `sessions` counts *unit*s.
     """
     where = "" if found.server is None else f" on {found.server}"
     last = "" if found.updated_at is None else f", last updated {utc_text(found.updated_at)}"

@@ -33,18 +33,12 @@ _ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n"}
 
 
 class Run:
-    """A run of the program.
-
-    Attributes:
-        file: The file for the metrics; None if none was given.
-        command: The words that call the command.
-        result: What the command has shown; None if it has shown nothing.
-    """
+    """A run of the program."""
 
     def __init__(self) -> None:
-        self.file: Path | None = None
-        self.command: str = ""
-        self.result: object = None
+        self.file: Path | None = None  # for the metrics; None if none was given
+        self.command: str = ""  # the words that call the command
+        self.result: object = None  # what the command has shown; None if it has shown nothing
         self._began = time.monotonic()
 
     def write(self, *, succeeded: bool) -> None:

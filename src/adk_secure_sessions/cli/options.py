@@ -171,15 +171,10 @@ _KEYS = (
 
 
 def on_database(*, keys: bool | None = True, url: Decorator = _DB) -> Decorator:
-    """Return a decorator for a command that uses a database.
+    """Return a decorator for a command with the argument `db`, a `Database`.
 
-    It adds the options for root keys and backends, --db, --key-db, --config, --audit-log,
-    --metrics-file and --json.  The decorated function calls the command with the argument `db`, a
-    `Database`.
-
-    Args:
-        keys: Whether a root key is required.  If None, the options for keys are not added.
-        url: The option that names the database.
+    It adds the options of *url*, which names the database, and those that all such commands have.
+    The root key is optional if *keys* is False; if it is None, there are no options for keys.
     """
 
     def decorate(command: Command) -> Command:

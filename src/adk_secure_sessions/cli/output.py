@@ -176,11 +176,8 @@ def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]"
     """Yield a function that takes the number done and the total number, and shows the progress.
 
     If stderr is a terminal, a bar shows the progress, the speed and the remaining time.  Otherwise,
-    the function prints a line with the progress and the speed at most every 10 seconds.
-
-    Args:
-        label: The text before the numbers, such as the name of the command.
-        unit: What is counted, in the plural.
+    the function prints a line with the progress and the speed at most every 10 seconds.  *label* is
+    the text before the numbers, and *unit* is what is counted, in the plural.
     """
     began = last = time.monotonic()
     if not sys.stderr.isatty():

@@ -25,11 +25,7 @@ AGAIN = "run the same command again"
 class Failure(click.ClickException):
     """Ends the command with one line on stderr and, with --json, with a JSON object on stdout.
 
-    Args:
-        message: What is wrong, and what to do.
-        error: The name of the error, for scripts.
-        retryable: Whether the same command may succeed later.
-        exit_code: The exit status; 1 if the user has answered no.
+    *error* is its name, for scripts, and *retryable* says that the same command may succeed later.
     """
 
     def __init__(
@@ -176,12 +172,8 @@ class Call(Protocol):
 def opened(db: Database, *, again: str | None = AGAIN) -> Iterator[Call]:
     """Yield a function that runs coroutines which use *db*, and close *db* at the end.
 
-    Between two coroutines, the command may ask the user a question.
-
-    Args:
-        db: The database.
-        again: The text that says how to continue after Ctrl-C; None if the command changes nothing,
-            as each command with --dry-run.
+    Between two coroutines, the command may ask the user a question.  *again* says how to continue
+    after Ctrl-C; it is None if the command changes nothing, even without --dry-run.
     """
 
     async def awaited(work: Awaitable[T]) -> T:
