@@ -169,9 +169,14 @@ def _unfinished(rotation: maintenance.UnfinishedRotation, again: str) -> str:
             f"{rotation.rotation}: its checkpoint was tampered with; "
             "--restart begins a new rotation"
         )
+    assert rotation.done is not None
+    assert rotation.total is not None
+    percent = 100 * rotation.done // max(rotation.total, 1)
+    total = counted(rotation.total, "data key" if rotation.rotation == "master" else "record")
     began = f"began {utc_text(rotation.since)}"
     unchecked = "" if rotation.genuine else "; not verified: that needs --key"
-    return f"{rotation.rotation}: {_done(rotation)}; {began}{unchecked}{again}"
+    done = f"{percent}%, {rotation.done:,} of {total}"
+    return f"{rotation.rotation}: {done}; {began}{unchecked}{again}"
 
 
 def _again(command: str) -> str:
@@ -204,14 +209,6 @@ def _state_index(found: maintenance.IndexStatus) -> str:
 def _audit_trail(found: maintenance.TrailStatus) -> str:
     counts = f"{counted(found.records, 'record')} in {counted(found.chains, 'chain')}"
     return f"{counts}, the oldest of {utc_text(found.since)}" if found.since is not None else counts
-
-
-def _done(rotation: maintenance.UnfinishedRotation) -> str:
-    assert rotation.done is not None
-    assert rotation.total is not None
-    percent = 100 * rotation.done // max(rotation.total, 1)
-    noun = "data key" if rotation.rotation == "master" else "record"
-    return f"{percent}%, {rotation.done:,} of {counted(rotation.total, noun)}"
 
 
 def _age(seconds: float) -> str:

@@ -164,9 +164,6 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         *session* any more are deleted from the memory.  Events that were deleted with
         `delete_memory` stay deleted.
 
-        Args:
-            session: A session with its events.
-
         Raises:
             ValueError: The content of an event cannot be converted to JSON or exceeds a limit, or
                 the event's timestamp is not a possible time; nothing was stored.
@@ -209,12 +206,8 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
     ) -> None:
         """Add the events that have content and whose ids are not in the session's memory yet.
 
-        Args:
-            app_name: The app's name.
-            user_id: The user's id.
-            events: The events.
-            session_id: The session that the events belong to; None if they belong to no session.
-            custom_metadata: JSON values, which `search_memory` returns with each of the entries.
+        Without a *session_id*, the events belong to no session.  `search_memory` returns the JSON
+        values in *custom_metadata* with each of the entries.
 
         Raises:
             ValueError: The content of an event or the metadata cannot be converted to JSON or
@@ -246,13 +239,9 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
     ) -> None:
         """Add memories that are not events.
 
-        Args:
-            app_name: The app's name.
-            user_id: The user's id.
-            memories: The memories.  A memory without an id gets a new id.  If `add_memory` has
-                already added a memory with the same id, the new memory replaces it.
-            custom_metadata: JSON values by name, which are added to the metadata of each memory.
-                If the memory's own metadata already has a value for a name, that value is kept.
+        A memory without an id gets a new id.  If `add_memory` has already added a memory with the
+        same id, the new memory replaces it.  The JSON values in *custom_metadata* are added to the
+        metadata of each memory, unless it already has a value for the same name.
 
         Raises:
             ValueError: Content or metadata cannot be converted to JSON or exceed a limit, two of
@@ -291,11 +280,6 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         """Return up to ten memories: those that contain the most words of *query*, best first.
 
         If the service has a ranker, return the memories that the ranker chooses instead.
-
-        Args:
-            app_name: The app's name.
-            user_id: The user's id.
-            query: Words, in any order.
 
         Raises:
             ConfigurationError: The installed google-adk cannot read a memory that a newer

@@ -266,15 +266,13 @@ class _Bucket(BlobStore):
             return bytes(await answer.bytes_async())
 
         try:
-            data: bytes | None = await self._call(call)
+            data: bytes = await self._call(call)
         except FileNotFoundError:
-            data = None
+            raise missing_blob("store") from None
         except ArtifactStoreError:
-            if whole or not await self._is_missing(path, size):
-                raise
-            data = None
-        if data is None:
-            raise missing_blob("store")
+            if not whole and await self._is_missing(path, size):
+                raise missing_blob("store") from None
+            raise
         check_size(len(data), stop - start)
         return data
 
