@@ -31,7 +31,7 @@ database = copies_of("integrations.sql")
 async def read_memory(path: Path, app: str, user: str) -> Json:
     async with EncryptedSessionService(f"sqlite:///{path}", *BACKENDS) as sessions:
         service = EncryptedMemoryService(sessions)
-        memory = await service._current(await service._cache(), app, user)
+        memory = await service._up_to_date(await service._cache(), app, user)
         assert memory is not None
         entries = [
             {"scope": list(scope), **entry.values()}

@@ -51,7 +51,7 @@ async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:
 
 
 async def whole(memory: EncryptedMemoryService) -> UserMemory | None:
-    return await memory._current(await memory._cache(), APP, USER)
+    return await memory._up_to_date(await memory._cache(), APP, USER)
 
 
 def remember(service: BaseMemoryService, *memories: MemoryEntry, **more: Any) -> Any:

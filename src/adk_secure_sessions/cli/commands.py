@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from adk_secure_sessions.cli.later import ArtifactStore, Database, maintenance
+from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
     with_one_app,

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from adk_secure_sessions.cli.later import Database, maintenance, migration
+from adk_secure_sessions.cli.lazy_packages import Database, maintenance, migration
 from adk_secure_sessions.cli.options import on_database, parse_time, with_selection
-from adk_secure_sessions.cli.output import finish, given, private_file, progress
+from adk_secure_sessions.cli.output import finish, option_value, private_file, progress
 from adk_secure_sessions.cli.program import (
     AGAIN,
     Failure,
@@ -70,7 +70,7 @@ def export(
         raise click.UsageError("the output contains all content as plaintext: add --decrypt")
     if jsonl is not None and verify:
         raise click.UsageError("--verify compares two databases: give it with --to")
-    if jsonl == _STDOUT and given("as_json"):
+    if jsonl == _STDOUT and option_value("as_json"):
         raise click.UsageError("stdout has the sessions: give --json with --jsonl FILE")
     if to is not None:
         done = _to_adk(db, to, verify=verify, **options)
@@ -145,7 +145,7 @@ def export_audit(db: Database, output: str, **options: Any) -> None:
       adk-secure-sessions audit export --db sqlite:///sessions.db --key file:root.key \\
           --since 2026-01-01 --output january.jsonl
     """
-    if output == _STDOUT and given("as_json"):
+    if output == _STDOUT and option_value("as_json"):
         raise click.UsageError("stdout has the records: give --json with --output FILE")
     work = maintenance.export_audit
     done = _write(db, output, "audit export", "records", work, **options)

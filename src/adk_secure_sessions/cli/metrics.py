@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from adk_secure_sessions.cli.later import maintenance
+from adk_secure_sessions.cli.lazy_packages import maintenance
 
 _COMMAND = "adk_secure_sessions_command"
 _LAST_RUN = f"{_COMMAND}_last_run_timestamp_seconds"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
-from adk_secure_sessions.cli.later import ArtifactStore, Database
+from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database
 from adk_secure_sessions.cli.migrate import migrate
 from adk_secure_sessions.cli.options import (
     TO,

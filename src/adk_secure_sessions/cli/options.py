@@ -11,7 +11,7 @@ from adk_secure_sessions import audit
 from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, read_config, variable
-from adk_secure_sessions.cli.later import ArtifactStore, maintenance
+from adk_secure_sessions.cli.lazy_packages import ArtifactStore, maintenance
 from adk_secure_sessions.cli.program import Common, one_line_errors
 from adk_secure_sessions.formats import times
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing

@@ -15,7 +15,7 @@ import click
 
 from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBackend
 from adk_secure_sessions.cli import metrics
-from adk_secure_sessions.cli.later import maintenance
+from adk_secure_sessions.cli.lazy_packages import maintenance
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.results import counted as counted
@@ -78,7 +78,7 @@ def plain(value: Any, name: str = "") -> Any:
     return value if value is None or not is_id else str(value)
 
 
-def given(option: str) -> Any:
+def option_value(option: str) -> Any:
     """Return the value of an option of the running command; None if there is no such option."""
     return click.get_current_context().params.get(option)
 
@@ -95,8 +95,8 @@ def finish(
     """
     metrics.keep(result)
     first, others = _results_in(result), _results_in(more)
-    dry_run = given("dry_run")
-    if given("as_json"):
+    dry_run = option_value("dry_run")
+    if option_value("as_json"):
         mode = {} if dry_run is None else {"dry_run": dry_run}
         click.echo(json.dumps(mode | plain(more) | plain(result), indent=2), err=err)
     else:
@@ -113,7 +113,7 @@ def _results_in(result: object) -> list[Result]:
 
 def _lines(results: Iterable[Result]) -> Iterator[str]:
     for one in results:
-        yield from map(for_command_line, one.lines(bool(given("dry_run"))))
+        yield from map(for_command_line, one.lines(bool(option_value("dry_run"))))
 
 
 def for_command_line(text: str) -> str:

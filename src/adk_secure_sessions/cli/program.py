@@ -13,8 +13,13 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import click
 
 from adk_secure_sessions.cli import metrics
-from adk_secure_sessions.cli.later import Database
-from adk_secure_sessions.cli.output import for_command_line, given, progress, without_controls
+from adk_secure_sessions.cli.lazy_packages import Database
+from adk_secure_sessions.cli.output import (
+    for_command_line,
+    option_value,
+    progress,
+    without_controls,
+)
 from adk_secure_sessions.errors import SecureSessionError
 
 T = TypeVar("T")
@@ -191,7 +196,7 @@ def opened(db: Database, *, again: str | None = AGAIN) -> Iterator[Call]:
                 finally:
                     runner.run(db.close())
         except KeyboardInterrupt:
-            raise _interrupted(None if given("dry_run") else again) from None
+            raise _interrupted(None if option_value("dry_run") else again) from None
 
 
 def run(

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
-from adk_secure_sessions.cli.later import Database, maintenance
+from adk_secure_sessions.cli.lazy_packages import Database, maintenance
 from adk_secure_sessions.cli.options import (
     age_option,
     on_database,

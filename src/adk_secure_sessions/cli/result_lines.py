@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from adk_secure_sessions.cli.later import maintenance
+from adk_secure_sessions.cli.lazy_packages import maintenance
 from adk_secure_sessions.cli.output import backend_name, counted, table
 from adk_secure_sessions.errors import Reason
 

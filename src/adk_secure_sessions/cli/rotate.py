@@ -8,7 +8,7 @@ from typing import Any, Literal
 import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
-from adk_secure_sessions.cli.later import ArtifactStore, Database, maintenance
+from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
     with_all,

@@ -19,7 +19,7 @@ from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_versions import scope_and_name, versions_of
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
-from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, opened
+from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems, reject_orphans
 from adk_secure_sessions.maintenance.walk import SessionIds, located_sessions
@@ -111,7 +111,7 @@ async def check_blobs(
         ConfigurationError: The store or the database cannot be used.
         ArtifactStoreError: The store failed.
     """
-    place = opened(store)
+    place = as_artifact_store(store)
     blobs = await blobs_of_database(db, place)
     stored = {blob.name: blob.size async for blob in blobs.list()}
     marks = await blobs.marks()  # before the rows: a row is deleted before its blob is marked
@@ -251,7 +251,7 @@ async def blobs_of_database(db: Database, store: AnyStore, *, create: bool = Fal
     `separate`.  A missing directory of the whole store is an error in any case.
     """
     prefix = (await Collections(db.unit).database_id()).hex()
-    place = opened(store)
+    place = as_artifact_store(store)
     blobs = place.blobs(prefix, create=False)
     return place.blobs(prefix) if create else blobs
 

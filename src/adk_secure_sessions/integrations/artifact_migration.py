@@ -27,7 +27,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import AnyStore, opened
+from adk_secure_sessions.integrations.object_store import AnyStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, init
 from adk_secure_sessions.migration.walk import Finding, Findings, Fingerprints, Workers, packed
 from adk_secure_sessions.results import Result, count, listing
@@ -149,7 +149,7 @@ class _ArtifactRun:
         self.finished: Fingerprints = Fingerprints()  # equal artifacts, and those of erased users
         self._db = db
         self._collections = Collections(db.unit)
-        self._store = opened(store)
+        self._store = as_artifact_store(store)
         self._action = action
         self._dry_run = dry_run
         self._is_new = is_new and action == "copy"

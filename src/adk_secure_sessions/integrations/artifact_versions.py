@@ -75,14 +75,14 @@ def scope_and_name(collection: str) -> tuple[str | None, str] | None:
 def versions_of(collection: Collection) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order."""
     found: dict[int, Version] = {}
-    for version in _described(collection):
+    for version in _version_of_each_item(collection):
         found[version.number] = version
     return [found[number] for number in sorted(found)]
 
 
 def version_count(collection: Collection) -> int:
     """Return how many versions the artifact has; *collection* needs at least the last item."""
-    return _described(collection)[-1].versions if collection.size else 0
+    return _version_of_each_item(collection)[-1].versions if collection.size else 0
 
 
 def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> JsonObject:
@@ -125,7 +125,7 @@ def _blob(values: JsonObject) -> Blob:
     raise ValueError
 
 
-def _described(collection: Collection) -> list[Version]:
+def _version_of_each_item(collection: Collection) -> list[Version]:
     """Parse all items in *collection*, and check each item against the item before it."""
     first = collection.size - len(collection.items)
     found: list[Version] = []

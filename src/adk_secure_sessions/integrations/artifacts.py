@@ -37,7 +37,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     versions_of,
 )
 from adk_secure_sessions.integrations.blob_store import Blob
-from adk_secure_sessions.integrations.object_store import AnyStore, opened
+from adk_secure_sessions.integrations.object_store import AnyStore, as_artifact_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.tracebacks import hides_locals
@@ -106,7 +106,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         """
         self._collections = session_service.collections
         self._recording = session_service._recording
-        self._store = opened(store)
+        self._store = as_artifact_store(store)
         self._store.blobs("0" * 32)  # a directory that cannot be created is an error now
 
     @property
@@ -236,7 +236,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         """Return all versions with their metadata, without contents; [] if there is no artifact."""
         name = _collection_name(app_name, user_id, filename, session_id)
         found = await self._collections.get(app_name, user_id, name)
-        return [_described(version) for version in versions_of(found)] if found else []
+        return [_as_artifact_version(version) for version in versions_of(found)] if found else []
 
     @accessed("artifacts.list")
     async def get_artifact_version(
@@ -250,7 +250,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     ) -> ArtifactVersion | None:
         """Return the metadata of a version, by default of the latest; None if there is none."""
         found = await self._version(app_name, user_id, filename, session_id, version)
-        return None if found is None else _described(found)
+        return None if found is None else _as_artifact_version(found)
 
     # --- streams ---------------------------------------------------------------------------------
 
@@ -491,7 +491,7 @@ def _check_reference(
     return target
 
 
-def _described(version: Version) -> ArtifactVersion:
+def _as_artifact_version(version: Version) -> ArtifactVersion:
     return ArtifactVersion(
         version=version.number,
         canonical_uri=version.uri,

@@ -31,7 +31,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     versions_of,
 )
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
-from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, opened
+from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
@@ -74,7 +74,7 @@ async def rotate_data_and_blobs(
         ArtifactStoreError: The store failed.  The next run continues.
         SecureSessionError: See `rotate_data`.
     """
-    place = opened(store)
+    place = as_artifact_store(store)
     blobs = await blobs_of_database(db, place, create=not dry_run)
     stored = {blob.name: blob.size async for blob in blobs.list()} if dry_run else {}
     run = _BlobRotationRun(db, blobs, place, stored, dry_run=dry_run)

@@ -42,7 +42,7 @@ from adk_secure_sessions.formats.memory_items import (
 )
 from adk_secure_sessions.integrations.memory_index import (
     Entry,
-    Turns,
+    LoopPauses,
     UserMemory,
 )
 from adk_secure_sessions.loops import LoopLocks
@@ -287,7 +287,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 was given.
         """
         check_ids(app_name, user_id)
-        memory = await self._current(await self._cache(), app_name, user_id)
+        memory = await self._up_to_date(await self._cache(), app_name, user_id)
         if memory is None:
             return SearchMemoryResponse()
         if self._ranker is None:
@@ -332,7 +332,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             while True:
                 # Get the cache in each pass: `storage.empty_caches` may have replaced it.
                 cache = await self._cache()
-                memory = await self._current(cache, app_name, user_id)
+                memory = await self._up_to_date(cache, app_name, user_id)
                 if memory is None:
                     if plan(UserMemory(writes.Expected(0, 0))) is None:
                         return
@@ -375,7 +375,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                         with memory.lock:
                             if memory.at == at:
                                 memory.apply([(item, adk_version)], new)
-                        _put(cache, (app_name, user_id), memory)
+                        _cache_memory(cache, (app_name, user_id), memory)
                 except (writes.StaleRevision, writes.MissingSession):
                     await retries.wait(Conflict())
                     continue
@@ -391,7 +391,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         key = (self, os.getpid())
         return await self._collections.cache(key, lambda: Lru(self._cache_entries))
 
-    async def _current(self, cache: "_Cache", app_name: str, user_id: str) -> UserMemory | None:
+    async def _up_to_date(self, cache: "_Cache", app_name: str, user_id: str) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""
         user = (app_name, user_id)
         async with self._reads.hold(user):
@@ -419,7 +419,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     with memory.lock:
                         if memory.at == at:  # no other thread has applied these items
                             memory.apply(items, found.at)
-                            _put(cache, user, memory)
+                            _cache_memory(cache, user, memory)
                             return memory
             return await self._read_all(cache, user)
 
@@ -428,11 +428,11 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         if found is None:
             return None
         memory = UserMemory(found.at)
-        turns = Turns()
+        pauses = LoopPauses()
         for item in await _decoded(found):
             memory.apply([item], found.at)
-            await turns.end()
-        _put(cache, user, memory)
+            await pauses.pause_if_due()
+        _cache_memory(cache, user, memory)
         return memory
 
 
@@ -441,7 +441,7 @@ reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
 _Cache: TypeAlias = Lru[tuple[str, str], UserMemory]
 
 
-def _put(cache: _Cache, user: tuple[str, str], memory: UserMemory) -> None:
+def _cache_memory(cache: _Cache, user: tuple[str, str], memory: UserMemory) -> None:
     cache.put(user, memory, len(memory.entries) + _USER_SIZE)
 
 
@@ -449,9 +449,9 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *found*, each with the version of google-adk that wrote it."""
     row, first = found.at.session_row, found.size - len(found.items)
     items = []
-    turns = Turns()
+    pauses = LoopPauses()
     for number, plaintext in enumerate(found.items, first):
-        await turns.end()
+        await pauses.pause_if_due()
         try:
             writer, values = json_text.read_event(plaintext)
             items.append((parse_item(values, number), writer))
@@ -485,11 +485,11 @@ def _item(
 async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> list[bytes]:
     """Return the plaintexts of items with the lists for their fields `add`."""
     found = []
-    turns = Turns()
+    pauses = LoopPauses()
     for item, entries in items:
         add = [None if entry is None else entry.values() for entry in entries]
         found.append(encode_item(item._replace(add=add).values()))
-        await turns.end()
+        await pauses.pause_if_due()
     return found
 
 
@@ -498,11 +498,11 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
         entries = sorted(memory.entries.items(), key=lambda one: one[0])
         row = memory.at.session_row
     offered: dict[RankedEntry, tuple[int, Entry]] = {}
-    turns = Turns()
+    pauses = LoopPauses()
     for key, entry in entries:
         name = f"{row}.{entry.item}.{entry.place}"
         offered[RankedEntry(name, entry.text(), entry.author, entry.timestamp)] = key, entry
-        await turns.end()
+        await pauses.pause_if_due()
     answer = await ranker.rank(query, list(offered))
     if not isinstance(answer, Sequence) or any(
         not isinstance(one, RankedEntry) or one not in offered for one in answer

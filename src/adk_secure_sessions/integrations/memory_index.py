@@ -44,24 +44,23 @@ SPARE_ITEMS = 1000
 # writes all other entries of its item again.
 _PACKED_BYTES = 8 * 1024
 _TEXTS_AT_ONCE = 1000  # texts to search for a word before other tasks may run
-_TURN = 0.005  # seconds of work before other tasks may run
+_WORK_SECONDS = 0.005  # of work before other tasks may run
 # The key of an entry is `(scope number << _SCOPE_SHIFT) | entry number`.  The scope of an entry is
 # a session or a constant of `formats.memory_items`.  Scopes and entries are numbered in order of
 # insertion.
 _SCOPE_SHIFT = 40
 
 
-class Turns:
-    """Lets other tasks run during long work: call `end` after each small part of the work."""
+class LoopPauses:
+    """Lets other tasks run during long work: call `pause_if_due` after each small part of it."""
 
     def __init__(self) -> None:
-        self._until = time.monotonic() + _TURN
+        self._until = time.monotonic() + _WORK_SECONDS
 
-    async def end(self) -> None:
-        """If this work has run for more than `_TURN` since the last pause, let other tasks run."""
+    async def pause_if_due(self) -> None:
         if time.monotonic() > self._until:
             await sleep(0)
-            self._until = time.monotonic() + _TURN
+            self._until = time.monotonic() + _WORK_SECONDS
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -255,18 +254,18 @@ class UserMemory:
         with self.lock:
             texts = list(self._texts.items()) if not query.isascii() else []
         counts: Counter[int] = Counter()
-        turns = Turns()
+        pauses = LoopPauses()
         for word in words:
             inside: list[int] = []
             if not word.isascii():
                 for first in range(0, len(texts), _TEXTS_AT_ONCE):
                     some = texts[first : first + _TEXTS_AT_ONCE]
                     inside += [key for key, text in some if word in text]
-                    await turns.end()
+                    await pauses.pause_if_due()
             with self.lock:
                 found = self._words.get(word, ())
                 counts.update({*found, *inside} if inside else found)
-            await turns.end()
+            await pauses.pause_if_due()
         with self.lock:
             # An entry may have been dropped during the search.
             ranked = [(-count, key) for key, count in counts.items() if key in self.entries]

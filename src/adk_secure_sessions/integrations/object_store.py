@@ -127,7 +127,7 @@ class ArtifactStore(KeyMaterial):
 AnyStore: TypeAlias = "str | os.PathLike[str] | ObjectStore | ArtifactStore"
 
 
-def opened(store: AnyStore) -> ArtifactStore:
+def as_artifact_store(store: AnyStore) -> ArtifactStore:
     return store if isinstance(store, ArtifactStore) else ArtifactStore(store)
 
 

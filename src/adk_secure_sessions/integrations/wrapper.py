@@ -347,7 +347,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
             raise ValueError("id, invocation_id and author of an event must be strings")
         plaintext = events.encode(event)
-        stored = _known_stored(session) or await self._stored_of(session)
+        stored = _known_inner_session(session) or await self._read_inner_session(session)
         writer = await self._writer(session.app_name, session.user_id, session.id)
         sealed = writer.seal_event(event, plaintext, writer.seal_states(delta))
         # Give the inner service a copy: it changes the object, even if it then fails to store the
@@ -361,7 +361,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         session.state.update(event.actions.state_delta or {})
         session.events.append(event)
 
-    async def _stored_of(self, session: Session) -> Session:
+    async def _read_inner_session(self, session: Session) -> Session:
         """Read the inner session for a *session* that was rebuilt, for example from JSON."""
         stored = await self._inner.get_session(
             app_name=session.app_name, user_id=session.user_id, session_id=session.id
@@ -428,7 +428,7 @@ class _Marker(str):
         return marker
 
 
-def _known_stored(session: Session) -> Session | None:
+def _known_inner_session(session: Session) -> Session | None:
     """Return the inner service's object for *session*, if *session* has one with the same ids."""
     stored = getattr(session._storage_update_marker, "session", None)
     if stored is None or any(getattr(stored, one) != getattr(session, one) for one in _IDS):
@@ -469,7 +469,7 @@ class _Records:
                 name = self._index.wrapped_state_key(*scope.parts, key).hex()
                 context = _state_context(scope, name)
                 record = self._keys.seal(scope.owner, context, dumps({key: value}))
-                sealed[scope.prefix + name] = _text(record)
+                sealed[scope.prefix + name] = _to_base64(record)
         return sealed
 
     def seal_event(self, event: Event, plaintext: bytes, delta: dict[str, str]) -> Event:
@@ -481,7 +481,7 @@ class _Records:
             author=event.author,
             timestamp=event.timestamp,
             turn_complete=event.turn_complete,
-            content=types.Content(role="model", parts=[types.Part(text=_text(record))]),
+            content=types.Content(role="model", parts=[types.Part(text=_to_base64(record))]),
             actions=EventActions(state_delta=dict(delta)),
         )
 
@@ -513,10 +513,10 @@ class _Records:
         for number, one in enumerate(found):
             if number % _CHUNK == _CHUNK - 1:
                 await asyncio.sleep(0)
-            text = _only_text(one)
+            text = _text_of_event(one)
             if text in seen:
                 raise TamperedError(
-                    "it is stored twice", reason=Reason.MISMATCH, table=EVENTS, row=_shown(one.id)
+                    "it is stored twice", reason=Reason.MISMATCH, table=EVENTS, row=_printed(one.id)
                 )
             seen.add(text)
             event = self._open_event(one, text)
@@ -554,7 +554,7 @@ class _Records:
         if not _NAME.fullmatch(name):
             raise PlaintextRefusedError("a key of the state is not a blind index")
         context = _state_context(scope, name)
-        entry = loads(self._keys.open(scope.owner, context, _record(value)), "the value")
+        entry = loads(self._keys.open(scope.owner, context, _from_base64(value)), "the value")
         if len(entry) != 1:
             raise TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)
         return entry
@@ -562,12 +562,12 @@ class _Records:
     def _open_event(self, stored: Event, text: str) -> Event:
         context = self._event_context(stored.id)
         try:
-            plaintext = self._keys.open(self._who.user_tag, context, _record(text))
-            event = events.decode(plaintext, _shown(stored.id), table=EVENTS)
+            plaintext = self._keys.open(self._who.user_tag, context, _from_base64(text))
+            event = events.decode(plaintext, _printed(stored.id), table=EVENTS)
             self._check_fields(stored, event)
             return event
         except DecryptionError as error:
-            raise error.located(EVENTS, _shown(stored.id)) from None
+            raise error.located(EVENTS, _printed(stored.id)) from None
 
     def _check_fields(self, stored: Event, event: Event) -> None:
         for name in (*_TEXTS, "turn_complete"):
@@ -587,17 +587,17 @@ def _state_context(scope: _StateScope, name: str) -> bytes:
     return records.context(("wrapped state", *scope.parts, bytes.fromhex(name)))
 
 
-def _text(record: bytes) -> str:
+def _to_base64(record: bytes) -> str:
     return base64.b64encode(record).decode("ascii")
 
 
-def _record(text: object) -> bytes:
+def _from_base64(text: object) -> bytes:
     if isinstance(text, str):
         try:
             record = base64.b64decode(text, validate=True)
             # Several texts in base64 may stand for the same bytes.  Accept only one of them, so
             # that an event that is stored twice has the same text twice.
-            if _text(record) == text:
+            if _to_base64(record) == text:
                 return record
         except (ValueError, binascii.Error):
             pass
@@ -612,17 +612,17 @@ def _check_ids_of(stored: Session, app_name: str, user_id: str, session_id: str)
         )
 
 
-def _shown(event_id: str) -> str:
+def _printed(event_id: str) -> str:
     """Return the id of a stored event for an error; "?" if the id is long or not printable."""
     return event_id if event_id.isprintable() and len(event_id) <= 128 else "?"
 
 
-def _only_text(stored: Event) -> str:
+def _text_of_event(stored: Event) -> str:
     parts: Iterable[types.Part] = (stored.content and stored.content.parts) or ()
     texts = [part.text for part in parts]
     if len(texts) == 1 and texts[0] is not None:
         return texts[0]
-    raise PlaintextRefusedError("not an encrypted event", table=EVENTS, row=_shown(stored.id))
+    raise PlaintextRefusedError("not an encrypted event", table=EVENTS, row=_printed(stored.id))
 
 
 async def _call(service: BaseSessionService, name: str) -> None:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 
-class _Later:
+class _LazyPackage:
     def __init__(self, package: str) -> None:
         self._package = package
 
@@ -22,5 +22,5 @@ if TYPE_CHECKING:
     from adk_secure_sessions.maintenance import Database as Database
 else:
     ArtifactStore = Database = Any  # for annotations
-    maintenance = _Later("adk_secure_sessions.maintenance")
-    migration = _Later("adk_secure_sessions.migration")
+    maintenance = _LazyPackage("adk_secure_sessions.maintenance")
+    migration = _LazyPackage("adk_secure_sessions.migration")
