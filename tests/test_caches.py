@@ -2,23 +2,15 @@
 
 import gc
 import os
-import sqlite3
 import weakref
-from collections.abc import Awaitable, Callable
-from contextlib import closing
 from pathlib import Path
 
-import pytest
 from google.adk.events import Event, EventActions
-from google.adk.sessions import Session
 
 from adk_secure_sessions import (
     AesGcmBackend,
     Caches,
-    DecryptionError,
     EncryptedSessionService,
-    KeyServiceError,
-    StaticKey,
 )
 from adk_secure_sessions.caches import Lru
 
@@ -59,57 +51,6 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
         sizes = [len(cache._entries) for cache in caches(service._unit)]
         assert len(sizes) == 6, "a cache was added, or is no longer found"
         assert all(0 < size <= 5 for size in sizes), sizes
-
-
-class Counting:
-    """A root key that counts the calls, and fails if it is told to."""
-
-    def __init__(self) -> None:
-        self._root = StaticKey(os.urandom(32))
-        self.key_id = "counting"
-        self.wrap = self._root.wrap
-        self.asked = 0
-        self.fails = False
-
-    async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        self.asked += 1
-        if self.fails:
-            raise KeyServiceError("busy", retryable=True)
-        return await self._root.unwrap(wrapped, associated_data)
-
-
-def insert_junk(path: Path, number: int) -> None:
-    """Insert *number* rows into the keyring, which no root key unwraps."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("BEGIN")  # one commit for all
-        for key_id in range(number):
-            connection.execute(
-                "INSERT INTO secure_keyring SELECT ?, purpose, root_key_id, created_at, "
-                "wrapped FROM secure_keyring WHERE purpose = 'data' LIMIT 1",
-                (key_id,),
-            )
-        connection.execute("COMMIT")
-
-
-@pytest.mark.parametrize(
-    ("junk", "fails", "calls"),
-    [(20, False, 20), (64, False, 0), (5000, False, 0), (1, True, 1)],
-    ids=["junk rows", "too many rows", "thousands of rows", "key service is down"],
-)
-async def test_key_service_is_not_called_for_every_operation_if_rows_of_the_keyring_are_rejected(
-    tmp_path: Path, junk: int, fails: bool, calls: int
-) -> None:
-    root = Counting()
-    async with EncryptedSessionService(
-        f"sqlite:///{tmp_path}/s.db", AesGcmBackend(root)
-    ) as service:
-        await service.create_session(app_name="a", user_id="known", session_id="s")
-        root.asked, root.fails = 0, fails
-        insert_junk(tmp_path / "s.db", junk)
-        for number in range(10):
-            await service.create_session(app_name="a", user_id=f"new {number}")
-        assert root.asked == calls
-        assert await service.get_session(app_name="a", user_id="known", session_id="s")
 
 
 # --- what stays in memory ------------------------------------------------------------------------
@@ -157,34 +98,3 @@ async def test_ids_are_not_kept_after_close(tmp_path: Path) -> None:
     del session, user_id, session_id
     await service.close()
     assert kept(watched) == []
-
-
-# --- a user whom another process has erased ------------------------------------------------------
-
-
-USES: dict[str, Callable[[EncryptedSessionService, Session], Awaitable[object]]] = {
-    "get": lambda service, session: service.get_session(app_name="a", user_id="u", session_id="s"),
-    "list": lambda service, session: service.list_sessions(app_name="a", user_id="u"),
-    "append": lambda service, session: service.append_event(session, Event(author="a")),
-    "create": lambda service, session: service.create_session(app_name="a", user_id="u"),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-async def test_erased_user_is_rejected_after_the_cache_time_though_the_rows_return(
-    tmp_path: Path, use: str
-) -> None:
-    url, key = f"sqlite:///{tmp_path}/s.db", os.urandom(32)
-    async with EncryptedSessionService(
-        url, AesGcmBackend(key), cache=Caches(seconds=0.0)
-    ) as service:
-        session = await service.create_session(app_name="a", user_id="u", session_id="s")
-        await service.append_event(session, Event(author="a"))
-        # Another process erases the user, and somebody inserts all rows again but the data keys.
-        with closing(sqlite3.connect(tmp_path / "s.db", isolation_level=None)) as connection:
-            deleted = connection.execute(
-                "DELETE FROM secure_data_keys WHERE owner IN (SELECT tag FROM secure_users)"
-            )
-            assert deleted.rowcount == 1
-        with pytest.raises(DecryptionError):
-            await USES[use](service, session)

@@ -28,7 +28,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.memory_index import UserMemory
-from tests.processes import FORKS, IMPORTED_ONCE, children, results, say_imported
+from tests.processes import FORKS, IMPORTED_ONCE, results, say_imported
 from tests.servers import DRIVERS, Server, for_service
 
 KEY = bytes(range(32))
@@ -168,35 +168,6 @@ async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
     assert count(admin_url, "secure_keyring") == 2  # data and index
     assert count(admin_url, "secure_data_keys") == 2  # one of the app, one of the user
     assert count(admin_url, "secure_users") == count(admin_url, "secure_apps") == 1
-
-
-def append_until_killed(say: Say, url: str) -> None:
-    async def main() -> None:
-        service = open_service(url)
-        session = await service.create_session(app_name=APP, user_id=USER, session_id="killed")
-        for n in range(10**6):
-            await service.append_event(session, event(n=n))
-            say(n)
-
-    asyncio.run(main())
-
-
-@on_mariadb_later
-async def test_killed_process_leaves_every_session_readable(url: str) -> None:
-    with children((append_until_killed, url)) as (child,):
-        said = child.said()
-        acknowledged = -1
-        while acknowledged < 20:
-            acknowledged = next(said)
-        child.process.kill()
-        acknowledged = max(said, default=acknowledged)
-    async with open_service(url) as service:
-        session = await found(service, "killed")
-        numbers = [event.actions.state_delta["n"] for event in session.events]
-        assert numbers == list(range(len(numbers)))
-        assert len(numbers) > acknowledged  # every acknowledged event is stored
-        assert session.state == {"n": numbers[-1]}
-        await service.append_event(session, Event(author="survivor"))
 
 
 UNCLOSED = {

@@ -18,11 +18,6 @@ class Kind:
     in_memory: bool = False
     by_engine: bool = False
 
-    @property
-    def commits_each_apply(self) -> bool:
-        """Whether an Apply is a statement outside a transaction."""
-        return self.driver == "postgresql+asyncpg"
-
 
 KINDS = {
     "sqlite": Kind("sqlite"),

@@ -1,4 +1,4 @@
-"""Running the steps of a transaction one statement at a time."""
+"""Running the steps of a transaction one statement at a time: what no server of the tests does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,72 +12,32 @@ from adk_secure_sessions.db.protocol import (
     Conflict,
     Executors,
     Parameters,
-    Read,
     Rows,
     Steps,
     run_in_turn,
 )
 
-QUERY, FIRST, SECOND, THIRD = (sa.text(name) for name in ("query", "first", "second", "third"))
+FIRST, SECOND, THIRD = (sa.text(name) for name in ("first", "second", "third"))
 
 
 class Database:
-    """Answers with *rows*, and how many rows each change *matches*; records what it is asked."""
+    """Answers how many rows each change *matches*, and records the statements."""
 
-    def __init__(self, rows: Sequence[Any] = (), **matches: int) -> None:
-        self.rows = rows
+    def __init__(self, **matches: int) -> None:
         self.matches = matches
-        self.asked: list[tuple[str, Parameters | Rows]] = []
+        self.statements: list[str] = []
 
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Any]:
-        self.asked.append((str(query), parameters))
-        return self.rows
+        raise AssertionError
 
     def run(self, statement: sa.Executable, parameters: Parameters | Rows) -> int:
-        self.asked.append((str(statement), parameters))
+        self.statements.append(str(statement))
         return self.matches.get(str(statement), 1)
-
-    @property
-    def statements(self) -> list[str]:
-        return [statement for statement, _ in self.asked]
 
 
 def apply_all(*changes: Change) -> Steps[bool]:
     made: bool = yield Apply(changes)
     return made
-
-
-def test_rows_are_the_answer_to_a_read_and_the_return_value_is_the_result() -> None:
-    database = Database(rows=[(1,), (2,)])
-
-    def total() -> Steps[int]:
-        rows = yield Read(QUERY, {"limit": 2})
-        return sum(row[0] for row in rows)
-
-    assert run_in_turn(total(), database.fetch, database.run) == 3
-    assert database.asked == [("query", {"limit": 2})]
-
-
-def test_changes_are_made_in_order_with_their_parameters() -> None:
-    database = Database()
-    changes = [Change(FIRST, {"a": 1}), Change(SECOND, {"a": 2}), Change(THIRD, {})]
-    assert run_in_turn(apply_all(*changes), database.fetch, database.run) is True
-    assert database.asked == [("first", {"a": 1}), ("second", {"a": 2}), ("third", {})]
-
-
-def test_change_with_rows_is_run_with_all_of_them() -> None:
-    database = Database(second=2)
-    rows = [{"a": 1}, {"a": 2}]
-    steps = apply_all(Change(FIRST, {}), Change(SECOND, {}, must_match_row=False, rows=rows))
-    assert run_in_turn(steps, database.fetch, database.run) is True
-    assert database.asked == [("first", {}), ("second", rows)]
-
-
-def test_first_change_that_matches_no_row_is_the_answer_false_and_the_rest_is_not_tried() -> None:
-    database = Database(first=0)
-    steps = apply_all(Change(FIRST, {}), Change(SECOND, {}))
-    assert run_in_turn(steps, database.fetch, database.run) is False
-    assert database.statements == ["first"]
 
 
 @pytest.mark.parametrize("matched", [0, 2])
@@ -112,49 +72,6 @@ def test_claim_that_matches_another_number_of_rows_than_one_is_a_conflict(matche
     with pytest.raises(Conflict):
         run_in_turn(steps, database.fetch, database.run, is_cluster=True)
     assert database.statements == ["first", "third"]
-
-
-@pytest.mark.parametrize("matched", [0, 1, 7])
-def test_change_that_need_not_match_a_row_may_match_any_number(matched: int) -> None:
-    database = Database(second=matched)
-    steps = apply_all(Change(FIRST, {}), Change(SECOND, {}, must_match_row=False))
-    assert run_in_turn(steps, database.fetch, database.run) is True
-
-
-def test_transaction_goes_on_after_the_answer_false() -> None:
-    database = Database(first=0)
-
-    def twice() -> Steps[list[bool]]:
-        return [(yield Apply([Change(FIRST, {})])), (yield Apply([Change(SECOND, {})]))]
-
-    assert run_in_turn(twice(), database.fetch, database.run) == [False, True]
-
-
-def test_transaction_that_asks_nothing_has_a_result() -> None:
-    database = Database()
-
-    def idle() -> Steps[str]:
-        yield from ()
-        return "done"
-
-    assert run_in_turn(idle(), database.fetch, database.run) == "done"
-
-
-def test_error_of_the_transaction_or_the_database_is_raised() -> None:
-    database = Database()
-
-    def broken() -> Steps[None]:
-        yield Read(QUERY, {})
-        raise RuntimeError("the transaction's own")
-
-    with pytest.raises(RuntimeError, match="the transaction's own"):
-        run_in_turn(broken(), database.fetch, database.run)
-
-    def fail(*_: object) -> int:
-        raise OSError("the database's")
-
-    with pytest.raises(OSError, match="the database's"):
-        run_in_turn(apply_all(Change(FIRST, {})), database.fetch, fail)
 
 
 # --- Executors -----------------------------------------------------------------------------------
