@@ -1,7 +1,6 @@
 """Check, export and purge the audit trail: the audit records in the table `secure_audit`."""
 
 import json
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -45,8 +44,6 @@ _PURGED = "audit.purged"  # the event of a record that names chains which were d
 _MIN_AGE = timedelta(hours=48)
 _CHAINS_AT_ONCE = 16  # how many chains one transaction deletes
 _LARGEST = 2**63 - 1
-_HEX_CHAIN = re.compile(f"[0-9a-f]{{{2 * CHAIN_LENGTH}}}")
-_HEX_LINK = re.compile(f"[0-9a-f]{{{2 * len(NO_LINK)}}}")
 
 _columns = audit_records.c
 
@@ -439,17 +436,15 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
         return None
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(fields, dict) or fields.get("event") != _HEAD:
-        return None
-    chain, number, link = str(fields.get("chain")), fields.get("number"), str(fields.get("head"))
-    if fields.get("database") != database_id or type(number) is not int:
+        chain, link = bytes.fromhex(fields["chain"]), bytes.fromhex(fields["head"])
+        event, database, number = fields["event"], fields["database"], fields["number"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     # The text of a longer number cannot be made.
-    if not (0 <= number <= _LARGEST and _HEX_CHAIN.fullmatch(chain) and _HEX_LINK.fullmatch(link)):
-        return None
-    return bytes.fromhex(chain), number, bytes.fromhex(link)
+    is_number = type(number) is int and 0 <= number <= _LARGEST
+    has_lengths = (len(chain), len(link)) == (CHAIN_LENGTH, len(NO_LINK))
+    is_head = (event, database) == (_HEAD, database_id) and is_number and has_lengths
+    return (chain, number, link) if is_head else None
 
 
 async def _delete(db: Database, due: list[tuple[bytes, _End]]) -> bool:

@@ -187,9 +187,6 @@ async def later_than_all_keys(db: Database) -> int:
     latest = time.time_ns() // 1000
     for master in await authentic_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring, master))
-    ((stored,),) = await db.unit.read_keys(_LATEST, {})
-    if stored is None or (isinstance(stored, int) and stored < latest):
-        return latest
     masters = (await db.keys()).keyring
     size = db.limits.headers
     walk = pages(db.unit.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
@@ -222,7 +219,6 @@ def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
     return row.created_at + 1
 
 
-_LATEST = sa.select(sa.func.max(data_keys.c.created_at))
 _NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_=sa.BigInteger))
 
 

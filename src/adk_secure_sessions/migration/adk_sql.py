@@ -146,11 +146,11 @@ class AdkQueries:
             for index in inspector.get_indexes("events")
         )
         present = {column["name"] for column in inspector.get_columns("events")}
-        self._columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
+        columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
         self._read_event: EventReader = adk_rows.event_of_json
         self.pickles: PickleReader | None = None  # of schema v0
         if self.kind is Kind.ADK_V0:
-            self._columns = adk_rows.PICKLED_COLUMNS
+            columns = adk_rows.PICKLED_COLUMNS
             self.pickles = PickleReader()
             self._read_event = partial(adk_rows.event_of_pickle, self.pickles)
         elif self.kind is Kind.ADK_SQLITE:
@@ -162,7 +162,7 @@ class AdkQueries:
             else _e.c[name]
             if name in present
             else sa.null()
-            for name in self._columns
+            for name in columns
         ]
         self._size_columns = [_e.c[name] for name in present & {*adk_rows.JSON_VALUES, "actions"}]
 

@@ -185,14 +185,13 @@ class ComparisonRun:
         if isinstance(pair.content, Unreadable):
             return pair.content.reason
         assert pair.content is not None
-        assert pair.session is not None
         if pair.status is ImportStatus.NEW:
             return _MISSING
         if pair.status in CONFLICTS:
             return CONFLICTS[pair.status]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
-        copy, problem = await _read(stored_content(self._db, *pair.session.ids))
+        copy, problem = await _read(stored_content(self._db, *pair.ids))
         if problem:
             return problem
         if copy is None or pair.status is ImportStatus.DELETED:

@@ -286,8 +286,7 @@ class _MigrationRun:
         created another session with the same ids in the source.  Such a session must not
         replace the copy.
         """
-        assert pair.session is not None
-        copy = await stored_content(self.target, *pair.session.ids)
+        copy = await stored_content(self.target, *pair.ids)
         if copy is None or copy.created_at != content.created_at:
             return copy is None
         return list(content.events[: len(copy.events)]) == list(copy.events)
