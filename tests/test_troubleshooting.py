@@ -42,6 +42,7 @@ NO_ENTRY = {
     "... of the plaintext source cannot be read: ...",
     "SQLite ended the transaction",
     "a key provider ...",
+    "create_tables is False",
     "module ... has no attribute ...",
     "root key ...: ...; ...",
 }
