@@ -201,7 +201,7 @@ async def test_long_search_lets_other_tasks_run(
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(memory_index, "_TURN", 0)
+    monkeypatch.setattr(memory_index, "_WORK_SECONDS", 0)
     monkeypatch.setattr(memory_index, "_TEXTS_AT_ONCE", 10)
     other = asyncio.create_task(count())
     for query, least in ((" ".join(f"ク{n}" for n in range(30)), 100), ("ク", 30)):
