@@ -718,7 +718,7 @@ async def append_event_to_latest(
 
     No lock is held.  After a `StaleSessionError` or an error with `retryable`, the session is
     loaded again.  If it contains an event with the id of *event*, an attempt whose answer was lost
-    has stored it.  For the same reason, you may repeat a call that failed.
+    has stored it.  For the same reason, you may repeat a call that failed or was cancelled.
 
     Args:
         service: A service of this package.
