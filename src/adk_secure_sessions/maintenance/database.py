@@ -45,36 +45,22 @@ _CACHE = Caches(sessions=64, data_keys=64)
 
 
 class Limits(NamedTuple):
-    """Limits for one statement of a maintenance command.
+    """Limits for one statement of a maintenance command."""
 
-    Attributes:
-        rows: The maximum number of app, user or session rows to read with their states.
-        headers: The maximum number of rows to read with only primary keys and record headers, or of
-            row ids to list.
-        lock_wait: The maximum number of seconds to wait for a lock.  Statements of services may
-            queue behind the waiting statement, and then wait as long.
-    """
-
-    rows: int = 100
-    headers: int = 500
+    rows: int = 100  # rows of apps, users or sessions, with their states
+    headers: int = 500  # rows of which only primary keys and record headers are read, or listed ids
+    # Seconds to wait for a lock.  Statements of services may queue behind the waiting statement,
+    # and then wait as long.
     lock_wait: int = 5
 
 
 class Description(NamedTuple):
-    """What identifies a database to a person.
+    """What identifies a database to a person."""
 
-    Attributes:
-        server: The host and the port in the URL; None for a SQLite file.
-        name: The name of the database on the server, or the absolute path of the SQLite file.
-        sessions: The number of sessions.
-        updated_at: When a session was last updated, in microseconds since 1970; None if there is no
-            session, or if the time cannot be read.
-    """
-
-    server: str | None
-    name: str
-    sessions: int
-    updated_at: int | None
+    server: str | None  # the host and the port in the URL; None for a SQLite file
+    name: str  # the name of the database on the server, or the absolute path of the SQLite file
+    sessions: int  # their number
+    updated_at: int | None  # the last of all updates, in microseconds since 1970; None if unknown
 
 
 def describe(

@@ -90,13 +90,7 @@ class AdkTarget(ClosedByWith):
         self._dialect = parsed.get_backend_name()
 
     async def open(self) -> None:
-        """Create the tables that do not exist.  A new SQLite file can be read only by its owner.
-
-        Raises:
-            ConfigurationError: The database has tables of google-adk's older schema, or
-                `create_private_file` rejects the existing file.
-            DatabaseError: The database cannot be used.
-        """
+        """Create the tables that do not exist.  A new SQLite file can be read only by its owner."""
         if self._file is not None:
             create_private_file(self._file)
         await self._run(_create_tables, commit=True)

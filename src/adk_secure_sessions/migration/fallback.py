@@ -93,6 +93,11 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     `PlaintextFallbackService` that is opened afterwards does not read the source any more.  From
     then on, you can use *service* itself instead of this object.
 
+    The arguments, the results and the errors of the methods are those of `EncryptedSessionService`.
+    They also raise `ConfigurationError` if a session or state in the source cannot be read.  This
+    class has no `list_sessions_page`, because the pages would need one order of the sessions of the
+    database and of the source.
+
     Args:
         service: The service of the encrypted database.  Also pass this service, not the
             `PlaintextFallbackService`, to an `EncryptedArtifactService` or another service that
@@ -171,12 +176,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     ) -> Session:
         """Store a new session, encrypted.
 
-        Copy the states of the app and the user first, if they were not copied yet.  The arguments,
-        the result and all other errors are those of `EncryptedSessionService.create_session`.
-
-        Raises:
-            AlreadyExistsError: The user already has a session with this id, in the database or in
-                the source.
+        Copy the states of the app and the user first, if they were not copied yet.  Raise
+        AlreadyExistsError also if the source has a session with this id.
         """
         check_ids(app_name, user_id, session_id or "")
         if await self._falls_back():
@@ -200,14 +201,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         session_id: str,
         config: GetSessionConfig | None = None,
     ) -> Session | None:
-        """Read a session from the database or, if it was not copied yet, from the source.
-
-        The arguments, the result and all other errors are those of
-        `EncryptedSessionService.get_session`.
-
-        Raises:
-            ConfigurationError: The session or a state in the source cannot be read.
-        """
+        """Read a session from the database or, if it was not copied yet, from the source."""
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
         get = partial(
@@ -250,13 +244,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     ) -> ListSessionsResponse:
         """List the sessions of the database, and those of the source that were not copied yet.
 
-        The arguments, the result and all other errors are those of
-        `EncryptedSessionService.list_sessions`.  This class has no `list_sessions_page`, because
-        the pages would need one order of the sessions of the database and of the source.
-
-        Raises:
-            ConfigurationError: The source has a session that cannot be read, and
-                `skip_unreadable_sessions` of *service* is False.
+        A session of the source that cannot be read is left out, and logged, if
+        `skip_unreadable_sessions` of *service* is True.
         """
         check_ids(app_name, user_id or "", "")
         if not await self._falls_back():
@@ -301,14 +290,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     @audit.accessed("user.read", _THE_SERVICE)
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
-        """Return the user's state from the database or, if it was not copied yet, from the source.
-
-        The arguments, the result and all other errors are those of
-        `EncryptedSessionService.get_user_state`.
-
-        Raises:
-            ConfigurationError: The state in the source cannot be read.
-        """
+        """Return the user's state, which is read from the source if it was not copied yet."""
         check_ids(app_name, user_id, "")
         owner = (app_name, user_id)
         while True:
@@ -324,13 +306,9 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, encrypted, then apply it to `session`.
 
-        Copy the session, and the states of its app and its user, if they were not copied yet.  All
-        other errors are those of `EncryptedSessionService.append_event`.
-
-        Raises:
-            StaleSessionError: The stored session has changed since `session` was loaded.  Or
-                `session` was loaded from the source, and another version of the session was copied.
-            ConfigurationError: The session or a state in the source cannot be read.
+        Copy the session, and the states of its app and its user, if they were not copied yet.
+        Raise StaleSessionError also if `session` was loaded from the source, and another version of
+        the session was copied.
         """
         if event.partial:
             return event
