@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
 from threading import Lock
-from typing import Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar, cast
 from weakref import WeakSet, WeakValueDictionary
 
 T = TypeVar("T")
@@ -108,12 +108,10 @@ async def at_once(*awaitables: Awaitable[T]) -> list[T]:
     The first error is raised after all have ended; `asyncio.gather` would raise at once.
     """
     answers = await asyncio.gather(*awaitables, return_exceptions=True)
-    results = []
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-        results.append(answer)
-    return results
+    return cast("list[T]", answers)
 
 
 class bound(Generic[T]):  # noqa: N801 - used like a function: `with bound(...)`

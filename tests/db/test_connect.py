@@ -5,12 +5,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from adk_secure_sessions.db import connect
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.postgresql import AsyncpgExecutor
@@ -142,6 +144,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             importlib.import_module(driver)
             for name in [name for name in sys.modules if name.partition(".")[0] == driver]:
                 monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setattr(
+            connect, "find_spec", lambda name: None if name in drivers else find_spec(name)
+        )
 
     return forget
 

@@ -112,18 +112,11 @@ def _with_driver(url: sa.URL) -> sa.URL:
     drivers = _ASYNC_DRIVERS.get(backend)
     if driver or drivers is None:
         return url
-    driver = next((name for name in drivers if _is_installed(name)), drivers[0])
+    driver = next((name for name in drivers if find_spec(name)), drivers[0])
     if driver == "asyncpg" and "sslmode" in url.query:  # asyncpg names it `ssl`
         query = {"ssl" if name == "sslmode" else name: url.query[name] for name in url.query}
         url = url.set(query=query)
     return url.set(drivername=f"{backend}+{driver}")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # `sys.modules` has None for the module, which blocks its import
-        return False
 
 
 def _identity(source: Source) -> object:

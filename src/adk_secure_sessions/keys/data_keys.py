@@ -5,15 +5,12 @@ backend is *listed* if it is the writing backend or one of `additional_backends`
 
 docs/format.md, "Which data key encrypts", defines three more terms:
 
-- A data key is *usable* if this process may encrypt new records with it: it was created for the
-  writing backend, and its data master is usable (`Keyring.is_usable`).
-- An owner's *current* data key is the usable data key that the owner's row names.  The current data
-  key encrypts every record that this process writes for that owner.  No other data key encrypts new
-  records: a data key that the row does not name may have been erased, and inserted again by an
-  attacker with a copy of its row.
-- An owner's *newest* data key is the one with the highest generation, usable or not.  If, for
-  example, another service writes with another backend, the newest data key may differ from the
-  current data key.
+- A data key is *usable* if it was created for the writing backend, and its data master is usable
+  (`Keyring.is_usable`).
+- An owner's *current* data key is the usable data key that the owner's row names.  Only this key
+  encrypts new records: a data key that the row does not name may have been erased, and inserted
+  again by an attacker with a copy of its row.
+- An owner's *newest* data key is the one with the highest generation, usable or not.
 """
 
 import time
@@ -116,18 +113,11 @@ class StaleKeyring(Exception):
 
 @dataclass(slots=True, eq=False, repr=False)
 class OwnerKeys(KeyMaterial):
-    """All known data keys of one owner.
+    """All known data keys of one owner."""
 
-    Attributes:
-        by_id: The data keys; None for one whose backend this process was not given.
-        current: None if the owner's row names no usable key, or has not been decrypted yet.
-        newest_generation: Also of keys whose backend this process was not given; -1 if there is no
-            key.
-    """
-
-    by_id: Mapping[int, DataKey | None]
-    current: DataKey | None
-    newest_generation: int
+    by_id: Mapping[int, DataKey | None]  # None for a key whose backend this process was not given
+    current: DataKey | None  # None if the owner's row names no usable key, or is not decrypted yet
+    newest_generation: int  # also of keys whose backend was not given; -1 if there is no key
 
 
 class DataKeys(KeyMaterial):

@@ -299,22 +299,14 @@ async def open_keyring(
 ) -> Keyring:
     """Unwrap *rows* and return the keyring.  Each row is unwrapped only by the root key it names.
 
-    The newest data master (by `created_at`) under the root key *writer*, which is the writing
-    backend's, wraps new data keys.  If there is no such data master, the newest one under another
-    root key wraps them: a process does not create master keys only because its writing backend has
-    a new root key.  A data master that is stored as plaintext wraps new data keys only if the
-    writing backend is `NoOpBackend`.
-
     Without *known*, a keyring that was read earlier, a row that is not valid raises an error that
     names the row.  With *known*, such a row is logged and rejected, so that an attacker cannot stop
     a running service by inserting a row.  A row that *known* has accepted is not unwrapped again,
     and one that it has rejected is neither unwrapped nor logged again.
 
-    If *known* is given and *leaves_pending* is True, a row whose key service fails is pending: a
-    call after `Keyring.retry_at` tries to unwrap the row again.  Until then, the data keys that the
-    row's data master wraps are not used.  If there are more than `MAX_ROWS` rows (*row_count*),
-    *rows* need only contain the ids that *known* has accepted, and only those that have not changed
-    are used.
+    If *known* is given and *leaves_pending* is True, a row whose key service fails is pending until
+    a call after `Keyring.retry_at`.  If there are more than `MAX_ROWS` rows (*row_count*), *rows*
+    need only contain the ids that *known* has accepted, and only unchanged rows are used.
 
     An error is raised in any case if the keyring would have no index master or no data master.
     """
@@ -347,6 +339,9 @@ async def open_keyring(
     if index is None or not masters:
         missing = "data" if index else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
+    # The newest data master under the writing backend's root key wraps new data keys.  If there is
+    # none, the newest one under another root key does: a process does not create master keys only
+    # because its writing backend has a new root key.
     usable = [
         (row.root_key_id == writer, row.created_at, row.id)
         for row in opening.accepted.values()
@@ -434,7 +429,13 @@ class _Opening:
             ours = [row for row in rows if row.id in ids]
             for row in rows:
                 if [row] != ours:
-                    self._reject(row, _second_index_master(row, rows))
+                    others = ", ".join(str(other.id) for other in rows if other is not row)
+                    error = WrongKeyError(
+                        f"secure_keyring row {row.id} and row {others} are both index masters, so "
+                        "the keyring was tampered with: restore it from a backup, or delete the "
+                        "row that you did not create"
+                    )
+                    self._reject(row, error)
             rows = ours
         index = known.index if known else None
         for row in rows:
@@ -446,8 +447,8 @@ class _Opening:
                     index = index or unwrapped
                     self.accepted[row.id] = row
                 else:
-                    error = "it is another index master than the one that this service has read"
-                    self._reject(row, _malformed(row, error))
+                    fault = "it is another index master than the one that this service has read"
+                    self._reject(row, _malformed(row, fault))
         return index
 
     async def data_masters(self, rows: list[MasterKeyRow]) -> dict[int, Aes256Gcm]:
@@ -551,14 +552,6 @@ def _malformed(row: MasterKeyRow, fault: str) -> WrongKeyError:
     return WrongKeyError(
         f"secure_keyring row {short(row.id)}: {fault}, so the row was tampered with: restore it "
         "from a backup, or delete it if you did not create it"
-    )
-
-
-def _second_index_master(row: MasterKeyRow, rows: Sequence[MasterKeyRow]) -> WrongKeyError:
-    others = ", ".join(str(other.id) for other in rows if other is not row)
-    return WrongKeyError(
-        f"secure_keyring row {row.id} and row {others} are both index masters, so the keyring was "
-        "tampered with: restore it from a backup, or delete the row that you did not create"
     )
 
 

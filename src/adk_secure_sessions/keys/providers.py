@@ -148,11 +148,7 @@ class StaticKey(KeyMaterial):
         return RAW_KEY_WRAP + self._cipher.encrypt(key, RAW_KEY_WRAP + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        """Return the key in `wrapped`, which `wrap` returned.
-
-        Raises:
-            TamperedError: The root key or `associated_data` is wrong, or `wrapped` was modified.
-        """
+        """Return the key in `wrapped`, which `wrap` returned."""
         if not wrapped.startswith(RAW_KEY_WRAP):
             raise TamperedError("not a key wrapped by a static root key", reason=Reason.MALFORMED)
         return self._cipher.decrypt(wrapped[1:], RAW_KEY_WRAP + associated_data)
