@@ -23,7 +23,7 @@ from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_existing, survey_existing
-from adk_secure_sessions.storage.pages import first_rows
+from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     audit_records,

@@ -30,14 +30,11 @@ from adk_secure_sessions.maintenance.walk import (
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.index_rows import (
-    IndexState,
     check_key,
-    state_of_mark,
 )
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
-from adk_secure_sessions.storage.pages import first_rows, spans
+from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
-    INDEX_MARK,
     indexed,
     sessions,
     users,
@@ -224,20 +221,3 @@ async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[
 
 def _rows_changed(query: sa.Delete, parameters: Parameters, connection: sa.Connection) -> int:
     return connection.execute(query, parameters).rowcount
-
-
-_MOST_MARKS = 1000
-_MARKS = first_rows(
-    sa.select(indexed.c.key_tag, indexed.c.value_tag)
-    .where(indexed.c.row_id == sa.literal_column(str(INDEX_MARK)))
-    .order_by(indexed.c.key_tag),
-    _MOST_MARKS,
-)
-
-
-async def read_marks(db: Database, index: Any) -> list[tuple[object, IndexState | None]]:
-    """Return the tags of the first 1000 marks, and the states that *index* authenticates."""
-    return [
-        (tag, None if index is None else state_of_mark(index, tag, mac))
-        for tag, mac in await db.unit.read(_MARKS, {})
-    ]

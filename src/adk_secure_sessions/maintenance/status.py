@@ -21,10 +21,9 @@ from adk_secure_sessions.maintenance.counts import (
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
-from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.features.index_rows import IndexState
+from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     apps,
@@ -237,7 +236,7 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
         return None
     ((rows,),) = await db.unit.read(_INDEXED, {})
     index = await _index(db)
-    marks = await read_marks(db, index)
+    marks = await read_marks(db.unit.read, index)
     if index is None:
         return IndexStatus(int(rows), len(marks), None, None)
     complete = sum(state is IndexState.COMPLETE for _, state in marks)

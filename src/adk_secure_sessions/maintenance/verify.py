@@ -26,7 +26,6 @@ from adk_secure_sessions.maintenance.problems import (
     unlisted,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.search_index import read_marks
 from adk_secure_sessions.maintenance.walk import (
     LocatedSession,
     OwnerRow,
@@ -38,7 +37,7 @@ from adk_secure_sessions.maintenance.walk import (
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta, reads
 from adk_secure_sessions.storage.features.imports import Seals
-from adk_secure_sessions.storage.features.index_rows import IndexState
+from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
 from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import (
@@ -149,7 +148,7 @@ class _Verifier:
         self._has_marks = False
 
     async def check_marks(self) -> None:
-        for tag, state in await read_marks(self._db, self._index):
+        for tag, state in await read_marks(self._db.unit.read, self._index):
             self._has_marks = True
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"

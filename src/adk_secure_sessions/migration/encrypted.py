@@ -31,7 +31,8 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.storage.pages import Span, first_rows, grouped
+from adk_secure_sessions.storage.pages import Span, grouped
+from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,

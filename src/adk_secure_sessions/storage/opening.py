@@ -29,8 +29,7 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import REPLACED, check_features, feature_mark
-from adk_secure_sessions.storage.features.index_rows import state_of_mark
-from adk_secure_sessions.storage.queries import INDEX_MARKS
+from adk_secure_sessions.storage.features.index_rows import MOST_MARKS, read_marks
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, keyring, metadata
 from adk_secure_sessions.storage.survey import (
     FeatureName,
@@ -47,9 +46,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 # How often `open_database` surveys a database before it fails.  It surveys again after each step,
 # and other processes may create tables and keys at the same time.
 _ATTEMPTS = 8
-# How many marks of `secure_state_index` a process reads when it opens the database.  An attacker
-# may have inserted any number.
-_MAX_MARKS = 1000
 
 
 async def open_database(
@@ -176,15 +172,15 @@ async def _open(
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
     if indexed.name in survey.feature_tables:
-        marks = await executors.data.read(INDEX_MARKS, {"limit": _MAX_MARKS + 1})
-        if len(marks) > _MAX_MARKS:
+        marks = await read_marks(executors.data.read, opened.index)
+        if len(marks) > MOST_MARKS:
             logger.error(
                 "secure_state_index has more than %d marks: somebody has added rows, and the rows "
                 "of some keys are not maintained; run `verify`",
-                _MAX_MARKS,
+                MOST_MARKS,
             )
         opened.indexed_keys = {
-            tag for tag, mac in marks if state_of_mark(opened.index, tag, mac) is not None
+            tag for tag, state in marks if isinstance(tag, bytes) and state is not None
         }
     return opened
 

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Parameters, Row
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.storage.queries import chunks, is_one_of, numbered
+from adk_secure_sessions.storage.queries import chunks, first_rows, is_one_of, numbered
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -131,16 +131,6 @@ def grouped(
         total += own
     if group:
         yield group
-
-
-def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.Select[Any]:
-    """Restrict *query* to its first *limit* rows."""
-    if isinstance(limit, int):
-        limit = sa.literal_column(str(limit), sa.Integer)
-    # Without an offset, SQLAlchemy adds a parameter for the offset on SQLite.  No caller has a
-    # value for this parameter.
-    zero: sa.ColumnElement[int] = sa.literal_column("0")
-    return query.limit(limit).offset(zero)
 
 
 @functools.cache

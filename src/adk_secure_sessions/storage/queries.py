@@ -191,12 +191,18 @@ def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> S
     return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
+def first_rows(query: Select[Any], limit: int | ColumnElement[int]) -> Select[Any]:
+    """Restrict *query* to its first *limit* rows."""
+    if isinstance(limit, int):
+        limit = literal_column(str(limit), Integer)
+    # Without an offset, SQLAlchemy adds a parameter for the offset on SQLite.  No caller has a
+    # value for this parameter.
+    return query.limit(limit).offset(_ZERO)
+
+
 def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
     """Return a SELECT of the first *number* rows of *rows*, for use in a UNION ALL."""
-    # Without an offset, SQLAlchemy would add a parameter for the offset on SQLite.  No caller has a
-    # value for this parameter.
-    limited = rows.limit(literal_column(str(number))).offset(_ZERO)
-    return select(limited.subquery(name))
+    return select(first_rows(rows, number).subquery(name))
 
 
 # To detect a keyring with too many rows, read one row more than a keyring may have.
@@ -335,7 +341,7 @@ def page_of_sessions(
         rows = rows.select_from(source).where(app_row == _APP_ID)
     else:
         rows = rows.where(sessions.c.user_row == _USER_ID)
-    page = rows.limit(_limit).offset(_ZERO).cte("page")
+    page = first_rows(rows, _limit).cte("page")
     members = [
         _listed(source=page.join(sessions, sessions.c.id == page.c.id)),
     ]
@@ -501,12 +507,12 @@ _at_indexed = (
 UPDATE_INDEXED = _update(indexed, _at_indexed, "value_tag")
 DELETE_INDEXED = delete(indexed).where(*_at_indexed)
 DELETE_ALL_INDEXED = delete(indexed).where(_at_indexed[0])
-# The marks of `secure_state_index`: at most one more than `opening` accepts.
-INDEX_MARKS = (
+# The first `limit` marks of `secure_state_index`.
+INDEX_MARKS = first_rows(
     select(indexed.c.key_tag, indexed.c.value_tag)
     .where(indexed.c.row_id == _MARK)
-    .limit(bindparam("limit", type_=BigInteger))
-    .offset(_ZERO)
+    .order_by(indexed.c.key_tag),
+    _limit,
 )
 INSERT_EVENT = insert(events)
 # Replaces the record of an event only if the stored record is as this process has read it.

@@ -16,8 +16,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Secu
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.pages import first_rows
-from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms
+from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms, first_rows
 from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
 from adk_secure_sessions.storage.schema import (
     Identity,

@@ -22,6 +22,7 @@ from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.attempts import Attempt
+from adk_secure_sessions.storage.pages import Reader
 from adk_secure_sessions.storage.schema import INDEX_MARK, IndexedRow, StoredSession, apps, indexed
 
 Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
@@ -73,6 +74,20 @@ def state_of_mark(index: BlindIndex, key_tag: object, mac: object) -> IndexState
         if hmac.compare_digest(mark_of(index, key_tag, state).value_tag, mac):
             return state
     return None
+
+
+# How many marks are read.  An attacker may have inserted any number.
+MOST_MARKS = 1000
+
+
+async def read_marks(
+    read: Reader, index: BlindIndex | None
+) -> list[tuple[object, IndexState | None]]:
+    """Return the tags of the first 1001 marks, and the states that *index* authenticates."""
+    return [
+        (tag, None if index is None else state_of_mark(index, tag, mac))
+        for tag, mac in await read(sql.INDEX_MARKS, {"limit": MOST_MARKS + 1})
+    ]
 
 
 def declare(
