@@ -5,11 +5,14 @@ Each hostile pickle names only types that google-adk's own unpickler allows.
 
 import pickle
 import struct
+import sys
 import uuid
 import warnings
 from collections import OrderedDict, defaultdict
+from contextlib import closing
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from google.adk.events import EventActions
 
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.migration import pickled_actions
+from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from tests.migration.adk_sources import Adk, adk, contents, decoded, each_kind, fill, said
 
@@ -181,6 +185,23 @@ async def test_hostile_pickle_makes_only_its_session_unreadable(
     assert not [str(one.message) for one in recwarn if "penicillin" in str(one.message)]
     assert AuthCredentialTypes.HTTP.value == "http"
     assert not hasattr(uuid.UUID, "a")
+
+
+def children() -> set[Path]:
+    """The directories in /proc of the processes that this process has started."""
+    files = Path("/proc/self/task").glob("*/children")
+    return {Path("/proc", pid) for file in files for pid in file.read_text().split()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_process_that_loads_pickles_does_not_get_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADK_SESSIONS_KEY", "a root key")
+    others = children()
+    with closing(PickleReader()) as reader:
+        assert reader.read(pickled(1)).state_delta == {"k": 1}
+        (child,) = children() - others
+        names = {one.partition(b"=")[0] for one in (child / "environ").read_bytes().split(b"\0")}
+    assert names <= {b"LD_LIBRARY_PATH", b"PYTHONHOME", b"LC_CTYPE", b""}
 
 
 async def test_number_in_a_column_of_text_or_bytes_allocates_nothing(adk: Adk) -> None:

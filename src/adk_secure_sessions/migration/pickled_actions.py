@@ -33,6 +33,8 @@ _START_SECONDS = 60.0  # for importing google-adk
 _MAX_UNLIMITED = 2**20  # bytes of a pickle, on systems that do not limit a process's memory
 _LIMITS_MEMORY = sys.platform == "linux"
 _READY, _REJECTED = b"ready\n", b"-\n"
+# The child needs these environment variables, if at all, to start; others may contain keys.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT")
 _CHILD = f"import sys; sys.path = eval(sys.argv[1]); from {__name__} import serve; serve()"
 
 
@@ -75,7 +77,10 @@ class PickleReader:
         if self._child is None:
             command, pipe = [sys.executable, "-c", _CHILD, repr(sys.path)], subprocess.PIPE
             none = subprocess.DEVNULL
-            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none)  # noqa: S603
+            environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+            self._child = subprocess.Popen(  # noqa: S603
+                command, stdin=pipe, stdout=pipe, stderr=none, env=environment
+            )
             limit = Timer(_START_SECONDS, self._child.kill)
             limit.start()
             started = self._child.stdout.readline()
