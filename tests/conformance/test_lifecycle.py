@@ -190,7 +190,7 @@ def test_service_serves_one_event_loop_after_the_other(
     """The synchronous `Runner.run` starts a loop for every call."""
     service = service_of_no_loop
     if kind.is_bound:
-        pytest.skip("rejected, as tests/test_servers.py shows: connections belong to a loop")
+        pytest.skip("rejected, see on_servers/test_event_loops.py: connections belong to a loop")
 
     async def at_once() -> None:
         await together(
