@@ -3,7 +3,9 @@
 Each hostile pickle names only types that google-adk's own unpickler allows.
 """
 
+import os
 import pickle
+import signal
 import struct
 import sys
 import uuid
@@ -202,6 +204,16 @@ def test_process_that_loads_pickles_does_not_get_the_keys(monkeypatch: pytest.Mo
         (child,) = children() - others
         names = {one.partition(b"=")[0] for one in (child / "environ").read_bytes().split(b"\0")}
     assert names <= {b"LD_LIBRARY_PATH", b"PYTHONHOME", b"LC_CTYPE", b""}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_good_pickle_is_read_although_the_process_was_killed() -> None:
+    others = children()
+    with closing(PickleReader()) as reader:
+        for number in range(2):
+            assert reader.read(pickled(number)).state_delta == {"k": number}
+            (child,) = children() - others
+            os.kill(int(child.name), signal.SIGKILL)
 
 
 async def test_number_in_a_column_of_text_or_bytes_allocates_nothing(adk: Adk) -> None:

@@ -54,12 +54,14 @@ class PickleReader:
 
     def read(self, pickled: bytes) -> EventActions:
         """Return the actions in *pickled*; raise ConversionError if the child cannot load them."""
-        digest, answer = sha256(pickled).digest(), _REJECTED
+        digest, answer = sha256(pickled).digest(), b""
         if _LIMITS_MEMORY or len(pickled) <= _MAX_UNLIMITED:
             with self._lock:
-                answer = self._known.get(digest) or self._ask(pickled)
-                self._known.put(digest, answer)
-        if answer == _REJECTED:
+                # If the child ends without an answer, the pickle may not be the reason: ask again.
+                answer = self._known.get(digest) or self._ask(pickled) or self._ask(pickled)
+                if answer:
+                    self._known.put(digest, answer)
+        if answer in (b"", _REJECTED):
             raise ConversionError(
                 "it has actions that are not loaded: google-adk did not write them, or they exceed "
                 "a limit"
@@ -74,6 +76,7 @@ class PickleReader:
             child.communicate()
 
     def _ask(self, pickled: bytes) -> bytes:
+        """Return the answer of the child; nothing if it has ended, for example at a limit."""
         if self._child is None:
             command, pipe = [sys.executable, "-c", _CHILD, repr(sys.path)], subprocess.PIPE
             none = subprocess.DEVNULL
@@ -102,9 +105,10 @@ class PickleReader:
             answer = b""
         finally:
             limit.cancel()
-        if not answer:  # the child has reached a limit
-            self.close()
-        return answer or _REJECTED
+        if answer.endswith(b"\n"):
+            return answer
+        self.close()
+        return b""
 
 
 def _find_class() -> Any:
