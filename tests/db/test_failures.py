@@ -9,7 +9,7 @@ import pymysql  # type: ignore[import-untyped]
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.failures import meaning, needs_unprepared
+from adk_secure_sessions.db.failures import needs_unprepared, translated
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolation
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 
@@ -91,24 +91,24 @@ MEANINGS: dict[str, tuple[Exception, type[Exception] | None]] = {
 def test_error_of_a_driver_means(name: str) -> None:
     driver, expected = MEANINGS[name]
     for error in (driver, by_sqlalchemy(driver)):
-        meant = meaning(error)
+        meant = translated(error)
         assert type(meant) is (expected or DatabaseError)
         assert meant.__cause__ is None
 
 
 def test_operational_error_without_a_code_means_that_no_server_answered() -> None:
     silent = by_sqlalchemy(psycopg.OperationalError("connection refused"), sa.exc.OperationalError)
-    assert isinstance(meaning(silent), Disconnected)
+    assert isinstance(translated(silent), Disconnected)
     other = by_sqlalchemy(psycopg.OperationalError("x"), sa.exc.ProgrammingError)
-    assert type(meaning(other)) is DatabaseError
+    assert type(translated(other)) is DatabaseError
     # SQLite has no server.
     local = by_sqlalchemy(sqlite3.OperationalError("x"), sa.exc.OperationalError)
-    assert type(meaning(local)) is DatabaseError
+    assert type(translated(local)) is DatabaseError
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), OSError(5, "x")])
 def test_error_of_the_operating_system_means_disconnected(error: Exception) -> None:
-    meant = meaning(error)
+    meant = translated(error)
     assert isinstance(meant, Disconnected)
     assert isinstance(meant.error, DatabaseError)
     assert meant.error.retryable
@@ -117,14 +117,14 @@ def test_error_of_the_operating_system_means_disconnected(error: Exception) -> N
 @pytest.mark.parametrize("name", ["23505", "42P01", "SQLITE_FULL", "1213"])
 def test_error_of_a_closed_connection_means_disconnected_whatever_else_it_says(name: str) -> None:
     error = by_sqlalchemy(MEANINGS[name][0])
-    meant = meaning(error, connection_lost=True)
+    meant = translated(error, connection_lost=True)
     assert isinstance(meant, Disconnected)
     assert isinstance(meant.error, DatabaseError)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("ours"), ConfigurationError("ours"), KeyError(1)])
 def test_error_of_another_kind_is_returned_as_it_is(error: Exception) -> None:
-    assert meaning(error) is error
+    assert translated(error) is error
 
 
 # An error, whether it is retryable, its code, and a part of what it says to do.
@@ -169,7 +169,7 @@ LOST_ADVICE: dict[str, tuple[Exception, str]] = {
 @pytest.mark.parametrize("name", LOST_ADVICE)
 def test_error_of_a_cluster_says_what_to_do(name: str) -> None:
     error, advice = LOST_ADVICE[name]
-    meant = meaning(error)
+    meant = translated(error)
     assert isinstance(meant, Disconnected)
     assert isinstance(meant.error, DatabaseError)
     assert (meant.error.retryable, meant.error.code) == (True, name)
@@ -179,7 +179,7 @@ def test_error_of_a_cluster_says_what_to_do(name: str) -> None:
 @pytest.mark.parametrize("name", ADVICE)
 def test_error_says_what_to_do(name: str) -> None:
     error, retryable, code, advice = ADVICE[name]
-    meant = meaning(error)
+    meant = translated(error)
     assert isinstance(meant, DatabaseError)
     assert (meant.retryable, meant.code) == (retryable, code)
     assert advice in str(meant)
@@ -203,7 +203,7 @@ WITH_VALUES: dict[str, Exception] = {
 
 @pytest.mark.parametrize("name", WITH_VALUES)
 def test_text_in_which_a_driver_may_quote_values_is_left_out(name: str) -> None:
-    meant = meaning(WITH_VALUES[name])
+    meant = translated(WITH_VALUES[name])
     shown = getattr(meant, "error", meant)
     assert isinstance(shown, DatabaseError)
     assert NEEDLE not in "".join(traceback.format_exception(shown))

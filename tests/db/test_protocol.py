@@ -14,7 +14,7 @@ from adk_secure_sessions.db.protocol import (
     Parameters,
     Rows,
     Steps,
-    run_in_turn,
+    run_steps,
 )
 
 FIRST, SECOND, THIRD = (sa.text(name) for name in ("first", "second", "third"))
@@ -47,7 +47,7 @@ def test_later_change_that_matches_another_number_of_rows_than_one_is_a_conflict
     database = Database(second=matched)
     steps = apply_all(Change(FIRST, {}), Change(SECOND, {}), Change(THIRD, {}))
     with pytest.raises(Conflict):
-        run_in_turn(steps, database.fetch, database.run)
+        run_steps(steps, database.fetch, database.run)
     assert database.statements == ["first", "second"]
 
 
@@ -61,7 +61,7 @@ def test_change_for_clusters_is_made_only_there_and_does_not_count_as_the_first(
 ) -> None:
     database = Database(first=first)
     steps = apply_all(ON_CLUSTER, Change(FIRST, {}))
-    assert run_in_turn(steps, database.fetch, database.run, is_cluster=is_cluster) is applied
+    assert run_steps(steps, database.fetch, database.run, is_cluster=is_cluster) is applied
     assert database.statements == (["third", "first"] if is_cluster else ["first"])
 
 
@@ -70,7 +70,7 @@ def test_claim_that_matches_another_number_of_rows_than_one_is_a_conflict(matche
     database = Database(third=matched)
     steps = apply_all(Change(FIRST, {}), ON_CLUSTER)
     with pytest.raises(Conflict):
-        run_in_turn(steps, database.fetch, database.run, is_cluster=True)
+        run_steps(steps, database.fetch, database.run, is_cluster=True)
     assert database.statements == ["first", "third"]
 
 

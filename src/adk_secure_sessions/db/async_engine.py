@@ -14,9 +14,9 @@ from sqlalchemy.pool import NullPool, StaticPool
 from adk_secure_sessions.db.dialects import any_text, dialect_of
 from adk_secure_sessions.db.failures import (
     is_read_only,
-    meaning,
     needs_unprepared,
-    overdue,
+    timed_out,
+    translated,
     write_timeout,
 )
 from adk_secure_sessions.db.protocol import (
@@ -26,7 +26,7 @@ from adk_secure_sessions.db.protocol import (
     Rows,
     T,
     Transaction,
-    run_in_turn,
+    run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.loops import LoopLocks, ThreadLock, await_to_end
@@ -127,7 +127,7 @@ class AsyncEngineExecutor:
                     connection.rollback()
             if holds_locks:
                 self._dialect.see_what_is_committed(connection)
-            return run_in_turn(
+            return run_steps(
                 transaction(),
                 lambda query, parameters: self._fetch(connection, query, parameters),
                 lambda statement, parameters: self._in_time(
@@ -139,11 +139,11 @@ class AsyncEngineExecutor:
         return await self._translating(work, commit=True)
 
     async def _translating(self, work: Callable[[sa.Connection], T], *, commit: bool = False) -> T:
-        """Do the same as `_run`, with the errors that `failures.meaning` returns."""
+        """Do the same as `_run`, with the errors that `failures.translated` returns."""
         try:
             return await self._run(work, commit=commit)
         except Exception as error:
-            meant = meaning(error)
+            meant = translated(error)
             if meant is error and asyncio.current_task() not in self._begun:
                 meant = rejected_option(error)
             if meant is error:
@@ -170,7 +170,7 @@ class AsyncEngineExecutor:
             except Exception as error:
                 # The server may answer, but be no use any more: it has become read-only, or it is a
                 # node that has lost its cluster.  A new connection may lead to another server.
-                if self._dialect.is_server and isinstance(meaning(error), Disconnected):
+                if self._dialect.is_server and isinstance(translated(error), Disconnected):
                     await connection.invalidate()
                 raise
             finally:
@@ -233,24 +233,24 @@ class AsyncEngineExecutor:
         seconds = write_timeout(self._read_timeout) if writes else self._read_timeout
         if seconds is None or task is None:
             return work()
-        is_overdue = False
+        has_timed_out = False
 
         def interrupt() -> None:
-            nonlocal is_overdue
-            is_overdue = True
+            nonlocal has_timed_out
+            has_timed_out = True
             self._interrupt(task)
 
         timer = asyncio.get_running_loop().call_later(seconds, interrupt)
         try:
             return work()
         except BaseException as error:
-            if not is_overdue:
+            if not has_timed_out:
                 raise
             if isinstance(error, asyncio.CancelledError):
                 task.uncancel()
         finally:
             timer.cancel()
-        raise overdue(seconds, "a write" if writes else "a read")
+        raise timed_out(seconds, "a write" if writes else "a read")
 
     def _interrupt(self, task: asyncio.Task[Any]) -> None:
         """Interrupt the statement that *task* has sent to the database.

@@ -151,13 +151,13 @@ _LOST = _Kind((), _UNREACHABLE, retryable=True, is_quotable=False)
 _OTHER = _Kind((), "look for this error in the log of the database", is_quotable=False)
 
 
-def meaning(error: Exception, *, connection_lost: bool = False) -> Exception:
+def translated(error: Exception, *, connection_lost: bool = False) -> Exception:
     """Return UniqueViolation, Conflict, Disconnected or DatabaseError for *error* of a driver.
 
     Return *error* itself if neither a driver nor SQLAlchemy nor the operating system raised it.
     """
     if isinstance(error, sa.exc.TimeoutError):
-        return no_free_connection()
+        return pool_timed_out()
     driver = _of_driver(error)
     system = isinstance(driver, OSError | EOFError)
     if not (system or isinstance(error, sa.exc.SQLAlchemyError) or _is_of_driver(driver)):
@@ -196,7 +196,7 @@ def write_timeout(read_timeout: float | None) -> float | None:
     return None if read_timeout is None else 10 * read_timeout
 
 
-def overdue(seconds: float, what: str = "a read") -> DatabaseError:
+def timed_out(seconds: float, what: str = "a read") -> DatabaseError:
     return DatabaseError(
         f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",
@@ -204,7 +204,7 @@ def overdue(seconds: float, what: str = "a read") -> DatabaseError:
     )
 
 
-def no_free_connection(seconds: float | None = None) -> DatabaseError:
+def pool_timed_out(seconds: float | None = None) -> DatabaseError:
     within = "in time" if seconds is None else f"within {seconds:g} s"
     return DatabaseError(
         f"none of the pool's connections was free {within}: try again, or raise pool_size",

@@ -32,10 +32,10 @@ from sqlalchemy.util import greenlet_spawn
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, rejected_option
 from adk_secure_sessions.db.failures import (
     is_read_only,
-    meaning,
     needs_unprepared,
-    no_free_connection,
-    overdue,
+    pool_timed_out,
+    timed_out,
+    translated,
     write_timeout,
 )
 from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
@@ -158,7 +158,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         await super()._release_all()
 
     async def _use(self, work: "Callable[[_Session], Awaitable[T]]") -> T:
-        """Call *work* with a connection and return its result; translate errors with `meaning`."""
+        """Call *work* with a connection, and return its result; translate errors."""
         async with self._turn(False):
             pooled = await self._acquire()
             driver: Any = pooled.driver_connection
@@ -172,8 +172,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 usable = True
                 return result
             except Exception as error:
-                meant = _translated(error, connection_lost=driver.is_closed())
-                usable = not isinstance(meant, Disconnected) and not session.is_overdue
+                meant = _translated_asyncpg(error, connection_lost=driver.is_closed())
+                usable = not isinstance(meant, Disconnected) and not session.has_timed_out
                 if is_read_only(error):
                     while self._idle:  # new connections may lead to another server
                         self._discard(self._idle.pop())
@@ -198,7 +198,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             return pooled
         except Exception as error:
             self._slots.release()
-            raise rejected_option(_translated(error, connection_lost=False)) from None
+            raise rejected_option(_translated_asyncpg(error, connection_lost=False)) from None
         except BaseException:
             self._slots.release()
             raise
@@ -241,7 +241,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             async with asyncio.timeout(self._timeout):
                 await self._slots.acquire()
         except TimeoutError:
-            raise no_free_connection(self._timeout) from None
+            raise pool_timed_out(self._timeout) from None
 
 
 def _close_idle(idle: list[PoolProxiedConnection], pid: int) -> None:
@@ -309,7 +309,7 @@ class _Pooler:
 class _Session:
     """Runs the statements of one operation; *prepared* are those of the connection, by text."""
 
-    __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "is_overdue")
+    __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "has_timed_out")
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class _Session:
         self._pooler = pooler
         self._timeout = read_timeout
         self._in_transaction = False
-        self.is_overdue = False  # True once a statement has been interrupted
+        self.has_timed_out = False  # True once a statement has been interrupted
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         text, names = read_sql(query)
@@ -340,8 +340,8 @@ class _Session:
             # error has no errno.
             if error.errno is not None or seconds is None:
                 raise
-            self.is_overdue = True
-            raise overdue(seconds, "a write" if writes else "a read") from None
+            self.has_timed_out = True
+            raise timed_out(seconds, "a write" if writes else "a read") from None
 
     async def follow(self, steps: Steps[T], holds_locks: bool) -> T:
         """Run *steps* and return their result; each Read or Apply is one statement."""
@@ -411,7 +411,7 @@ def _name(text: str) -> str:
     return f"aks_{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
-def _translated(error: Exception, *, connection_lost: bool) -> Exception:
+def _translated_asyncpg(error: Exception, *, connection_lost: bool) -> Exception:
     state: str | None = getattr(error, "sqlstate", None)
     if state == DIVISION_BY_ZERO:  # a later change matched no row: see `postgresql_sql`
         return Conflict()
@@ -421,4 +421,4 @@ def _translated(error: Exception, *, connection_lost: bool) -> Exception:
     # An error without an SQLSTATE does not come from the server: either the connection has failed,
     # or a parameter was not valid (ValueError).
     lost = connection_lost or (state is None and not isinstance(error, ValueError))
-    return meaning(error, connection_lost=is_of_asyncpg and lost)
+    return translated(error, connection_lost=is_of_asyncpg and lost)

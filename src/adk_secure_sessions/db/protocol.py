@@ -152,7 +152,7 @@ class Executors(NamedTuple):
                 await self.keys.close()
 
 
-def run_in_turn(
+def run_steps(
     steps: Steps[T],
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],
     run: Callable[[sa.Executable, Parameters | Rows], int],
@@ -170,14 +170,14 @@ def run_in_turn(
             if isinstance(step, Read):
                 answer = fetch(step.query, step.parameters)
             else:
-                answer = _apply_in_turn(step.changes, run, is_cluster)
+                answer = _apply(step.changes, run, is_cluster)
             step = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-def _apply_in_turn(
+def _apply(
     changes: Sequence[Change],
     run: Callable[[sa.Executable, Parameters | Rows], int],
     is_cluster: bool,

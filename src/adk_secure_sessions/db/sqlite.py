@@ -35,7 +35,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
-from adk_secure_sessions.db.failures import meaning, overdue, write_timeout
+from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
     Conflict,
     Parameters,
@@ -43,7 +43,7 @@ from adk_secure_sessions.db.protocol import (
     Rows,
     T,
     Transaction,
-    run_in_turn,
+    run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.loops import wait_ignoring_cancel
@@ -353,7 +353,7 @@ class Job:
     def fail(self, error: BaseException) -> None:
         """Store *error* as the outcome, translated: the driver's error refers to parameters."""
         self.result = None
-        self.error = meaning(error) if isinstance(error, Exception) else error
+        self.error = translated(error) if isinstance(error, Exception) else error
 
     def deliver(self) -> None:
         """Let `outcome` return or raise; call this in the event loop of its caller."""
@@ -491,7 +491,7 @@ class WorkerThread:
                     driver.execute("SAVEPOINT one")
                 self._run(job, driver)
                 if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
-                    if self._is_overdue():  # the callers of the other jobs repeat them
+                    if self._has_timed_out():  # the callers of the other jobs repeat them
                         for other in batch:
                             if other is not job:
                                 other.fail(Conflict())
@@ -544,9 +544,7 @@ class WorkerThread:
 
     def transact(self, driver: sqlite3.Connection, transaction: Transaction[T]) -> T:
         """Run the steps of *transaction*, and return its result."""
-        return run_in_turn(
-            transaction(), partial(self.fetch, driver), partial(self._change, driver)
-        )
+        return run_steps(transaction(), partial(self.fetch, driver), partial(self._change, driver))
 
     def fetch(
         self, driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
@@ -566,7 +564,7 @@ class WorkerThread:
         return cursor.rowcount
 
     def limited(self, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
-        """Call *work*, whose statements `_must_stop` may interrupt; DatabaseError if it is overdue.
+        """Call *work*, whose statements `_must_stop` may interrupt; DatabaseError if it timed out.
 
         If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite
         rolls the transaction back.
@@ -578,13 +576,13 @@ class WorkerThread:
         try:
             return work(*arguments)
         except (sqlite3.OperationalError, sa.exc.OperationalError):
-            if timeout is None or not self._is_overdue():
+            if timeout is None or not self._has_timed_out():
                 raise
         finally:
             self._is_limited = False
-        raise overdue(timeout, "a write" if writes else "a read")
+        raise timed_out(timeout, "a write" if writes else "a read")
 
-    def _is_overdue(self) -> bool:
+    def _has_timed_out(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _must_stop(self) -> bool:
@@ -594,7 +592,7 @@ class WorkerThread:
         """
         if not self._is_limited:
             return False
-        if self._is_overdue():
+        if self._has_timed_out():
             return True
         if self._is_writing:
             return False  # a write continues even if the caller is cancelled or the service closed

@@ -10,7 +10,7 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import already_exists, dialect_of, has_table
-from adk_secure_sessions.db.failures import meaning
+from adk_secure_sessions.db.failures import translated
 from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
@@ -136,7 +136,7 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
                 connection.rollback()
                 if has_table(connection, table):
                     return  # another process has created the table meanwhile
-            failure = meaning(error)
+            failure = translated(error)
             if not isinstance(failure, DatabaseError):
                 raise failure from None
             raise ConfigurationError(
