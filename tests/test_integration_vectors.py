@@ -16,6 +16,7 @@ from adk_secure_sessions import (
     EncryptedSessionWrapper,
     SecureSessionError,
 )
+from adk_secure_sessions.formats.memory_items import COLLECTION_NAME
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, verify
 from tests import format_reader
@@ -31,7 +32,7 @@ database = copies_of("integrations.sql")
 async def read_memory(path: Path, app: str, user: str) -> Json:
     async with EncryptedSessionService(f"sqlite:///{path}", *BACKENDS) as sessions:
         service = EncryptedMemoryService(sessions)
-        memory = await service._up_to_date(await service._cache(), app, user)
+        memory = await service._up_to_date(await service._cache(), (app, user, COLLECTION_NAME))
         assert memory is not None
         entries = [
             {"scope": list(scope), **entry.values()}

@@ -341,7 +341,7 @@ def search_in_a_fork_while_a_thread_has_the_locks(say: Say, url: str) -> None:
         content = types.Content(parts=[types.Part(text="needle")])
         await service.add_memory(**user, memories=[MemoryEntry(content=content)])
         assert await search("needle") == 1
-        return (await service._cache()).get((APP, USER))
+        return (await service._cache()).get((APP, USER, '["memory"]'))
 
     memory = asyncio.run(remember())
     assert memory is not None

@@ -17,7 +17,7 @@ from adk_secure_sessions import (
     TamperedError,
 )
 from adk_secure_sessions.formats.json_text import read_event
-from adk_secure_sessions.integrations.artifact_versions import reencrypted_item
+from adk_secure_sessions.integrations.artifact_versions import collection_name, reencrypted_item
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.integrations.blob_store import Blob
@@ -195,9 +195,8 @@ async def test_changed_rows_are_rejected(
 
 
 async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -> None:
-    found = await service._version(
-        WHO["app_name"], WHO["user_id"], HERE["filename"], HERE["session_id"], None
-    )
+    name = collection_name(HERE["session_id"], HERE["filename"])
+    found = await service._version((WHO["app_name"], WHO["user_id"], name), None)
     assert found is not None
     assert found.blob is not None
     assert found.blob.key.hex() not in repr(found)

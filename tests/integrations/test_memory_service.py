@@ -20,6 +20,7 @@ from google.adk.tools.preload_memory_tool import preload_memory_tool as preload_
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, Caches, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.formats.memory_items import COLLECTION_NAME
 from adk_secure_sessions.integrations import memory as module
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, RankedEntry
@@ -51,7 +52,7 @@ async def sessions(file_url: str) -> AsyncIterator[EncryptedSessionService]:
 
 
 async def whole(memory: EncryptedMemoryService) -> UserMemory | None:
-    return await memory._up_to_date(await memory._cache(), APP, USER)
+    return await memory._up_to_date(await memory._cache(), (APP, USER, COLLECTION_NAME))
 
 
 def remember(service: BaseMemoryService, *memories: MemoryEntry, **more: Any) -> Any:
@@ -152,10 +153,10 @@ async def test_cache_is_limited(sessions: EncryptedSessionService) -> None:
     for user in "abc":
         await add(memory, text_event(f"cat {user}"), user=user)
     kept = (await memory._cache())._entries
-    assert list(kept) == [(APP, "b"), (APP, "c")]
+    assert [user for _, user, _ in kept] == ["b", "c"]
     await add(memory, *(text_event(f"cat {n}") for n in range(5)), user="b")
     assert await found(memory, "cat", "b") == [f"cat {n}" for n in range(5)]
-    assert list(kept) == [(APP, "b")]
+    assert [user for _, user, _ in kept] == ["b"]
     await add(memory, *(text_event(f"cat {n}") for n in range(110)), user="b")
     assert len(await found(memory, "cat", "b")) == 10
     assert not kept

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion
@@ -44,6 +44,7 @@ from adk_secure_sessions.tracebacks import hides_locals
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+_Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
 USER_PREFIX = "user:"
 _LEVELS = json_text.MAX_LEVELS - 2  # the item and its field take two levels
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
@@ -138,7 +139,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
-        name = _collection_name(app_name, user_id, filename, session_id)
+        address = _address(app_name, user_id, filename, session_id)
         part = _part(artifact)
         if part.inline_data is None and part.text is None:
             if part.file_data is None:
@@ -146,7 +147,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             _check_reference(part, app_name, user_id, session_id)
         values, content = _split(part)
         pieces = None if content is None else _one(content)
-        return await self._save(app_name, user_id, name, values, pieces, custom_metadata)
+        return await self._save(address, values, pieces, custom_metadata)
 
     @accessed("artifact.read")
     async def load_artifact(
@@ -169,7 +170,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 belongs to another session or user, or more than 5 references follow each other.
         """
         for _ in range(_MAX_REFERENCES + 1):
-            found = await self._version(app_name, user_id, filename, session_id, version)
+            found = await self._version(_address(app_name, user_id, filename, session_id), version)
             if found is None:
                 return None
             part = await self._part(found)
@@ -209,12 +210,12 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         The rows are deleted, and nobody can decrypt the contents without them.  `purge blobs`
         deletes the contents later.
         """
-        name = _collection_name(app_name, user_id, filename, session_id)
-        found = await self._collections.get(app_name, user_id, name)
+        address = _address(app_name, user_id, filename, session_id)
+        found = await self._collections.get(*address)
         if found is None:
             return
         versions = versions_of(found)  # before the rows are deleted, because they name the blobs
-        if not await self._collections.delete(app_name, user_id, name):
+        if not await self._collections.delete(*address):
             return
         for version in versions:
             if version.blob is not None:
@@ -225,8 +226,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[int]:
         """Return the numbers of all versions; an empty list for an unknown artifact."""
-        name = _collection_name(app_name, user_id, filename, session_id)
-        found = await self._collections.get(app_name, user_id, name, limit=1)
+        address = _address(app_name, user_id, filename, session_id)
+        found = await self._collections.get(*address, limit=1)
         return list(range(version_count(found))) if found else []
 
     @accessed("artifacts.list")
@@ -234,8 +235,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
         """Return all versions with their metadata, without contents; [] if there is no artifact."""
-        name = _collection_name(app_name, user_id, filename, session_id)
-        found = await self._collections.get(app_name, user_id, name)
+        found = await self._collections.get(*_address(app_name, user_id, filename, session_id))
         return [_as_artifact_version(version) for version in versions_of(found)] if found else []
 
     @accessed("artifacts.list")
@@ -249,7 +249,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         version: int | None = None,
     ) -> ArtifactVersion | None:
         """Return the metadata of a version, by default of the latest; None if there is none."""
-        found = await self._version(app_name, user_id, filename, session_id, version)
+        found = await self._version(_address(app_name, user_id, filename, session_id), version)
         return None if found is None else _as_artifact_version(found)
 
     # --- streams ---------------------------------------------------------------------------------
@@ -271,9 +271,9 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         The memory used does not grow with the content.  Raises the errors of `save_artifact`, and
         the errors that *pieces* raises.  If *pieces* raises an error, nothing is stored.
         """
-        name = _collection_name(app_name, user_id, filename, session_id)
+        address = _address(app_name, user_id, filename, session_id)
         part = {"inline_data": {"mime_type": mime_type}}
-        return await self._save(app_name, user_id, name, part, pieces, custom_metadata)
+        return await self._save(address, part, pieces, custom_metadata)
 
     @accessed("artifact.read")
     async def open_stream(
@@ -301,7 +301,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 the content was tampered with.
             ArtifactStoreError: The store failed.  Only reading from the stream raises this error.
         """
-        found = await self._version(app_name, user_id, filename, session_id, version)
+        found = await self._version(_address(app_name, user_id, filename, session_id), version)
         if found is None:
             return None
         if found.blob is None:
@@ -317,10 +317,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
 
     async def _save(
         self,
-        app_name: str,
-        user_id: str,
-        collection: str,
-        part: dict[str, Any],
+        address: _Address,
+        part: JsonObject,
         pieces: AsyncIterable[bytes] | None,
         metadata: dict[str, Any] | None,
     ) -> int:
@@ -342,22 +340,14 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             return encode_item(new_item(values, blob, found))
 
         # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
-        await self._collections.append(app_name, user_id, collection, item)
+        await self._collections.append(*address, item)
         return numbers[-1]
 
-    async def _version(
-        self,
-        app_name: str,
-        user_id: str,
-        filename: str,
-        session_id: str | None,
-        number: int | None,
-    ) -> Version | None:
+    async def _version(self, address: _Address, number: int | None) -> Version | None:
         """Return the version *number*, or the latest if *number* is None; None if there is none."""
-        name = _collection_name(app_name, user_id, filename, session_id)
         limit = 1
         while True:
-            found = await self._collections.get(app_name, user_id, name, limit=limit)
+            found = await self._collections.get(*address, limit=limit)
             if found is None:
                 return None
             versions, count = versions_of(found), version_count(found)
@@ -418,8 +408,8 @@ async def _recording_rejections(
         raise
 
 
-def _collection_name(app_name: str, user_id: str, filename: str, session_id: str | None) -> str:
-    """Check the arguments; return the name of the artifact's collection."""
+def _address(app_name: str, user_id: str, filename: str, session_id: str | None) -> _Address:
+    """Check the arguments; return where the artifact is stored."""
     check_ids(app_name, user_id, session_id or "", filename=filename)
     if not filename:
         raise InputValidationError("filename must not be empty.")
@@ -427,7 +417,7 @@ def _collection_name(app_name: str, user_id: str, filename: str, session_id: str
         session_id = None
     elif session_id is None:
         raise InputValidationError("Session ID must be provided for session-scoped artifacts.")
-    return collection_name(session_id, filename)
+    return app_name, user_id, collection_name(session_id, filename)
 
 
 def _part(artifact: object) -> types.Part:

@@ -104,6 +104,7 @@ class MemoryRanker(Protocol):
         ...
 
 
+_Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
 # An item to append, and whether it is the last one of a change.
 _Planned: TypeAlias = tuple[MemoryItem, bool]
 
@@ -287,7 +288,8 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 was given.
         """
         check_ids(app_name, user_id)
-        memory = await self._up_to_date(await self._cache(), app_name, user_id)
+        address = (app_name, user_id, COLLECTION_NAME)
+        memory = await self._up_to_date(await self._cache(), address)
         if memory is None:
             return SearchMemoryResponse()
         if self._ranker is None:
@@ -327,20 +329,19 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         *plan* is called again if another process has changed the memory in the meantime, and if the
         planned entries do not fit into one item.
         """
+        address = (app_name, user_id, COLLECTION_NAME)
         retries = Retries(writes=True)
-        async with self._writes.hold((app_name, user_id)):
+        async with self._writes.hold(address):
             while True:
                 # Get the cache in each pass: `storage.empty_caches` may have replaced it.
                 cache = await self._cache()
-                memory = await self._up_to_date(cache, app_name, user_id)
+                memory = await self._up_to_date(cache, address)
                 if memory is None:
                     if plan(UserMemory(writes.Expected(0, 0))) is None:
                         return
                     # Create the collection with an empty item.  Then each later item can be
                     # appended at an expected row id and revision.
-                    await self._collections.append(
-                        app_name, user_id, COLLECTION_NAME, encode_item(MemoryItem().values())
-                    )
+                    await self._collections.append(*address, encode_item(MemoryItem().values()))
                     continue
                 with memory.lock:
                     at = memory.at
@@ -359,23 +360,17 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                         if item.scope is not None:
                             only_added = item._replace(drop={}, deleted=())
                             plaintexts.append(encode_item(only_added.values()))
-                        await self._collections.rewrite(
-                            app_name, user_id, COLLECTION_NAME, plaintexts, at
-                        )
+                        await self._collections.rewrite(*address, plaintexts, at)
                     else:
                         plaintexts = await _encoded(replaced.values())
+                        changed = dict(zip(replaced, plaintexts, strict=True))
                         new = await self._collections.append(
-                            app_name,
-                            user_id,
-                            COLLECTION_NAME,
-                            encode_item(item.values()),
-                            expected=at,
-                            replaced=dict(zip(replaced, plaintexts, strict=True)),
+                            *address, encode_item(item.values()), expected=at, replaced=changed
                         )
                         with memory.lock:
                             if memory.at == at:
                                 memory.apply([(item, adk_version)], new)
-                        _cache_memory(cache, (app_name, user_id), memory)
+                        _cache_memory(cache, address, memory)
                 except (writes.StaleRevision, writes.MissingSession):
                     await retries.wait(Conflict())
                     continue
@@ -391,27 +386,24 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         key = (self, os.getpid())
         return await self._collections.cache(key, lambda: Lru(self._cache_entries))
 
-    async def _up_to_date(self, cache: "_Cache", app_name: str, user_id: str) -> UserMemory | None:
+    async def _up_to_date(self, cache: "_Cache", address: _Address) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""
-        user = (app_name, user_id)
-        async with self._reads.hold(user):
-            memory = cache.get(user)
+        async with self._reads.hold(address):
+            memory = cache.get(address)
             if memory is None:
-                return await self._read_all(cache, user)
+                return await self._read_all(cache, address)
             with memory.lock:
                 at = memory.at
-            found = await self._collections.get(app_name, user_id, COLLECTION_NAME, limit=0)
+            found = await self._collections.get(*address, limit=0)
             if found is not None and found.at == at:
                 return memory
-            cache.drop(user)
+            cache.drop(address)
             if found is None:
                 return None
             number = found.size - at.revision
             # Otherwise, the memory was rewritten, or was erased and created again.
             if found.at.session_row == at.session_row and number > 0:
-                found = await self._collections.get(
-                    app_name, user_id, COLLECTION_NAME, limit=number
-                )
+                found = await self._collections.get(*address, limit=number)
                 # Other processes may have changed the memory after `number` was read.
                 start = found and (found.at.session_row, found.size - number)
                 if found and start == at and sum(map(len, found.items)) <= _READ_ALL_BYTES:
@@ -419,12 +411,12 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     with memory.lock:
                         if memory.at == at:  # no other thread has applied these items
                             memory.apply(items, found.at)
-                            _cache_memory(cache, user, memory)
+                            _cache_memory(cache, address, memory)
                             return memory
-            return await self._read_all(cache, user)
+            return await self._read_all(cache, address)
 
-    async def _read_all(self, cache: "_Cache", user: tuple[str, str]) -> UserMemory | None:
-        found = await self._collections.get(*user, COLLECTION_NAME)
+    async def _read_all(self, cache: "_Cache", address: _Address) -> UserMemory | None:
+        found = await self._collections.get(*address)
         if found is None:
             return None
         memory = UserMemory(found.at)
@@ -432,17 +424,17 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         for item in await _decoded(found):
             memory.apply([item], found.at)
             await pauses.pause_if_due()
-        _cache_memory(cache, user, memory)
+        _cache_memory(cache, address, memory)
         return memory
 
 
 reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
 
-_Cache: TypeAlias = Lru[tuple[str, str], UserMemory]
+_Cache: TypeAlias = Lru[_Address, UserMemory]
 
 
-def _cache_memory(cache: _Cache, user: tuple[str, str], memory: UserMemory) -> None:
-    cache.put(user, memory, len(memory.entries) + _USER_SIZE)
+def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
+    cache.put(address, memory, len(memory.entries) + _USER_SIZE)
 
 
 async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:

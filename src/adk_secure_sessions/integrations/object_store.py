@@ -177,12 +177,8 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     client |= options.pop("client_options", None) or {}
     retries: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=timeout)}
     retries |= options.pop("retry_config", None) or {}
-    arguments = {
-        "prefix": parts.path.strip("/") or None,
-        **options,
-        "client_options": client,
-        "retry_config": retries,
-    }
+    arguments = {"prefix": parts.path.strip("/") or None} | options
+    arguments |= {"client_options": client, "retry_config": retries}
     variables = {key: text for key, text in os.environ.items() if key.upper().startswith(prefix)}
     try:
         plain = _plain_addresses(variables, options, options.get("config") or {})
