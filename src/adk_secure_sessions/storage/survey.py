@@ -317,8 +317,9 @@ def merged(data: Survey, keys: Survey) -> Survey:
 
 def _missing_feature_tables(data: Survey, keys: Survey) -> list[str]:
     """Return the tables of the features that *keys* lists, if they do not exist in *data*."""
-    is_ours = keys.format_version == str(FORMAT_VERSION)  # `check` rejects another format
-    listed = keys.features if is_ours else frozenset()
+    # `check` rejects another format, and a database whose list is in a key database.
+    is_checked = keys.format_version == str(FORMAT_VERSION) and keys.part in (Part.ALL, Part.KEYS)
+    listed = keys.features if is_checked else frozenset()
     tables = (KNOWN_FEATURES.get(name) for name in listed)
     names = (table.name for table in tables if table is not None)
     return [name for name in names if name not in data.feature_tables]
