@@ -1,6 +1,7 @@
 """ServiceSource reads any session service through google-adk's public methods."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     generate_key,
 )
+from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.services import ServiceSource
 from adk_secure_sessions.migration.sources import (
     Selection,
@@ -33,6 +35,7 @@ from tests.migration.adk_sources import (
     setting,
     states_of,
 )
+from tests.migration.support import database
 
 # google-adk itself calls a deprecated method when it makes an AuthConfig.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -241,3 +244,20 @@ def test_wrong_arguments_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match="list of names"):
         ServiceSource(InMemorySessionService(), "app")
     assert ServiceSource(Minimal(), []).description == "a Minimal"
+
+
+async def test_named_apps_are_not_everything_that_was_to_be_copied(tmp_path: Path) -> None:
+    service = InMemorySessionService()
+    for app_name in ("a", "b"):
+        await service.create_session(app_name=app_name, user_id="user", session_id="s")
+    url, only_a = f"sqlite:///{tmp_path}/target.db", Selection("a")
+    async with ServiceSource(service, ["a"]) as source, database(url) as db:
+        assert (await migrate(source, db)).copied == 1
+        done = await compare(source, db)
+        assert (done.clean, done.completed) == (True, False)
+        assert await db.imports.migration_end() is None
+        await migrate(ServiceSource(service, ["b"]), db)
+        with pytest.raises(ConfigurationError, match="selection of one app"):
+            await migrate(source, db, delete_gone=True)
+        assert (await migrate(source, db, selection=only_a, delete_gone=True)).gone == 0
+        assert (await compare(source, db, selection=only_a)).clean

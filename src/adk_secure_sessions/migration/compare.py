@@ -100,12 +100,12 @@ async def compare(
     order of its events.  If a service continued a session in the target, only the time of its
     creation and the copied events are compared.
 
-    If *selection* is everything, *source* is not empty and the comparison is clean, this function
-    stores an authenticated mark in the target.  The mark ends the migration:
-    `PlaintextFallbackService` no longer reads the source.  The mark says nothing about another
-    source, for example if *source* is an old backup of a database that is still in use.  If a later
-    comparison is not clean, that comparison removes the mark, unless `erase_source` may have
-    deleted rows of the source meanwhile.  This function changes nothing else.
+    If *selection* is everything, *source* is not empty and no `ServiceSource`, and the comparison
+    is clean, this function stores an authenticated mark in the target.  The mark ends the
+    migration: `PlaintextFallbackService` no longer reads the source.  The mark says nothing about
+    another source, for example if *source* is an old backup of a database that is still in use.  If
+    a later comparison is not clean, that comparison removes the mark, unless `erase_source` may
+    have deleted rows of the source meanwhile.  This function changes nothing else.
     """
     return await ComparisonRun(source, db, selection, show_ids=show_ids).run(progress)
 
@@ -146,8 +146,8 @@ class ComparisonRun:
             self._findings.add(copy.tag, GONE, *ids)
         self._meter.finish()
         done.clean = done.succeeded
-        done.completed = completes and done.clean and self._selection == EVERYTHING
-        done.completed = done.completed and done.sessions + done.states > 0
+        is_whole = self._selection == EVERYTHING and self._source.has_all_apps
+        done.completed = completes and done.clean and is_whole and done.sessions + done.states > 0
         if done.completed:
             await db.imports.complete_migration()
         done.withdrawn = completes and not done.clean and await db.imports.withdraw_migration()

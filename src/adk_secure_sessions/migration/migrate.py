@@ -138,13 +138,19 @@ async def migrate(
 
     Raises:
         ConfigurationError: *expires_after* is not a positive time.  Or *delete_gone* is given
-            together with a selection that has `since`, for a source without sessions, or after a
-            comparison has ended the migration.
+            together with a selection that has `since`, for a source without sessions, for a
+            `ServiceSource` without a selection of one app, or after a comparison has ended the
+            migration.
         TamperedError: A row that an import reads was modified.
     """
     if delete_gone and selection.since is not None:
         raise ConfigurationError(
             "delete_gone cannot be combined with since: sessions that were not read are not gone"
+        )
+    if delete_gone and not (source.has_all_apps or selection.app_name):
+        raise ConfigurationError(
+            "the source has only the apps that were named, and sessions of others are not gone: "
+            "give delete_gone with a selection of one app"
         )
     lifetime, began = lifetime_of(expires_after), time.monotonic()
     number = await source.count(selection)

@@ -44,6 +44,9 @@ class ServiceSource(Source):
     recently updated session.  So the state of a user without sessions is only read if the user is
     in *user_ids* and the service implements `get_user_state`.
 
+    The service may have more apps and users.  Therefore `compare` does not end the migration, and
+    `migrate` accepts `delete_gone` only with a selection of one app, whose users must be complete.
+
     Args:
         service: The service.  `close` does not close it.
         app_names: The names of the apps to read: a service cannot list its apps.
@@ -56,6 +59,8 @@ class ServiceSource(Source):
     Raises:
         ConfigurationError: *service* is not a session service, or *app_names* is a single text.
     """
+
+    has_all_apps: bool = False
 
     def __init__(
         self,

@@ -95,6 +95,9 @@ class Source(ClosedByWith):
     Every method may raise ConfigurationError and DatabaseError.
     """
 
+    # Whether the source reads all apps, and not only those that the caller has named.
+    has_all_apps: bool = True
+
     @property
     @abstractmethod
     def description(self) -> str:
