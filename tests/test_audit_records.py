@@ -11,10 +11,10 @@ from adk_secure_sessions import Reason, TamperedError
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import audit_records
 from adk_secure_sessions.formats.audit_records import (
+    AUDIT_LINK_LENGTH,
     CHAIN_LENGTH,
-    LINK_LENGTH,
     MAX_RECORD,
-    NO_LINK,
+    NO_AUDIT_LINK,
     link_of,
     open_record,
     record_context,
@@ -27,8 +27,8 @@ CONTEXT = record_context(DATABASE, CHAIN, 7, 1_700_000_000_000_000)
 
 
 def test_lengths_are_those_of_the_format() -> None:
-    assert (CHAIN_LENGTH, LINK_LENGTH, MAX_RECORD) == (16, 32, 1_048_576)
-    assert bytes(32) == NO_LINK
+    assert (CHAIN_LENGTH, AUDIT_LINK_LENGTH, MAX_RECORD) == (16, 32, 1_048_576)
+    assert bytes(32) == NO_AUDIT_LINK
 
 
 def test_context_has_the_documented_bytes() -> None:

@@ -12,7 +12,7 @@ import pytest
 from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService
 from adk_secure_sessions.formats.audit_records import (
     MAX_RECORD,
-    NO_LINK,
+    NO_AUDIT_LINK,
     link_of,
     open_record,
     record_context,
@@ -47,7 +47,7 @@ def test_both_readers_accept_the_chain(case: Row) -> None:
     found = format_reader.open_chain(INDEX_MASTER, DATABASE_ID, rows)
     assert [link.hex() for link, _ in found] == case["links"]
     assert [fields for _, fields in found] == case["fields"]
-    links = [NO_LINK, *(bytes.fromhex(link) for link in case["links"])]
+    links = [NO_AUDIT_LINK, *(bytes.fromhex(link) for link in case["links"])]
     for number, row in enumerate(rows):
         moment = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=row["time"])
         assert case["fields"][number]["time"] == f"{moment:%Y-%m-%dT%H:%M:%S.%f+00:00}"
@@ -96,7 +96,7 @@ async def test_verify_rejects_the_same_chains(database: Path, name: str | None) 
 def test_record_that_is_too_long_is_not_written() -> None:
     cipher = BlindIndex(INDEX_MASTER).audit_cipher(DATABASE_ID, bytes(16))
     with pytest.raises(ValueError, match="audit record has more than"):
-        seal_record(cipher, b"", NO_LINK, {"actor": "a" * MAX_RECORD})
+        seal_record(cipher, b"", NO_AUDIT_LINK, {"actor": "a" * MAX_RECORD})
 
 
 def test_page_lists_the_columns_of_the_trail() -> None:

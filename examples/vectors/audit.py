@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from unittest import mock
 
 from adk_secure_sessions.formats.audit_records import (
-    NO_LINK,
+    NO_AUDIT_LINK,
     link_of,
     record_context,
     seal_record,
@@ -35,7 +35,7 @@ def _chain(label: str, number: int = 0) -> list[Json]:
     start = MICROSECONDS + number
     chain = start.to_bytes(8, "big") + made(f"chain {label}", 8)
     cipher = BlindIndex(_INDEX_MASTER).audit_cipher(_DATABASE_ID, chain)
-    link, rows = NO_LINK, []
+    link, rows = NO_AUDIT_LINK, []
     for number, more in enumerate(_FIELDS):
         time = start + 1_500_000 * number
         moment = datetime.fromtimestamp(time / 1_000_000, UTC)

@@ -13,13 +13,13 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import binary, context
 
 CHAIN_LENGTH = 16
-LINK_LENGTH = 32
-NO_LINK = bytes(LINK_LENGTH)  # `previous` of the first record of a chain
+AUDIT_LINK_LENGTH = 32
+NO_AUDIT_LINK = bytes(AUDIT_LINK_LENGTH)  # `previous` of the first record of a chain
 MAX_RECORD = 2**20  # bytes
 _VERSION = b"\x01"
 _TAG_LENGTH = 16  # of AES-GCM
 # The part of a record that is not JSON.
-_OVERHEAD = len(_VERSION) + NONCE_LENGTH + LINK_LENGTH + _TAG_LENGTH
+_OVERHEAD = len(_VERSION) + NONCE_LENGTH + AUDIT_LINK_LENGTH + _TAG_LENGTH
 
 
 def record_context(database_id: bytes, chain: bytes, number: int, time: int) -> bytes:
@@ -45,9 +45,9 @@ def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[byte
         raise TamperedError("the audit record is malformed", reason=Reason.MALFORMED)
     plaintext = cipher.decrypt(data[len(_VERSION) :], _VERSION + context)
     try:
-        fields = json.loads(plaintext[LINK_LENGTH:])
+        fields = json.loads(plaintext[AUDIT_LINK_LENGTH:])
         if isinstance(fields, dict):
-            return plaintext[:LINK_LENGTH], fields
+            return plaintext[:AUDIT_LINK_LENGTH], fields
     except (ValueError, RecursionError):
         pass
     raise TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)

@@ -16,7 +16,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reas
 from adk_secure_sessions.formats.audit_records import (
     CHAIN_LENGTH,
     MAX_RECORD,
-    NO_LINK,
+    NO_AUDIT_LINK,
     link_of,
     open_record,
     record_context,
@@ -305,7 +305,9 @@ class _Trail:
             return None
         cipher = self.keyring.index.audit_cipher(self.keyring.database_id, chain)
         expected = 0
-        known: bytes | None = NO_LINK  # the link of the record before; None if that record is bad
+        known: bytes | None = (
+            NO_AUDIT_LINK  # the link of the record before; None if that record is bad
+        )
         end: _End | None = None
         async for number, moment, record in self._rows(chain):
             row = f"{chain.hex()}, {number}"
@@ -442,7 +444,7 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
         return None
     # The text of a longer number cannot be made.
     is_number = type(number) is int and 0 <= number <= _LARGEST
-    has_lengths = (len(chain), len(link)) == (CHAIN_LENGTH, len(NO_LINK))
+    has_lengths = (len(chain), len(link)) == (CHAIN_LENGTH, len(NO_AUDIT_LINK))
     is_head = (event, database) == (_HEAD, database_id) and is_number and has_lengths
     return (chain, number, link) if is_head else None
 

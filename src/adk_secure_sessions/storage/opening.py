@@ -93,7 +93,7 @@ async def open_database(
     )
 
 
-class Opened(NamedTuple):
+class Surveyed(NamedTuple):
     """The surveys of the data database and of the key database (the same without a key database),
     and the keyring; None if the key tables are new.
     """
@@ -103,16 +103,18 @@ class Opened(NamedTuple):
     keyring: Keyring | None
 
 
-async def open_for_service(executors: Executors, backends: Backends, create_tables: bool) -> Opened:
+async def open_for_service(
+    executors: Executors, backends: Backends, create_tables: bool
+) -> Surveyed:
     """Check the database and open its keys as a service does when it starts; write nothing.
 
     `check` also calls this function, so that both accept and reject the same databases.
     """
     data, keys = await survey_both(executors, create_tables)
     if keys.database_id is None:
-        return Opened(data, keys, None)
+        return Surveyed(data, keys, None)
     keys.reject_unfinished(FeatureName.SEPARATING)
-    return Opened(data, keys, await _open(executors, merged(data, keys), backends))
+    return Surveyed(data, keys, await _open(executors, merged(data, keys), backends))
 
 
 async def survey_existing(executors: Executors, known: Keyring | None = None) -> Survey:

@@ -89,7 +89,7 @@ class StorageOperation(Protocol[T_co]):
     async def attempt(self, attempt: Attempt, executors: Executors) -> T_co: ...
 
 
-class _Opened(NamedTuple):
+class _OpenState(NamedTuple):
     """The keys of the database, and the caches of a unit of work, which are emptied at the time
     *expires* (monotonic seconds).
     """
@@ -145,7 +145,7 @@ class UnitOfWork:
         self.executors = executors
         self._backends = backends
         self._open_keyring = open_keyring
-        self._opened: _Opened | None = None
+        self._opened: _OpenState | None = None
         self._keyring_pause = keyring_pause
         self._before_use = before_use
         self._locks = LoopLocks()
@@ -232,7 +232,7 @@ class UnitOfWork:
             if opened.rows.lacks_user and self._opened is opened:
                 self.empty_caches()
 
-    async def _run(self, operation: StorageOperation[T], opened: _Opened, retries: Retries) -> T:
+    async def _run(self, operation: StorageOperation[T], opened: _OpenState, retries: Retries) -> T:
         """Attempt *operation* until it succeeds, and return its result.
 
         Cached data keys are read again if a record names a data key that is not cached, or if the
@@ -400,7 +400,7 @@ class UnitOfWork:
             if (opened := self._opened) is not None and opened.keys.keyring is seen:
                 opened.keys.keyring = renewed
 
-    async def _current(self) -> _Opened:
+    async def _current(self) -> _OpenState:
         """Return the keys and the caches; open the database, or empty expired caches, first."""
         opened = self._opened
         if opened is None:
@@ -412,7 +412,7 @@ class UnitOfWork:
             await self._before_use(opened.keys.keyring)
         return opened
 
-    def _start_timer(self, opened: _Opened) -> None:
+    def _start_timer(self, opened: _OpenState) -> None:
         """Empty the caches when they expire, even if no operation follows.
 
         Each event loop that uses the unit of work has a timer of its own.  One timer would not be
@@ -431,7 +431,7 @@ class UnitOfWork:
         if started is not None and (timer := started[1]()) is not None:
             timer.cancel()
 
-    async def _open(self) -> _Opened:
+    async def _open(self) -> _OpenState:
         async with self._locks.hold("open"):
             if self._opened is None:
                 try:
@@ -445,9 +445,9 @@ class UnitOfWork:
             self._start_timer(self._opened)
             return self._opened
 
-    def _with_empty_caches(self, keyring: Keyring) -> _Opened:
+    def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         writer_id = self.backends.writer.backend_id
-        return _Opened(
+        return _OpenState(
             DataKeys(keyring, self.backends.by_id, writer_id, self._cache.data_keys),
             RowCache(self._cache.sessions, self._cache.events),
             Lru(self._cache.sessions),
@@ -475,7 +475,7 @@ def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
         found.empty_caches(expires)
 
 
-def _cache_identity(opened: _Opened, who: Identity) -> None:
+def _cache_identity(opened: _OpenState, who: Identity) -> None:
     """Cache *who* if the rows of its ids are cached, which shows that these rows exist.
 
     Computing the tags takes 15 us, a seventh of a read without events.

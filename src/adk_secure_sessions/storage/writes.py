@@ -304,25 +304,25 @@ class OwnerChanges:
 class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
-    In the audit trail, *change* says what the transaction changes.  *locks_rows* is whether each
-    attempt locks the rows before it reads them, and commits all its requests together; otherwise,
-    with asyncpg, each request is committed separately.
+    In the audit trail, *audited_as* says what the transaction changes.  *locks_rows* is whether
+    each attempt locks the rows before it reads them, and commits all its requests together;
+    otherwise, with asyncpg, each request is committed separately.
     """
 
     reads_keys = False
     writes = True
-    change: str
+    audited_as: str
     locks_rows: bool = False
 
     def __init__(self, who: Identity) -> None:
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
-        read = attempt.after_commit
+        cache_reads = attempt.after_commit
         owners = OwnerChanges(attempt)
 
         def cache(result: T) -> None:
-            for put in read or ():
+            for put in cache_reads or ():
                 put()
             self.committed(attempt, owners, result)
 
@@ -336,7 +336,7 @@ class Write(Generic[T]):
         if access := running_access(executors.data):
             session_id = "" if self.who.is_collection else self.who.session_id
             result = await access.write(
-                self.change, session_id, transaction, commit_after_cancel, holds_locks=locks
+                self.audited_as, session_id, transaction, commit_after_cancel, holds_locks=locks
             )
         else:
             result = await executors.data.write(transaction, commit_after_cancel, holds_locks=locks)
@@ -375,7 +375,7 @@ class CreateSession(Write[SessionWithStates]):
     *state* is the session's own state, as JSON.  The times are microseconds UTC.
     """
 
-    change = "create"
+    audited_as = "create"
 
     def __init__(
         self,
@@ -537,7 +537,7 @@ class AppendEvent(Write[StoredSession]):
         self._expected = expected
         self._event = event
         self._stored = stored
-        self.change = "replace" if event.replaced else "append"
+        self.audited_as = "replace" if event.replaced else "append"
         # The updated session that each attempt has sent.  The key is the record of the event, which
         # is different in each attempt.  An attempt that lost its connection may have been
         # committed.  If the next attempt finds one of these records, the event is already stored.
@@ -681,7 +681,7 @@ class DeleteSession(Write[bool | None]):
     is given and returns False for the stored session.
     """
 
-    change = "delete"
+    audited_as = "delete"
 
     def __init__(
         self, who: Identity, condition: Callable[[StoredSession], bool] | None = None
@@ -736,7 +736,7 @@ class RenewKey(Write[bool]):
     witness were changed; both are then encrypted with the data key that encrypts new records.
     """
 
-    change = "data key"
+    audited_as = "data key"
     reads_keys = True
 
     def __init__(self, who: Identity, since: int, *, of_user: bool) -> None:
@@ -777,7 +777,7 @@ class EnsureOwners(Write[StagedKeys]):
     not encrypt new records.
     """
 
-    change = "owners"
+    audited_as = "owners"
 
     def contended(self) -> list[sa.Executable]:
         return [sql.LOCK_APP, sql.LOCK_USER]

@@ -39,7 +39,7 @@ from adk_secure_sessions.db.protocol import (
 )
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.formats.audit_records import (
-    NO_LINK,
+    NO_AUDIT_LINK,
     link_of,
     record_context,
     seal_record,
@@ -86,7 +86,7 @@ class _Chain(KeyMaterial):
         self.database_id: bytes = keyring.database_id
         now = time.time_ns() // 1000
         self.id: bytes = now.to_bytes(8, "big") + secrets.token_bytes(8)
-        self.head: Head = Head(0, NO_LINK)
+        self.head: Head = Head(0, NO_AUDIT_LINK)
         self.logged: int = 0
         self._cipher = keyring.index.audit_cipher(self.database_id, self.id)
         self._began = time.monotonic(), time.time()

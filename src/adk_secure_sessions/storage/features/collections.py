@@ -236,7 +236,7 @@ class RewriteItems(Write[StoredSession]):
     of the new items, in microseconds UTC.
     """
 
-    change = "rewrite"
+    audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
 
     def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:

@@ -226,7 +226,7 @@ class _Import(Write[T]):
     `Seals.source`), if no service has changed it since.
     """
 
-    change = "import"
+    audited_as = "import"
 
     def __init__(self, who: Identity, seals: Seals, source: bytes, *, replace: bool) -> None:
         super().__init__(who)

@@ -218,7 +218,7 @@ class CorrectIndexed(Write[int]):
     The arguments are those of `CheckIndexed`.
     """
 
-    change = "index"
+    audited_as = "index"
     locks_rows = True  # nobody may change the state between the read and the changes
 
     def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
