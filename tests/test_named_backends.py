@@ -12,7 +12,7 @@ from adk_secure_sessions import (
     NoOpBackend,
     StaticKey,
 )
-from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
+from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backends_for
 
 KEYS = {"NAMED_A": bytes(range(32)), "NAMED_B": bytes(range(32, 64))}
 A, B = (f"env:{name}" for name in KEYS)

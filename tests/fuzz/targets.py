@@ -31,7 +31,7 @@ from adk_secure_sessions import (
     Reason,
     WrongKeyError,
 )
-from adk_secure_sessions.backends.named import NAMES
+from adk_secure_sessions.backends.registry import NAMES
 from adk_secure_sessions.crypto.package_1x import Package1xKeys, is_envelope
 from adk_secure_sessions.formats import blobs, events, json_text, memory_items, states
 from adk_secure_sessions.formats.event_parser import same

@@ -7,7 +7,7 @@ from zoneinfo import ZoneInfo
 
 import click
 
-from adk_secure_sessions.backends.named import NAMES
+from adk_secure_sessions.backends.registry import NAMES
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import Database, migration
 from adk_secure_sessions.cli.options import (

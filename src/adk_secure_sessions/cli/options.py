@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from adk_secure_sessions import audit
-from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
+from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, read_config, variable
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, maintenance

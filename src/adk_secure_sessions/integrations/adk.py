@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import parse_qsl, unquote
 
 from adk_secure_sessions.audit import Audit
-from adk_secure_sessions.backends.named import DEFAULT, NAMES, NO_OP, backends_for
+from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.backends.named import DEFAULT, NO_OP, backends_for
+from adk_secure_sessions.backends.registry import DEFAULT, NO_OP, backends_for
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
