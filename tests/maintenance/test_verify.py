@@ -17,7 +17,14 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import Database, rotate_root, status, verify
+from adk_secure_sessions.maintenance import (
+    Database,
+    retire,
+    rotate_data,
+    rotate_root,
+    status,
+    verify,
+)
 from adk_secure_sessions.maintenance.database import Limits
 from tests.maintenance.support import APP, NEW, OLD, event, fill
 
@@ -97,12 +104,16 @@ async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
     await engine.dispose()
 
 
-async def test_verify_keeps_to_its_limit_of_rows_per_second(file_url: str) -> None:
+async def test_verify_and_retire_keep_to_their_limit_of_rows_per_second(file_url: str) -> None:
     await fill(file_url)
     began = time.monotonic()
     async with Database(file_url, AesGcmBackend(OLD)) as db:
         await verify(db, rows_per_second=50)
-    assert time.monotonic() - began > 0.25  # of some thirty rows
+        assert time.monotonic() - began > 0.25  # of some thirty rows
+        await rotate_data(db)
+        began = time.monotonic()
+        await retire(db, rows_per_second=50)
+    assert time.monotonic() - began > 0.25
 
 
 @pytest.mark.soak

@@ -121,6 +121,8 @@ async def retire(
 
     Args:
         progress: Counts owners (users and apps) with more than one data key.
+        rows_per_second: The maximum number of sessions and records to decrypt per second.  The
+            search for rows without an owner, which decrypts nothing, is not limited.
 
     Raises:
         ConfigurationError: `EncryptedSessionWrapper` uses the database.
@@ -130,15 +132,16 @@ async def retire(
     await db.renew_keyring()  # a later release may have added a feature, which this call rejects
     reject_wrapper(await db.survey(), "retire")
     await reject_orphans(db)
-    await _reject_unreadable_sessions(db)
+    limit = Meter(None, 0, rows_per_second)
+    await _reject_unreadable_sessions(db, limit)
     ((total,),) = await db.unit.read_keys(_NUMBER_OF_OWNERS, {})
-    meter = Meter(progress, int(total), rows_per_second)
+    meter = Meter(progress, int(total), None)
     kept: Listed[KeptKey] = Listed()
     deleted = spare = 0
     owner_tag, size = data_keys.c.owner, db.limits.headers
     async for owners in pages(db.unit.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
         for owner in owners:
-            keys = await _retire_data_keys(db, owner, dry_run)
+            keys = await _retire_data_keys(db, owner, dry_run, limit)
             deleted += len(keys.unused)
             spare += keys.spare
             kept.extend(keys.kept)
@@ -158,7 +161,7 @@ def reject_wrapper(survey: Survey, command: str) -> None:
         )
 
 
-async def _reject_unreadable_sessions(db: Database) -> None:
+async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
     """Raise TamperedError if the row of a session cannot be decrypted.
 
     An attacker may have moved the session's row to another user.  Then the owner of the session is
@@ -174,6 +177,7 @@ async def _reject_unreadable_sessions(db: Database) -> None:
                     table=sessions.name,
                     row=one.id,
                 )
+        await limit.advance(len(page))
 
 
 class _Replaced(NamedTuple, Generic[K]):
@@ -187,25 +191,27 @@ class _Replaced(NamedTuple, Generic[K]):
 # --- data keys -----------------------------------------------------------------------------------
 
 
-async def _retire_data_keys(db: Database, owner: bytes, dry_run: bool) -> _Replaced[DataKeyRow]:
+async def _retire_data_keys(
+    db: Database, owner: bytes, dry_run: bool, limit: Meter
+) -> _Replaced[DataKeyRow]:
     keys: _Replaced[DataKeyRow] = _Replaced([], [])
     known: set[DataKeyRow] = set()
     for _ in range(_ATTEMPTS):
         rows = (await db.unit.read_data_keys([owner])).data_keys
         if set(rows) == known:
             break
-        keys, known = await _retire_rows(db, owner, rows, dry_run), set(rows)
+        keys, known = await _retire_rows(db, owner, rows, dry_run, limit), set(rows)
         if keys.unused or not keys.kept:
             break
     return keys
 
 
 async def _retire_rows(
-    db: Database, owner: bytes, rows: list[DataKeyRow], dry_run: bool
+    db: Database, owner: bytes, rows: list[DataKeyRow], dry_run: bool, limit: Meter
 ) -> _Replaced[DataKeyRow]:
     """Delete the unused *rows*; keep all if another process has changed them since."""
     try:
-        decrypted = await _decrypt_owner(db, owner, rows)
+        decrypted = await _decrypt_owner(db, owner, rows, limit)
     except UNREADABLE:
         # SQLite stores any type in any column, so a modified generation may have another type.
         sound = all(isinstance(row.generation, int) for row in rows)
@@ -227,7 +233,7 @@ async def _retire_rows(
 
 
 async def _decrypt_owner(
-    db: Database, owner: bytes, rows: list[DataKeyRow]
+    db: Database, owner: bytes, rows: list[DataKeyRow], limit: Meter
 ) -> tuple[tuple[int, ...], reads.HeaderCounts] | None:
     """Decrypt all records of *owner*, or raise one of `UNREADABLE`; return None if it is gone.
 
@@ -246,6 +252,7 @@ async def _decrypt_owner(
                 check: reads.CheckSession[None] = reads.CheckSession(who, lambda *_: None)
                 await db.unit.run(check)
                 headers += check.header_counts
+                await limit.advance(check.header_counts.total())
     if not keys.rows_are_authentic(owner, {row.id for row in rows}):
         raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
     return checked.key_ids, headers

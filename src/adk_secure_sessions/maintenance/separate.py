@@ -129,7 +129,7 @@ async def _separate(
             done.kept = master.left
             return done
     # Records that are not encrypted with the current data key, or with one that is too old.
-    counts, _ = await count_records(db, Meter(None, 0, None), separation.since)
+    counts, _ = await count_records(db, Meter(None, 0, rows_per_second), separation.since)
     is_left = any(one.rows > one.newest for one in counts) or f"{meta.ROTATION}data" in stored
     if is_left and not (await rotate_data(db, **options)).succeeded:
         done.kept = len(separation.masters)
