@@ -701,6 +701,28 @@ async def test_purge_keeps_chains_that_name_purged_chains(
     assert await problems(url, heads()) == []
 
 
+async def test_purge_keeps_only_the_chain_that_has_changed_since_it_was_checked(
+    url: sa.URL, at: Callable[[int], Any]
+) -> None:
+    with at(100):
+        for number in range(3):
+            async with service_of(url) as service:
+                await service.create_session(app_name="clinic", user_id=f"u{number}")
+    lengths = Counter(one["chain"] for one in await trail(url))
+    first = min(lengths)
+
+    def remove_the_last_record(done: int, total: int) -> None:
+        if done > lengths[first]:  # of a chain that was checked already
+            with closing(sqlite3.connect(str(url.database))) as connection, connection:
+                where = "chain = ? AND number = ?"
+                at_last = bytes.fromhex(first), lengths[first] - 1
+                connection.execute(f"DELETE FROM secure_audit WHERE {where}", at_last)
+
+    async with Database(url, BACKEND) as db:
+        done = await purge_audit(db, timedelta(days=90), progress=remove_the_last_record)
+    assert (done.chains, done.kept, done.bad) == (2, 1, 0)
+
+
 async def test_purge_leaves_chains_in_use(url: sa.URL) -> None:
     async with Database(url, BACKEND) as db, service_of(url) as service:
         await service.create_session(**IDS)
