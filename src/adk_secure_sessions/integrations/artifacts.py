@@ -215,11 +215,10 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         if found is None:
             return
         versions = versions_of(found)  # before the rows are deleted, because they name the blobs
-        if not await self._collections.delete(*address):
-            return
-        for version in versions:
-            if version.blob is not None:
-                await self._mark(version.blob)
+        if await self._collections.delete(*address):
+            for version in versions:
+                if version.blob is not None:
+                    await self._mark(version.blob)
 
     @accessed("artifacts.list")
     async def list_versions(

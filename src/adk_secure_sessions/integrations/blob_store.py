@@ -138,8 +138,6 @@ class BlobStore(ABC):
         """
         _check_name(name)
         stop = size if stop is None else stop
-        if not 0 <= start <= stop <= size:
-            raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
         if start == stop:
             return
         numbers = range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH))

@@ -43,6 +43,7 @@ from adk_secure_sessions.formats.memory_items import (
 from adk_secure_sessions.integrations.memory_index import (
     Entry,
     LoopPauses,
+    NewItem,
     UserMemory,
 )
 from adk_secure_sessions.loops import LoopLocks
@@ -474,8 +475,7 @@ def _item(
     return MemoryItem(scope, values, dropped, deleted), len(values) == len(add)
 
 
-async def _encoded(items: Iterable[tuple[MemoryItem, list[Entry | None]]]) -> list[bytes]:
-    """Return the plaintexts of items with the lists for their fields `add`."""
+async def _encoded(items: Iterable[NewItem]) -> list[bytes]:
     found = []
     pauses = LoopPauses()
     for item, entries in items:

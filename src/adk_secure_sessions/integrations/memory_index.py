@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeAlias
 
 from google.adk.memory.memory_entry import MemoryEntry
 from google.adk.version import __version__ as adk_version
@@ -135,6 +136,10 @@ def text_of(content: JsonObject) -> str:
     return " ".join(text for text in texts if text)
 
 
+# An item to store, and the list for its field `add`, in which None is a dropped entry.
+NewItem: TypeAlias = tuple[MemoryItem, list[Entry | None]]
+
+
 class UserMemory:
     """The memory of one user, built from the items 0 to `at.revision - 1` of the collection.
 
@@ -199,13 +204,8 @@ class UserMemory:
         self._items.append(item._replace(add=()))
         self._keys.append(keys)
 
-    def replaced(
-        self, drop: dict[int, Dropped]
-    ) -> dict[int, tuple[MemoryItem, list[Entry | None]]]:
-        """Return the new content of each item that has entries in *drop*, by item number.
-
-        It is the item and the list for its field `add`, in which None is a dropped entry.
-        """
+    def replaced(self, drop: dict[int, Dropped]) -> dict[int, NewItem]:
+        """Return the new content of each item that has entries in *drop*, by item number."""
         found = {}
         for number, (places, replacement) in drop.items():
             gone = set(places)
@@ -220,8 +220,8 @@ class UserMemory:
         """Return whether far more items are stored than the entries and scopes need."""
         return len(self._items) > SPARE_ITEMS + 2 * (len(self.entries) + len(self._scopes))
 
-    def rewritten(self, last: MemoryItem) -> list[tuple[MemoryItem, list[Entry | None]]]:
-        """Return new items, as `replaced` does, for all entries that *last* does not drop.
+    def rewritten(self, last: MemoryItem) -> list[NewItem]:
+        """Return new items for all entries that *last* does not drop.
 
         The entries of one item have about `_PACKED_BYTES` at most.
         """
@@ -230,7 +230,7 @@ class UserMemory:
             for number, dropped in last.drop.items()
             for place in dropped.places
         }
-        items: list[tuple[MemoryItem, list[Entry | None]]] = []
+        items: list[NewItem] = []
         for scope, kept in self._scopes.items():
             entries: list[Entry | None] = []
             items.append((MemoryItem(scope), entries))

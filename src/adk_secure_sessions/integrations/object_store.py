@@ -230,9 +230,6 @@ class _Bucket(BlobStore):
         # of obstore do not run.
         self._timeout = timeout + 5
 
-    def __repr__(self) -> str:  # the store's configuration contains credentials
-        return f"<{type(self).__name__}>"
-
     def _path(self, folder: str, name: str | int) -> str:
         return f"{self.prefix}/{folder}/{name}"
 

@@ -273,11 +273,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             owner = stored.user_id if user_id is None else user_id
             who = await self._unit.identify(app_name, owner, stored.id)
             try:
-                listed.append(
-                    await self._read(
-                        who, partial(_Records.open_session, stored=stored, config=_NO_EVENTS)
-                    )
-                )
+                work = partial(_Records.open_session, stored=stored, config=_NO_EVENTS)
+                listed.append(await self._read(who, work))
             except DecryptionError as error:
                 if not self._skip:
                     raise
