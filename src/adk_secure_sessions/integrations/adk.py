@@ -16,10 +16,9 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from datetime import timedelta
 from difflib import get_close_matches
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from urllib.parse import parse_qsl, unquote
 
 from adk_secure_sessions.audit import Audit
@@ -60,54 +59,37 @@ _DRIVER_OPTIONS: dict[str, set[str]] = {
 SCHEMES = tuple(PREFIX + url for url in _DRIVER_OPTIONS)
 
 
-def _one_of(*choices: str) -> Callable[[str, str], str]:
-    def convert(name: str, value: str) -> str:
-        if value not in choices:
-            one = " or ".join(choices)
-            raise ConfigurationError(f"the option {name!r} of the URI can only be {one}")
-        return value
-
-    return convert
+# A function that converts a text and returns None for a wrong one, and what the text must be.
+_Conversion: TypeAlias = tuple[Callable[[str], Any], str]
 
 
-def _bytes(name: str, value: str) -> int:
-    if not re.fullmatch("[0-9]{1,18}", value):
-        raise ConfigurationError(f"the option {name!r} of the URI must be a number of bytes")
-    return int(value)
+def _one_of(*choices: str) -> _Conversion:
+    known = {choice: choice for choice in choices}
+    return known.get, f"can only be {' or '.join(choices)}"
 
 
-def _text(name: str, value: str) -> str:
-    if not value:
-        raise ConfigurationError(f"the option {name!r} of the URI has no value")
-    return value
+def _bytes(text: str) -> int | None:
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def _age(name: str, value: str) -> timedelta:
-    if (age := parse_age(value)) is None or not age:
-        raise ConfigurationError(
-            f"the option {name!r} of the URI must be a number and a unit: s, m, h, d or w, "
-            "such as 90d"
-        )
-    return age
-
-
-_name = _one_of(*NAMES)
-# The options of this package, and what converts their texts.  A text, which may be a key, is in no
-# error.
-_OPTIONS: dict[str, Callable[[str, str], Any]] = {
-    "key": _text,
-    "also_key": _text,
-    "backend": _name,
-    "also_backend": _name,
-    "key_db": _text,
-    "blobs": _text,
+_NAME = _one_of(*NAMES)
+_TEXT: _Conversion = (lambda text: text or None, "has no value")
+_AGE = "must be a number and a unit: s, m, h, d or w, such as 90d"
+# The options of this package.
+_OPTIONS: dict[str, _Conversion] = {
+    "key": _TEXT,
+    "also_key": _TEXT,
+    "backend": _NAME,
+    "also_backend": _NAME,
+    "key_db": _TEXT,
+    "blobs": _TEXT,
     "allow_http": _one_of("true"),
     "audit_ids": _one_of("blind", "readable"),
     "audit_table": _one_of("true"),
-    "cache_events": _bytes,
+    "cache_events": (_bytes, "must be a number of bytes"),
     "compression": _one_of(*COMPRESSIONS),
-    "expires_after": _age,
-    "indexed_state_key": _text,
+    "expires_after": (lambda text: parse_age(text) or None, _AGE),
+    "indexed_state_key": _TEXT,
     "padding": _one_of(*PADDINGS),
 }
 _REPEATED = ("also_key", "also_backend", "indexed_state_key")  # the others: at most once
@@ -148,7 +130,11 @@ def parse(uri: str) -> ServiceUri:
     for number, option in enumerate(filter(None, query.split("&")), 1):
         name = unquote(option.partition("=")[0])
         if name in ours:
-            ours[name] += [_OPTIONS[name](name, text) for _, text in parse_qsl(option, True)]
+            convert, requirement = _OPTIONS[name]
+            values = [convert(text) for _, text in parse_qsl(option, True)]
+            if None in values:  # do not quote the text: it may be a key
+                raise ConfigurationError(f"the option {name!r} of the URI {requirement}")
+            ours[name] += values
         elif name in _DRIVER_OPTIONS[url]:
             of_driver.append(option)
         else:

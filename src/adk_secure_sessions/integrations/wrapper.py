@@ -44,7 +44,7 @@ from adk_secure_sessions.errors import (
     TamperedError,
     UnknownKeyError,
 )
-from adk_secure_sessions.formats import events, records, states
+from adk_secure_sessions.formats import events, records, states, times
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.formats.states import (
     APP_PREFIX,
@@ -85,7 +85,6 @@ _TEXTS = ("id", "invocation_id", "author")  # of an event, for the inner service
 _CHUNK = 64  # events to decrypt before other tasks may run
 _NAME = re.compile("[0-9a-f]{32}")  # a state key without its prefix, as the inner service stores it
 _NO_EVENTS = GetSessionConfig(num_recent_events=0)
-_LATEST = 9e12  # seconds: no later time is accepted, as in `EncryptedSessionService`
 # Seconds by which the inner service may round the time of an event.
 _ROUNDING = 0.001
 
@@ -339,8 +338,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
     async def _append(self, session: Session, event: Event) -> None:
         delta = states.encoded_scopes(event.actions.state_delta)
-        if not abs(event.timestamp) <= _LATEST:
-            raise ValueError("the timestamp is not a possible time in seconds")
+        times.microseconds(event.timestamp)  # raises ValueError if it is not a possible time
         if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
             raise ValueError("id, invocation_id and author of an event must be strings")
         plaintext = events.encode(event)
