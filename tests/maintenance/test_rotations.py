@@ -6,6 +6,7 @@ import itertools
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,12 +259,13 @@ def test_problems_of_rows_that_are_listed_already_are_not_added_again() -> None:
 
 async def test_progress_counts_up_to_all_and_rate_is_kept(file_url: str) -> None:
     await filled(file_url)
-    for rotate in (rotate_master, rotate_data, retire):
+    dry_run = partial(rotate_data, dry_run=True)
+    for rotate in (rotate_master, dry_run, rotate_data, retire):
         seen: list[tuple[int, int]] = []
         async with Database(file_url, AES) as db:
             await rotate(db, progress=lambda *at: seen.append(at), rows_per_second=1e6)  # noqa: B023
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-        assert seen[-1][0] == seen[-1][1]
+        assert seen[-2][0] == seen[-1][0] == seen[-1][1]
 
 
 # --- running services ----------------------------------------------------------------------------

@@ -145,8 +145,8 @@ class DataRotationRun(Rotation):
     async def _count_rows(self) -> int:
         # Each app, user and session has one row of its own and one version witness.
         own = 2 * await count_rows(self._db, apps, users, sessions)
-        # The progress includes each row twice: `_walk` re-encrypts it, and `_count_left` counts it.
-        return 2 * (own + await count_rows(self._db, events))
+        # `_walk` re-encrypts each row and, except in a dry run, `_count_left` counts it.
+        return (1 if self._dry_run else 2) * (own + await count_rows(self._db, events))
 
     async def _begin(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
@@ -277,14 +277,14 @@ class DataRotationRun(Rotation):
         return found
 
     async def _count_left(self) -> int:
+        if self._dry_run:
+            return 0
         writer = self._db.unit.backends.writer.backend_id
         left: Counter[str] = Counter()
         masters = (await self._db.keys()).keyring
         counts, _ = await count_records(self._db, self._meter, self.done.since, masters)
         for one in counts:
             left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
-        if self._dry_run:
-            return 0
         self.done.left_in = tuple((+left).items())
         return left.total()
 

@@ -333,7 +333,8 @@ class _MigrationRun:
     async def _report_bad(self, pair: Pair[Any], reason: str) -> None:
         self.done.bad += 1
         self.findings.add(pair.tag, reason, *pair.ids)
-        await self.meter.advance()
+        if pair.session is not None:
+            await self.meter.advance()
 
     async def _stop_if_bad(self, workers: Workers) -> None:
         """If a bad session or state was found, wait for the running imports, and end the run."""

@@ -53,8 +53,9 @@ class ServiceSource(Source):
         user_ids: The user ids of each app, by app name, for a service that cannot list the
             sessions of all users at once.
         compares_events: If True, a later run notices that a session has more events although its
-            `last_update_time` is the same.  To do so, every run reads every session.  If False, a
-            later run reads only sessions whose `last_update_time` has changed.
+            `last_update_time` is the same.  To do so, every run reads every session, and again at
+            its end.  If False, a later run reads only sessions whose `last_update_time` has
+            changed.
 
     Raises:
         ConfigurationError: *service* is not a session service, or *app_names* is a single text.
