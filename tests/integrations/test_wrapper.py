@@ -358,6 +358,3 @@ async def test_impossible_time_is_rejected(service: EncryptedSessionWrapper) -> 
     for time in (float("nan"), float("inf"), 1e13):
         with pytest.raises(ValueError, match="not a possible time"):
             await service.append_event(session, event("text", timestamp=time))
-
-
-# --- agents --------------------------------------------------------------------------------------

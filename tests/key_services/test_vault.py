@@ -543,6 +543,3 @@ def test_certificates_that_cannot_be_read_are_named(tls_vault: Vault, tmp_path: 
     for name in ("missing.pem", "empty.pem", "a\0b"):
         with pytest.raises(ConfigurationError, match="cannot read certificates"):
             with_token(tls_vault, ca_file=tmp_path / name)
-
-
-# --- the server of these tests -------------------------------------------------------------------
