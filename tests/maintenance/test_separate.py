@@ -29,7 +29,8 @@ class Killed(Exception):
 
 
 def reads_wrapped_keys(step: Any, rows: Any) -> bool:
-    return "wrapped" in str(step.query)
+    # The search for keys from the future, which comes before the first change, also reads them.
+    return "wrapped" in (query := str(step.query)) and "created_at >=" not in query
 
 
 def place_of(file: Path) -> sa.URL:
