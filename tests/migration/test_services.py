@@ -257,7 +257,7 @@ async def test_named_apps_are_not_everything_that_was_to_be_copied(tmp_path: Pat
         assert (done.clean, done.completed) == (True, False)
         assert await db.imports.migration_end() is None
         await migrate(ServiceSource(service, ["b"]), db)
-        with pytest.raises(ConfigurationError, match="selection of one app"):
+        with pytest.raises(ConfigurationError, match="without app_name"):
             await migrate(source, db, delete_gone=True)
         assert (await migrate(source, db, selection=only_a, delete_gone=True)).gone == 0
         assert (await compare(source, db, selection=only_a)).clean

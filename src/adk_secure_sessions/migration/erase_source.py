@@ -114,7 +114,7 @@ async def erase_source(
             # Another run at the same time may have deleted nothing, and replaced the mark.
             await imports.complete_migration(source_is_erased=True)
         elif is_new:
-            await imports.withdraw_erasure()
+            await imports.withdraw_migration(source_is_kept=True)
     if deleted is None:
         comparison.clean = comparison.completed = False
         comparison.withdrawn = await imports.withdraw_migration()
@@ -122,19 +122,14 @@ async def erase_source(
     return SourceErasure(comparison, *deleted, obstacles=tuple(obstacles))
 
 
-def _is_unchanged(queries: AdkQueries, compared: ComparisonRun, connection: sa.Connection) -> bool:
-    """Lock the tables, and return whether all sessions and states were compared in this version.
-
-    Nobody has compared events without a session, which google-adk cannot return.
-    """
+def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connection) -> bool:
+    """Lock the tables, and return whether all sessions and states were compared in this version."""
     with taking_bytes(connection):
         queries.lock(connection)
-        if not all(map(compared.walk.has_visited, queries.versions(connection))):
+        if not all(map(run.walk.has_visited, queries.versions(connection))):
             return False
         for rows in queries.all_states(connection):
             for ids, state in encode_states(convert_states(queries, rows)).items():
-                if isinstance(state, Unreadable):
-                    return False
-                if packed(*ids) + state not in compared.equal_states:
+                if isinstance(state, Unreadable) or packed(*ids) + state not in run.equal_states:
                     return False
         return True

@@ -143,14 +143,11 @@ async def migrate(
             migration.
         TamperedError: A row that an import reads was modified.
     """
-    if delete_gone and selection.since is not None:
+    is_part = not (source.has_all_apps or selection.app_name)
+    if delete_gone and (is_part or selection.since is not None):
         raise ConfigurationError(
-            "delete_gone cannot be combined with since: sessions that were not read are not gone"
-        )
-    if delete_gone and not (source.has_all_apps or selection.app_name):
-        raise ConfigurationError(
-            "the source has only the apps that were named, and sessions of others are not gone: "
-            "give delete_gone with a selection of one app"
+            "delete_gone cannot be combined with since, or with a ServiceSource without app_name: "
+            "sessions that were not read are not gone"
         )
     lifetime, began = lifetime_of(expires_after), time.monotonic()
     number = await source.count(selection)

@@ -715,15 +715,11 @@ class Imports:
 
         return await self._unit.change_keys(store)
 
-    async def withdraw_migration(self) -> bool:
-        """Remove the mark `COMPLETE`, and no other mark; return whether it was stored."""
-        return await self._replace(MigrationEnd.COMPLETE, None)
-
-    async def withdraw_erasure(self) -> None:
-        """Replace the mark `SOURCE_ERASED` by `COMPLETE`: no rows of the source were deleted."""
-        await self._replace(MigrationEnd.SOURCE_ERASED, MigrationEnd.COMPLETE)
-
-    async def _replace(self, old: MigrationEnd, new: MigrationEnd | None) -> bool:
+    async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
+        """Remove the mark `COMPLETE` or, if the source is kept, replace `SOURCE_ERASED` by it."""
+        old, new = MigrationEnd.COMPLETE, None
+        if source_is_kept:
+            old, new = MigrationEnd.SOURCE_ERASED, old
         keyring = (await self._unit.keys()).keyring
         if await self.migration_end() is not old:
             return False  # do not begin to write: the account may only be able to read
