@@ -23,8 +23,8 @@ from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
+from adk_secure_sessions.concurrency import bound
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
-from adk_secure_sessions.loops import bound
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.telemetry import count_rejected, measuring
 from adk_secure_sessions.tracebacks import hides_locals, starting

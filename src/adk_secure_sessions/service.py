@@ -20,6 +20,7 @@ from adk_secure_sessions.audit import Audit, Recording, SecurityCall, accessed, 
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
+from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
@@ -37,7 +38,6 @@ from adk_secure_sessions.listings import (
     period,
     position_text,
 )
-from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.collections import Collections

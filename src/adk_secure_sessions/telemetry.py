@@ -20,8 +20,8 @@ from time import perf_counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import starting
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[
     otel = _instruments()
     operation, attributes = Operation(method.__name__), {OPERATION: method.__name__}
     before = _current.get()
-    _current.set(operation)  # as `loops.bound` does, which takes longer
+    _current.set(operation)  # as `concurrency.bound` does, which takes longer
     try:
         return await _recorded(
             otel, method.__qualname__, otel.internal, otel.operation_duration, attributes, call

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
+from adk_secure_sessions.concurrency import LoopLocks, ThreadLock, await_to_end
 from adk_secure_sessions.db.dialects import any_text, dialect_of
 from adk_secure_sessions.db.failures import (
     is_read_only,
@@ -29,7 +30,6 @@ from adk_secure_sessions.db.protocol import (
     run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.loops import LoopLocks, ThreadLock, await_to_end
 
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy has no row count of an INSERT
 _KILL_TIMEOUT = 5.0  # seconds

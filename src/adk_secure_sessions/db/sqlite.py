@@ -34,6 +34,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
+from adk_secure_sessions.concurrency import wait_ignoring_cancel
 from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
 from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
@@ -46,7 +47,6 @@ from adk_secure_sessions.db.protocol import (
     run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
-from adk_secure_sessions.loops import wait_ignoring_cancel
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -369,7 +369,7 @@ class Job:
     async def outcome(self, on_commit_after_cancel: Callable[[Any], None] | None) -> Any:
         """Wait for the job and return its result, or raise its error.
 
-        `loops.await_to_end` does the same in one more iteration of the event loop.
+        `concurrency.await_to_end` does the same in one more iteration of the event loop.
         """
         try:
             return await self._future

@@ -24,10 +24,10 @@ from urllib.parse import parse_qsl, unquote
 from adk_secure_sessions.audit import Audit
 from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.caches import Caches
+from adk_secure_sessions.concurrency import ThreadLock, bound
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.formats.times import parse_age
-from adk_secure_sessions.loops import ThreadLock, bound
 from adk_secure_sessions.service import EncryptedSessionService
 from adk_secure_sessions.tracebacks import hides_locals
 

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from adk_secure_sessions.concurrency import await_to_end
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.integrations.blob_store import (
     BLOB_ID,
@@ -32,7 +33,6 @@ from adk_secure_sessions.integrations.blob_store import (
     check_size,
     missing_blob,
 )
-from adk_secure_sessions.loops import await_to_end
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from adk_secure_sessions.concurrency import wait_ignoring_cancel
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import (
@@ -23,7 +24,6 @@ from adk_secure_sessions.formats.blobs import (
     encrypt_stream,
     encrypted_size,
 )
-from adk_secure_sessions.loops import wait_ignoring_cancel
 
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
 # The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.

@@ -22,6 +22,7 @@ from google.genai import types
 
 from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import Conflict, Retries
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
@@ -46,7 +47,6 @@ from adk_secure_sessions.integrations.memory_index import (
     NewItem,
     UserMemory,
 )
-from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.service import (
     EncryptedSessionService,
     check_ids,

@@ -34,6 +34,7 @@ from adk_secure_sessions.audit import Audit, accessed
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
+from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import (
@@ -56,7 +57,6 @@ from adk_secure_sessions.formats.states import (
 )
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
-from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.service import (
     STALE,
     StaleSessionError,

@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.keys.remote import (
     ATTEMPTS,
@@ -22,7 +23,6 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
-from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

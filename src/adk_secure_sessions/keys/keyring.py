@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
+from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
@@ -27,7 +28,6 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.formats.records import context
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.providers import KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
-from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.tracebacks import without_frames
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from struct import Struct
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
+from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_key_id
-from adk_secure_sessions.loops import ThreadLock
 from adk_secure_sessions.tracebacks import hides_locals
 
 PASSPHRASE_WRAP = b"\x02"

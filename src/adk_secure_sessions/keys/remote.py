@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from adk_secure_sessions import telemetry
+from adk_secure_sessions.concurrency import bound
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -25,7 +26,6 @@ from adk_secure_sessions.errors import (
     install_command,
 )
 from adk_secure_sessions.keys.providers import check_key_id
-from adk_secure_sessions.loops import bound
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")

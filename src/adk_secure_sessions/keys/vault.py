@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.keys.providers import check_text, read_environment
 from adk_secure_sessions.keys.remote import (
@@ -25,7 +26,6 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
-from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:

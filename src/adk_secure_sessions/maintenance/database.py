@@ -10,6 +10,7 @@ from adk_secure_sessions.audit import running_command
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
+from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of, has_table
@@ -18,7 +19,6 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.keys.data_keys import DataKeys
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.features.search_index import SearchIndex

@@ -6,10 +6,10 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
-from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage.queries import MASTER_KEYS

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
-from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.counts import can_unwrap
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problems

@@ -14,6 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, running_command
+from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
@@ -24,7 +25,6 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
     rewrap_master_key,
 )
-from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.counts import count_records, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress

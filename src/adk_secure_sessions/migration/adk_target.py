@@ -22,13 +22,13 @@ from google.adk.events import Event
 from google.adk.sessions.schemas import v1
 from sqlalchemy.dialects.postgresql import JSONB
 
+from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import UniqueViolation, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text, states
 from adk_secure_sessions.formats.times import datetime_of, microseconds
-from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.migration.adk_rows import zone_of_sessions
 from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import DecryptionError, Reason
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.formats.times import microseconds
-from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.maintenance.counts import bounded
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE

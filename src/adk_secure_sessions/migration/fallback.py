@@ -33,12 +33,12 @@ from google.adk.sessions.base_session_service import GetSessionConfig, ListSessi
 
 from adk_secure_sessions import audit
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
 from adk_secure_sessions.db.connect import check_read_timeout
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.loops import ClosedByWith, LoopLocks
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (

@@ -10,11 +10,11 @@ from typing import Any
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.times import lifetime_of
-from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted import stored_content

@@ -4,8 +4,8 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
+from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.loops import ClosedByWith
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 

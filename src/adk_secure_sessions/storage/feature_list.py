@@ -9,13 +9,13 @@ from functools import partial
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.dialects import already_exists, dialect_of, has_table
 from adk_secure_sessions.db.failures import translated
 from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import Keyring, Separation
-from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import (

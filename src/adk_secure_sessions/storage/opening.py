@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import record_new_key
 from adk_secure_sessions.backends.registry import Backends
+from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.db.dialects import already_exists, dialect_of
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
@@ -26,7 +27,6 @@ from adk_secure_sessions.keys.keyring import (
     new_master,
     open_keyring,
 )
-from adk_secure_sessions.loops import at_once
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import REPLACED, check_features, feature_mark
 from adk_secure_sessions.storage.features.index_rows import MOST_MARKS, read_marks

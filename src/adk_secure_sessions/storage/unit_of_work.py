@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.caches import Caches, Lru
+from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -43,7 +44,6 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.loops import LoopLocks
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey, RowCache
 from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.queries import (

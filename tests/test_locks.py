@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from adk_secure_sessions.loops import LoopLocks, at_once, await_to_end
+from adk_secure_sessions.concurrency import LoopLocks, at_once, await_to_end
 
 
 async def worker(locks: LoopLocks, key: str, log: list[str]) -> None:
