@@ -15,8 +15,8 @@ import pytest
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.maintenance import purge, verify
 from adk_secure_sessions.migration import Migration, Selection, compare, migrate
+from adk_secure_sessions.migration.source_walk import Walk
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
-from adk_secure_sessions.migration.walk import Walk
 from tests.maintenance.dying import Statements, dying
 from tests.migration.memory_source import APP, START, MemorySource, event
 from tests.migration.support import append, copy, database, delete, service, stored

@@ -21,8 +21,8 @@ from adk_secure_sessions.integrations.artifact_versions import scope_and_name, v
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, Problem
+from adk_secure_sessions.maintenance.decrypted_rows import SessionIds, located_sessions
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems, reject_orphans
-from adk_secure_sessions.maintenance.walk import SessionIds, located_sessions
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions

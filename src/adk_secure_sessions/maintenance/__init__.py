@@ -15,12 +15,12 @@ the keyring, `PlaintextRefusedError` if a master key is stored as plaintext and 
 given, and `KeyServiceError` if the key provider fails.
 """
 
-from adk_secure_sessions.maintenance.audit import AuditExport as AuditExport
-from adk_secure_sessions.maintenance.audit import AuditPurge as AuditPurge
-from adk_secure_sessions.maintenance.audit import AuditVerification as AuditVerification
-from adk_secure_sessions.maintenance.audit import export_audit as export_audit
-from adk_secure_sessions.maintenance.audit import purge_audit as purge_audit
-from adk_secure_sessions.maintenance.audit import verify_audit as verify_audit
+from adk_secure_sessions.maintenance.audit_commands import AuditExport as AuditExport
+from adk_secure_sessions.maintenance.audit_commands import AuditPurge as AuditPurge
+from adk_secure_sessions.maintenance.audit_commands import AuditVerification as AuditVerification
+from adk_secure_sessions.maintenance.audit_commands import export_audit as export_audit
+from adk_secure_sessions.maintenance.audit_commands import purge_audit as purge_audit
+from adk_secure_sessions.maintenance.audit_commands import verify_audit as verify_audit
 from adk_secure_sessions.maintenance.counts import DataKeyCount as DataKeyCount
 from adk_secure_sessions.maintenance.counts import RecordCount as RecordCount
 from adk_secure_sessions.maintenance.database import Database as Database

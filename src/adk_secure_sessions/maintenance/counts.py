@@ -10,9 +10,9 @@ from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.decrypted_rows import all_data_keys, header_of
 from adk_secure_sessions.maintenance.owners import CurrentKeys
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.maintenance.walk import all_data_keys, header_of
 from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
     apps,

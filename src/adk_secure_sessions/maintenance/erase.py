@@ -13,9 +13,9 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.decrypted_rows import header_of
 from adk_secure_sessions.maintenance.inspection import rows_with_tag
 from adk_secure_sessions.maintenance.vacuum import clear
-from adk_secure_sessions.maintenance.walk import header_of
 from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user

@@ -17,8 +17,8 @@ from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.decrypted_rows import header_of, read_owner_with_tag
 from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.maintenance.walk import header_of, read_owner_with_tag
 from adk_secure_sessions.storage.pages import rows_where
 from adk_secure_sessions.storage.schema import apps, users
 

@@ -11,9 +11,13 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.decrypted_rows import (
+    SESSION_ROWS,
+    SessionIds,
+    located_sessions,
+)
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.walk import SESSION_ROWS, SessionIds, located_sessions
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.schema import COLLECTION, StoredSession, sessions

@@ -18,16 +18,16 @@ from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow, unwr
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.owners import by_age
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed, reject_orphans
-from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.walk import (
+from adk_secure_sessions.maintenance.decrypted_rows import (
     all_data_keys,
     header_of,
     located_sessions,
     read_owner_with_tag,
     sessions_of,
 )
+from adk_secure_sessions.maintenance.owners import by_age
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed, reject_orphans
+from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, counted, listing
 from adk_secure_sessions.storage import clusters, reads
 from adk_secure_sessions.storage.pages import pages

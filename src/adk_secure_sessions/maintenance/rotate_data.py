@@ -22,10 +22,7 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
-from adk_secure_sessions.maintenance.progress import Progress
-from adk_secure_sessions.maintenance.rotation import Rotation
-from adk_secure_sessions.maintenance.walk import (
+from adk_secure_sessions.maintenance.decrypted_rows import (
     OwnerRow,
     Record,
     app_name_of,
@@ -35,6 +32,9 @@ from adk_secure_sessions.maintenance.walk import (
     records_of_sessions,
     rows_with_keys,
 )
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.progress import Progress
+from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta, writes
 from adk_secure_sessions.storage.schema import (

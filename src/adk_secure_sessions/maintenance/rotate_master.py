@@ -24,6 +24,7 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows, number_of
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.decrypted_rows import all_data_keys
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import (
@@ -32,7 +33,6 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authentic_masters,
 )
-from adk_secure_sessions.maintenance.walk import all_data_keys
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.pages import Span

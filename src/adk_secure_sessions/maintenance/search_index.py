@@ -14,6 +14,13 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.decrypted_rows import (
+    LocatedSession,
+    OwnerRow,
+    located_sessions,
+    owner_rows,
+    read_owner,
+)
 from adk_secure_sessions.maintenance.problems import (
     UNREADABLE,
     Problem,
@@ -21,13 +28,6 @@ from adk_secure_sessions.maintenance.problems import (
     orphaned_in_index,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.walk import (
-    LocatedSession,
-    OwnerRow,
-    located_sessions,
-    owner_rows,
-    read_owner,
-)
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.index_rows import (
     check_key,

@@ -15,9 +15,17 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
-from adk_secure_sessions.maintenance.audit import UNLISTED, is_unlisted
+from adk_secure_sessions.maintenance.audit_commands import UNLISTED, is_unlisted
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.decrypted_rows import (
+    LocatedSession,
+    OwnerRow,
+    all_data_keys,
+    located_sessions,
+    owner_rows,
+    read_owner,
+)
 from adk_secure_sessions.maintenance.problems import (
     UNREADABLE,
     Problem,
@@ -26,14 +34,6 @@ from adk_secure_sessions.maintenance.problems import (
     unlisted,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.walk import (
-    LocatedSession,
-    OwnerRow,
-    all_data_keys,
-    located_sessions,
-    owner_rows,
-    read_owner,
-)
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta, reads
 from adk_secure_sessions.storage.features.imports import Seals

@@ -34,6 +34,6 @@ from adk_secure_sessions.migration.migrate import migrate as migrate
 from adk_secure_sessions.migration.opening import open_source as open_source
 from adk_secure_sessions.migration.package_1x import Package1x as Package1x
 from adk_secure_sessions.migration.services import ServiceSource as ServiceSource
+from adk_secure_sessions.migration.source_walk import Finding as Finding
 from adk_secure_sessions.migration.sources import Selection as Selection
 from adk_secure_sessions.migration.sources import Source as Source
-from adk_secure_sessions.migration.walk import Finding as Finding

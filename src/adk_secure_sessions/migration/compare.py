@@ -12,14 +12,7 @@ from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted import reason_of, stored_content, stored_state
-from adk_secure_sessions.migration.sources import (
-    EVERYTHING,
-    Selection,
-    SessionContent,
-    Source,
-    Unreadable,
-)
-from adk_secure_sessions.migration.walk import (
+from adk_secure_sessions.migration.source_walk import (
     CONFLICTS,
     GONE,
     Finding,
@@ -32,6 +25,13 @@ from adk_secure_sessions.migration.walk import (
     Workers,
     packed,
     size_of,
+)
+from adk_secure_sessions.migration.sources import (
+    EVERYTHING,
+    Selection,
+    SessionContent,
+    Source,
+    Unreadable,
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent

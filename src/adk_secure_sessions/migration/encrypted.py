@@ -12,13 +12,13 @@ from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.maintenance.counts import bounded
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import UNREADABLE
-from adk_secure_sessions.maintenance.walk import (
+from adk_secure_sessions.maintenance.decrypted_rows import (
     LocatedSession,
     located_sessions,
     owner_rows,
     read_owner,
 )
+from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.migration.sources import (
     NO_IDS,
     Ids,

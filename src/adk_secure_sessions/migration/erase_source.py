@@ -13,8 +13,8 @@ from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, taking_bytes
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
+from adk_secure_sessions.migration.source_walk import encode_states, packed
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
-from adk_secure_sessions.migration.walk import encode_states, packed
 from adk_secure_sessions.results import Result, count
 
 _LOCK_WAIT = 5  # the maximum number of seconds to wait for the lock that rewriting a table needs

@@ -23,19 +23,19 @@ from adk_secure_sessions.migration.adk_target import (
     json_of,
 )
 from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of, stored_state
+from adk_secure_sessions.migration.source_walk import (
+    Finding,
+    Findings,
+    Stop,
+    encode_states,
+    tag_of,
+)
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
     Selection,
     SessionContent,
     Unreadable,
-)
-from adk_secure_sessions.migration.walk import (
-    Finding,
-    Findings,
-    Stop,
-    encode_states,
-    tag_of,
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import reads

@@ -18,15 +18,7 @@ from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted import stored_content
-from adk_secure_sessions.migration.sources import (
-    EVERYTHING,
-    Ids,
-    Selection,
-    SessionContent,
-    Source,
-    Unreadable,
-)
-from adk_secure_sessions.migration.walk import (
+from adk_secure_sessions.migration.source_walk import (
     CONFLICTS,
     GONE,
     TOO_LARGE,
@@ -39,6 +31,14 @@ from adk_secure_sessions.migration.walk import (
     Walk,
     Workers,
     size_of,
+)
+from adk_secure_sessions.migration.sources import (
+    EVERYTHING,
+    Ids,
+    Selection,
+    SessionContent,
+    Source,
+    Unreadable,
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import writes

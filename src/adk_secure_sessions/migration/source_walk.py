@@ -21,8 +21,8 @@ from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.maintenance.decrypted_rows import located
 from adk_secure_sessions.maintenance.problems import Listed
-from adk_secure_sessions.maintenance.walk import located
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,
