@@ -14,6 +14,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,9 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.telemetry import count_rejected, measuring
 from adk_secure_sessions.tracebacks import hides_locals, starting
+
+if sys.platform != "win32":
+    import pwd
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -203,14 +207,12 @@ def account() -> str | None:
 
     On POSIX, the environment is not asked, because whoever starts the process can set it.
     """
-    try:
-        import pwd
-    except ImportError:  # Windows
-        return os.environ.get("USERNAME")
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return None
+    name = os.environ.get("USERNAME")
+    if sys.platform != "win32":
+        name = None
+        with suppress(KeyError):
+            name = pwd.getpwuid(os.geteuid()).pw_name
+    return name
 
 
 def add_facts(**facts: object) -> None:
