@@ -104,13 +104,14 @@ class Inner(pydantic.BaseModel):
     full: int = 1
 
 
-def test_none_in_a_model_is_dropped_even_beside_a_value_without_json_form() -> None:
+def test_none_in_a_model_beside_a_value_without_json_form_is_kept() -> None:
     delta = {"m": [Inner()], "bad": print}
     event = made(actions=EventActions(state_delta=delta, agent_state=delta), custom_metadata=delta)
     _, fields = parsed(events.encode(event))
+    kept = {"m": [{"empty": None, "full": 1}], "bad": str(print)}
     dropped = {"m": [{"full": 1}], "bad": str(print)}
-    assert fields["actions"]["state_delta"] == dropped
-    assert fields["actions"]["agent_state"] == dropped
+    assert fields["actions"]["state_delta"] == kept
+    assert fields["actions"]["agent_state"] == kept
     assert fields["custom_metadata"] == dropped
     assert "error_code" not in fields
 

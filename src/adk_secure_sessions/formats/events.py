@@ -8,7 +8,7 @@ from google.adk.events import Event, EventActions
 from google.adk.sessions import State
 from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel, ValidationError
-from pydantic_core import SchemaSerializer, to_json
+from pydantic_core import SchemaSerializer, to_json, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
@@ -103,7 +103,7 @@ def encode_item(values: JsonObject) -> bytes:
 
 def _encode_slowly(event: Event, replaces: bool) -> bytes:
     values, is_lossy = json_text.to_values(
-        dumped(event), levels=json_text.MAX_LEVELS, bytes_mode="base64"
+        _fields(event), levels=json_text.MAX_LEVELS, bytes_mode="base64"
     )
     if is_lossy and not replaces:
         raise ValueError("an event holds values that cannot be converted to JSON or exceed a limit")
@@ -134,6 +134,19 @@ def _rejected(values: JsonObject) -> str:
     return "the value of an enumeration"
 
 
+def _fields(event: Event) -> JsonObject:
+    fields = dumped(event)
+    for name in ("state_delta", "agent_state"):
+        # `dumped` omits all fields that are None.  google-adk also omits them, with one exception:
+        # if the value of `state_delta` or `agent_state` cannot be converted to JSON, google-adk
+        # keeps the None fields of the models inside that value.  In this case, use the original
+        # value, which still contains these models with all their fields.
+        value = getattr(event.actions, name, None)
+        if not _has_json_form(value):
+            fields["actions"][name] = value
+    return fields
+
+
 def dumped(model: BaseModel) -> JsonObject:
     """Return the fields of *model* that are not None.  Nothing is logged, whatever their types."""
     serializer: Any = type(model).__pydantic_serializer__
@@ -161,6 +174,14 @@ def _dumped_value(value: Any) -> Any:
             for key, item in value.items()
         }
     return value
+
+
+def _has_json_form(value: object) -> bool:
+    try:
+        to_jsonable_python(value)
+    except Exception:
+        return False
+    return True
 
 
 def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Event:
