@@ -358,3 +358,11 @@ async def test_impossible_time_is_rejected(service: EncryptedSessionWrapper) -> 
     for time in (float("nan"), float("inf"), 1e13):
         with pytest.raises(ValueError, match="not a possible time"):
             await service.append_event(session, event("text", timestamp=time))
+
+
+async def test_session_equals_its_copy_from_json_as_with_the_service_inside(
+    open_wrapper: Open,
+) -> None:
+    service = open_wrapper(InMemorySessionService())
+    session = await service.create_session(app_name="app", user_id="ada")
+    assert Session.model_validate_json(session.model_dump_json()) == session

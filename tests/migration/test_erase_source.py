@@ -15,7 +15,7 @@ from google.adk.sessions import BaseSessionService, DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
 from adk_secure_sessions.db.protocol import Disconnected
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import verify
 from adk_secure_sessions.migration import (
     AdkTables,
@@ -216,6 +216,23 @@ async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
         assert await db.imports.migration_end() is None
     await copied(source_url, target_url)  # among others the state of the user
     assert numbers(await erased(source_url, target_url)) == (6, 19, 3)
+
+
+async def test_source_that_forbids_the_deletion_is_not_marked_as_erased(
+    tmp_path: Path, target_url: str
+) -> None:
+    source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    await fill(source_url)
+    await copied(source_url, target_url)
+    with closing(sqlite3.connect(tmp_path / "adk.db")) as connection:
+        connection.execute(
+            "CREATE TRIGGER no BEFORE DELETE ON sessions BEGIN SELECT RAISE(ABORT, 'no'); END"
+        )
+    with pytest.raises(DatabaseError):
+        await erased(source_url, target_url)
+    async with database(target_url) as db:
+        assert await db.imports.migration_end() is MigrationEnd.COMPLETE
+    assert rows(source_url)[0] == 6
 
 
 async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(

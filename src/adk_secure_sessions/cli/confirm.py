@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 with_confirm: Decorator = click.option(
     "--confirm",
     metavar="NAME",
-    help="Name of the database (SQLite: path of the file) that the command may change.  Without "
-    "this option, the command asks on a terminal.",
+    help="Name of what the command may change: the database (SQLite: path of the file), or the "
+    "directory or the bucket.  Without this option, the command asks on a terminal.",
 )
 
 

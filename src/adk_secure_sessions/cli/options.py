@@ -159,13 +159,15 @@ _KEYS = (
         "--also-key",
         multiple=True,
         metavar="SPEC",
-        help="Another root key that may wrap master keys; repeatable.",
+        help="Another root key that may wrap master keys; repeatable (in the variable: spaces "
+        "between them).",
     ),
     _common(
         "--also-backend",
         multiple=True,
         type=_BACKENDS,
-        help="Another backend whose records may be decrypted; repeatable.",
+        help="Another backend whose records may be decrypted; repeatable (in the variable: "
+        "spaces between them).",
     ),
 )
 

@@ -150,16 +150,20 @@ async def read_owner(
         app_name, tag = app_name_of(row.app_name), binary(row.tag)
     who = await db.unit.identify(app_name)
     of_user = table is users
-    check = reads.CheckOwner(
-        who._replace(user_tag=tag) if of_user else who._replace(app_tag=tag), of_user=of_user
-    )
+    if not of_user and who.app_tag != tag:
+        raise TamperedError(
+            "its app_name or its tag was modified",
+            reason=Reason.WRONG_OWNER,
+            table=table.name,
+            row=row.id,
+        )
+    check = reads.CheckOwner(who._replace(user_tag=tag) if of_user else who, of_user=of_user)
     owner = await db.unit.run(check)
     if owner is None:
         return None
-    known = await db.unit.identify(app_name, owner.user_id)
-    if (known.user_tag if of_user else known.app_tag) != tag:
+    if of_user and (await db.unit.identify(app_name, owner.user_id)).user_tag != tag:
         raise TamperedError(
-            f"its tag belongs to another {'user' if of_user else 'app'}",
+            "its tag belongs to another user",
             reason=Reason.WRONG_OWNER,
             table=table.name,
             row=row.id,

@@ -102,8 +102,9 @@ async def erase_source(
         nonlocal may_be_deleted
         if not _is_unchanged(queries, run, connection):
             return None
-        may_be_deleted = True  # even if the connection is lost now
-        return queries.delete_all(connection)
+        deleted = queries.delete_all(connection)
+        may_be_deleted = True  # even if the connection is lost in the commit
+        return deleted
 
     try:
         deleted = await repeated(lambda: writer.run(delete, commit=True), writes=True)
