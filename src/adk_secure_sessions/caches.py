@@ -76,12 +76,14 @@ class Lru(Generic[K, V]):
         A *value* that is larger than the limit is not stored.  Other entries stay.
         """
         with self._one_change.lock:
-            self._remove(key)
+            old = self._entries.get(key)  # `get` must find it until it is replaced
             if size > self.limit:
+                self._remove(key)
                 return
             self._entries[key] = value, size
-            self.size += size
-            while self.size > self.limit:
+            self._entries.move_to_end(key)
+            self.size += size - (old[1] if old else 0)
+            while self.size > self.limit and self._entries:  # a fork may have left a wrong size
                 _, (_, removed) = self._entries.popitem(last=False)
                 self.size -= removed
 

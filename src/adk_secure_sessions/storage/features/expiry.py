@@ -36,8 +36,9 @@ Delete = Callable[[str, str, str], Awaitable[object]]
 INDEX = "ix_secure_sessions_expires_at"
 _CREATE_INDEX = f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)"
 _AT_ONCE = 2
-# If the two that expired first cannot be decrypted, so many are tried.
-_IF_UNREADABLE = 50
+# If the two that expired first cannot be decrypted, so many are tried; if none of them can, nothing
+# is tried for this number of seconds, because each attempt logs them all.
+_IF_UNREADABLE, _PAUSE = 50, 60
 # The names of the apps are authenticated when their sessions are decrypted.
 _APPS_OF_EXPIRED = first_rows(
     sa.select(apps.c.app_name)
@@ -62,6 +63,7 @@ class Expiry:
         self._feature = Feature(unit, FeatureName.EXPIRY)
         self._create_index = create_index
         self._has_index: bool | None = None  # None: not known yet
+        self._paused_until = 0.0  # monotonic seconds
 
     async def ensure(self) -> None:
         await self._feature.ensure()
@@ -94,6 +96,8 @@ class Expiry:
         return self._has_index
 
     async def _delete_some(self, delete: Delete) -> None:
+        if time.monotonic() < self._paused_until:
+            return
         now = time.time_ns() // 1000
         for limit in (_AT_ONCE, _IF_UNREADABLE):
             rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": limit})
@@ -102,6 +106,7 @@ class Expiry:
                 await delete(app_name, view.user_id, view.session.session_id)
             if found or not rows:
                 return
+        self._paused_until = time.monotonic() + _PAUSE
 
     async def _expired(
         self, name: object, now: int, limit: int

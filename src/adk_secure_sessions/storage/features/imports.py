@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Row, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats.json_text import canonical
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -508,17 +508,30 @@ class ImportState(_Import[ImportStatus]):
         return self._seals.of_state(owner.tag, owner.state)
 
 
-def add_tombstone_of_session(seals: Seals, tag: bytes, connection: sa.Connection) -> None:
-    """Remember that the session with *tag* must not be imported.
+class AddTombstone(Write[None]):
+    """Remember that a session must not be imported.
 
     If the session was imported before, its row of `secure_migrated` is kept.  This row is enough: a
     session that was imported and is not stored any more is not imported again.
     """
-    row = connection.execute(sa.select(migrated).where(migrated.c.tag == tag)).first()
-    if row is None:
-        connection.execute(sa.insert(migrated).values(**seals.tombstone(tag)._asdict()))
-    else:
-        seals.check(MigratedRow(*row))
+
+    change = "tombstone"
+
+    def __init__(self, who: Identity, seals: Seals) -> None:
+        super().__init__(who)
+        self._seals = seals
+
+    def contended(self) -> list[sa.Executable]:
+        return []
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
+        tag = self.who.session_tag
+        rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.numbered([tag, tag]))
+        if rows:
+            self._seals.check(MigratedRow(*rows[0][:5]))
+            return
+        new = self._seals.tombstone(tag)
+        yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
@@ -686,10 +699,10 @@ class Imports:
         await self._feature.ensure()
         who = await self._unit.identify(app_name, user_id, session_id or "")
         seals = await self._seals()
-        add = partial(add_tombstone_of_session, seals, who.session_tag)
-        if session_id is None:
-            add = partial(add_tombstone_of_user, seals.tombstone(who.user_tag))
-        await self._unit.change(add)
+        if session_id is not None:
+            await self._unit.run(AddTombstone(who, seals))
+            return
+        await self._unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
 
     async def has_imports(self) -> bool:
         """Return whether the database has the feature `migration`, which the first import adds."""
