@@ -544,15 +544,21 @@ async def test_artifacts_and_memory_are_stored_like_sessions(
     assert {one.get("session") for one in found} <= {IDS["session_id"], None}
 
 
-async def test_reads_of_a_plaintext_source_are_stored(url: sa.URL, tmp_path: Path) -> None:
+async def test_accesses_to_a_plaintext_source_are_stored(url: sa.URL, tmp_path: Path) -> None:
     source = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    not_copied = {**IDS, "session_id": "not-copied"}
     async with DatabaseSessionService(source) as adk:
         await adk.create_session(**IDS)
+        await adk.create_session(**not_copied)
     async with PlaintextFallbackService(service_of(url), AdkTables(source)) as fallback:
         session = await fallback.get_session(**IDS)
         assert session is not None
         await fallback.append_event(session, event())
+        await fallback.delete_session(**not_copied)
+        assert await fallback.get_session(**not_copied) is None
     assert len(await trail(url, "plaintext.read")) >= 1
+    deletion = await trail(url, "session.delete")
+    assert [one[1] for one in shown(deletion)] == ["tombstone", None]
     assert ("session.write", "import", "success") in shown(await trail(url, "session.write"))
     assert await problems(url) == []
 

@@ -515,7 +515,7 @@ class AddTombstone(Write[None]):
     session that was imported and is not stored any more is not imported again.
     """
 
-    change = "tombstone"
+    audited_as = "tombstone"
 
     def __init__(self, who: Identity, seals: Seals) -> None:
         super().__init__(who)
