@@ -195,7 +195,7 @@ async def test_modified_row_of_a_user_is_rejected(
         # The erasure of a user must not depend on a row that somebody may tamper with.
         async with victim.maintained() as db:
             await erase_user(db, APP, USER)
-        assert (await store.imported([(APP, USER, "new")]))[APP, USER, "new"].is_tombstone
+        assert (await store.imported([(APP, USER, "new")]))[APP, USER, "new"].row.is_tombstone
 
 
 async def test_replayed_row_never_lets_an_import_replace_a_session(

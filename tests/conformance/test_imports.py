@@ -149,7 +149,7 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
     result = await imported(store, of=second, version="2", replace=True)
     assert result is ImportStatus.OLDER
     one = (await store.imported([IDS, (APP, USER, "other")]))[IDS]
-    assert (one.row.number, one.is_untouched, one.is_tombstone) == (3, True, False)
+    assert (one.row.number, one.is_untouched, one.row.is_tombstone) == (3, True, False)
     assert (one.has_source("1"), one.has_source("2")) == (False, True)
     found = await read(service)
     assert found is not None
@@ -299,7 +299,7 @@ async def test_nothing_is_imported_after_a_tombstone(
     await create(service, session_id="s")  # by a service, later
     assert await imported(store, replace=True) is ImportStatus.DELETED
     one = (await store.imported([IDS]))[IDS]
-    assert (one.is_tombstone, one.is_untouched) == (True, False)
+    assert (one.row.is_tombstone, one.is_untouched) == (True, False)
     await imported(store, "copied", of=history(1))
     await store.tombstone(APP, USER, "copied")  # its row says so already
     assert (await store.imported([(APP, USER, "copied")]))[APP, USER, "copied"].row.number == 1
@@ -318,7 +318,7 @@ async def test_nothing_of_an_erased_user_is_imported(
     for name in ("s", "new"):
         result = await imported(store, name, of=history(2), version="2", replace=True)
         assert result is ImportStatus.DELETED
-        assert (await store.imported([(APP, USER, name)]))[APP, USER, name].is_tombstone
+        assert (await store.imported([(APP, USER, name)]))[APP, USER, name].row.is_tombstone
     assert await store.import_state((APP, USER), b'{"k":1}', replace=True) is ImportStatus.DELETED
     assert await imported(store, user_id="never copied") is ImportStatus.DELETED
     assert await imported(store, "new", user_id="other") is ImportStatus.NEW

@@ -457,7 +457,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
         await assert_clean(url)
         async with Database(url, BACKEND) as db:
             imported = await db.imports.imported([(APP, "ada", "other")])
-            assert imported[APP, "ada", "other"].is_tombstone
+            assert imported[APP, "ada", "other"].row.is_tombstone
 
 
 STATES: list[dict[str, Any]] = [{"k": 1}, {"user:k": 1}, {"k": LARGE}, {"user:k": 1, "app:k": 1}]

@@ -540,7 +540,7 @@ async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
     assert rows() is None
 
 
-async def test_timer_keeps_no_unit_and_close_stops_it() -> None:
+async def test_timer_keeps_no_unit() -> None:
     stored, loop = Stored(), asyncio.get_running_loop()
     executors, _ = one_database(*[stored.rows(keys=True)] * 2)
     unit = await filled_unit(executors, KeyringReads(), 300)
@@ -549,9 +549,6 @@ async def test_timer_keeps_no_unit_and_close_stops_it() -> None:
     for _ in range(100):
         await unit.identify(*WHO[:3])
     assert sum(not timer.cancelled() for timer in waiting) == 1
-    await unit.close()
-    assert sum(not timer.cancelled() for timer in waiting) == 0
-    unit = await filled_unit(executors, KeyringReads(), 300)
     dropped = weakref.ref(unit)
     del unit
     gc.collect()

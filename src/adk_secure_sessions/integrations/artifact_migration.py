@@ -189,7 +189,7 @@ class _ArtifactRun:
         stored: list[Version] = []
         if not self._is_new:
             state = (await self._db.imports.imported_states([one.owner])).get(one.owner)
-            if state is not None and state.is_tombstone:
+            if state is not None and state.row.is_tombstone:
                 return "erased", ""
             found = await self._collections.get(*one.owner, name)
             stored = versions_of(found) if found else []

@@ -399,6 +399,11 @@ class StagedKeys:
             kind = self._keys.decrypting[key.backend_id]
             self.operation.values.append((kind, size, seconds))
 
+    def count_lookup(self, kinds: dict[bool, telemetry.WorkKind], *, hit: bool) -> None:
+        """Count a lookup in a cache, if anything is measured."""
+        if self.operation is not None:
+            self.operation.values.append((kinds[hit], 1, 0.0))
+
     def key_of(self, owner: bytes, stored: bytes) -> DataKey:
         """Return the data key that the header of the record *stored* names.  No other key is tried.
 

@@ -583,7 +583,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if result is ImportStatus.SAME_ID:
             raise StaleSessionError(STALE)
         imported = (await self._imports.imported([ids])).get(ids)
-        if imported is None or imported.is_tombstone:
+        if imported is None or imported.row.is_tombstone:
             raise SessionNotFoundError("Session not found.")
         if not imported.has_source(marker.removeprefix(_OF_SOURCE)):
             raise StaleSessionError(STALE)

@@ -55,8 +55,6 @@ class Seen(NamedTuple, Generic[R, V]):
 # The size of a history without its events, and of an event: besides its text, and for each value in
 # it.  Within a quarter of what tracemalloc measured for texts, calls and responses of 0.3 to 10 KB.
 _FIXED, _OF_EVENT, _OF_VALUE = 400, 3500, 64
-# How many sessions that are larger than the cache are remembered.
-_OVERSIZED = 1024
 
 
 def size_of_event(plaintext: bytes) -> int:
@@ -98,21 +96,10 @@ class History(KeyMaterial):
 class HistoryCache(Lru[bytes, History]):
     """The histories of the sessions that were read last, at most *limit* bytes in total, by tag."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(limit)
-        # The row ids of sessions that are too large: their sizes need not be computed again.
-        self._oversized: Lru[bytes, int] = Lru(_OVERSIZED)
-
-    def accepts(self, tag: bytes, row: int) -> bool:
-        """Whether the session was not found to be larger than the cache."""
-        return self.limit > 0 and self._oversized.get(tag) != row
-
     def keep(self, tag: bytes, history: History) -> None:
         """Cache *history*, unless more events of the session are cached: during a slow read,
         another task may have read later events.
         """
-        if history.size > self.limit:
-            self._oversized.put(tag, history.row)
         seen = self.get(tag)
         if seen is None or seen.row != history.row or seen.revision < history.revision:
             self.put(tag, history, history.size)

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -93,28 +92,19 @@ async def open_database(
     )
 
 
-class Surveyed(NamedTuple):
-    """The surveys of the data database and of the key database (the same without a key database),
-    and the keyring; None if the key tables are new.
-    """
-
-    data: Survey
-    keys: Survey
-    keyring: Keyring | None
-
-
 async def open_for_service(
     executors: Executors, backends: Backends, create_tables: bool
-) -> Surveyed:
+) -> tuple[Survey, Survey, Keyring | None]:
     """Check the database and open its keys as a service does when it starts; write nothing.
 
-    `check` also calls this function, so that both accept and reject the same databases.
+    Return the surveys of the data database and of the key database, and the keyring; None if the
+    key tables are new.  `check` also calls this function, so that both accept the same databases.
     """
     data, keys = await survey_both(executors, create_tables)
     if keys.database_id is None:
-        return Surveyed(data, keys, None)
+        return data, keys, None
     keys.reject_unfinished(FeatureName.SEPARATING)
-    return Surveyed(data, keys, await _open(executors, merged(data, keys), backends))
+    return data, keys, await _open(executors, merged(data, keys), backends)
 
 
 async def survey_existing(executors: Executors, known: Keyring | None = None) -> Survey:

@@ -10,32 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import (
-    BigInteger,
-    BindParameter,
-    ColumnElement,
-    CompoundSelect,
-    FromClause,
-    Insert,
-    Integer,
-    LargeBinary,
-    Select,
-    Table,
-    Update,
-    and_,
-    bindparam,
-    case,
-    cast,
-    delete,
-    func,
-    insert,
-    literal_column,
-    null,
-    or_,
-    select,
-    union_all,
-    update,
-)
+import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
@@ -73,8 +48,8 @@ _NUMBERS, _BLOBS = 8, 3
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 # The positions of `last_seq`, and of the `seal` of the version witness, in the row of a session.
 _LAST_SEQ, _SEAL = _NUMBERS, _NUMBERS + _BLOBS
-_ZERO: ColumnElement[int] = literal_column("0")
-_MARK: ColumnElement[int] = literal_column(str(INDEX_MARK))
+_ZERO: sa.ColumnElement[int] = sa.literal_column("0")
+_MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
 # The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
 # An attacker may have inserted any number of data keys.
 _MAX_KEYS = 1000
@@ -82,42 +57,44 @@ _MAX_KEYS = 1000
 # Two forms of one query: `forms[True]` also reads data keys, and `forms[False]` does not.  The form
 # with data keys also reads the `MasterMark` of each row of the keyring.  The marks tell whether the
 # keyring has changed: a data key that is wrapped with a retired data master must be rejected.
-QueryForms = Mapping[bool, CompoundSelect[Any]]
+QueryForms = Mapping[bool, sa.CompoundSelect[Any]]
 
-_app_tag = bindparam("app_tag", type_=LargeBinary)
-_user_tag = bindparam("user_tag", type_=LargeBinary)
-_session_tag = bindparam("session_tag", type_=LargeBinary)
-_key_tag = bindparam("key_tag", type_=LargeBinary)
-_value_tag = bindparam("value_tag", type_=LargeBinary)
-_limit = bindparam("limit", type_=BigInteger)
-_known = bindparam("known", type_=BigInteger)
-_now = bindparam("now", type_=BigInteger)
+_app_tag = sa.bindparam("app_tag", type_=sa.LargeBinary)
+_user_tag = sa.bindparam("user_tag", type_=sa.LargeBinary)
+_session_tag = sa.bindparam("session_tag", type_=sa.LargeBinary)
+_key_tag = sa.bindparam("key_tag", type_=sa.LargeBinary)
+_value_tag = sa.bindparam("value_tag", type_=sa.LargeBinary)
+_limit = sa.bindparam("limit", type_=sa.BigInteger)
+_known = sa.bindparam("known", type_=sa.BigInteger)
+_now = sa.bindparam("now", type_=sa.BigInteger)
 # The condition that a session, and no collection, has expired at the time `now`.
-HAS_EXPIRED: ColumnElement[bool] = and_(
-    sessions.c.expires_at <= _now, sessions.c.base_revision != literal_column(str(COLLECTION))
+HAS_EXPIRED: sa.ColumnElement[bool] = sa.and_(
+    sessions.c.expires_at <= _now, sessions.c.base_revision != sa.literal_column(str(COLLECTION))
 )
-_updated_from = bindparam("updated_from", type_=BigInteger)
-_updated_until = bindparam("updated_until", type_=BigInteger)
-_after_user = bindparam("after_user", type_=BigInteger)
-_after_row = bindparam("after_row", type_=BigInteger)
+_updated_from = sa.bindparam("updated_from", type_=sa.BigInteger)
+_updated_until = sa.bindparam("updated_until", type_=sa.BigInteger)
+_after_user = sa.bindparam("after_user", type_=sa.BigInteger)
+_after_row = sa.bindparam("after_row", type_=sa.BigInteger)
 
 
-def bounded(column: ColumnElement[Any]) -> ColumnElement[Any]:
+def bounded(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
     """Return *column* of a table of keys, with NULL instead of a value that no service stores.
 
     An attacker may have stored values of any size and, on SQLite, of any type.  Without this
     function, every start and every read of keys would load these values.
     """
     # SQLite compares any text or blob as greater than any number, so BETWEEN excludes both.
-    if isinstance(column.type, BigInteger):
-        is_valid: ColumnElement[bool] = column.between(_ZERO, literal_column(str(2**63 - 1)))
+    if isinstance(column.type, sa.BigInteger):
+        is_valid: sa.ColumnElement[bool] = column.between(_ZERO, sa.literal_column(str(2**63 - 1)))
     else:
-        is_valid = func.length(column) <= literal_column(str(MAX_WRAPPED))
-    return case((is_valid, column)).label(column.key)
+        is_valid = sa.func.length(column) <= sa.literal_column(str(MAX_WRAPPED))
+    return sa.case((is_valid, column)).label(column.key)
 
 
 # Query for all rows of `secure_keyring`; its columns are the fields of MasterKeyRow.
-MASTER_KEYS = select(keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:]))
+MASTER_KEYS = sa.select(
+    keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:])
+)
 
 
 class RowKind(Generic[R]):
@@ -127,35 +104,35 @@ class RowKind(Generic[R]):
     with zeros) and 3 binary values (padded with NULL).
     """
 
-    def __init__(self, number: int, row: type[R], columns: Iterable[ColumnElement[Any]]) -> None:
+    def __init__(self, number: int, row: type[R], columns: Iterable[sa.ColumnElement[Any]]) -> None:
         self.number: int = number
         self.row: type[R] = row
         self._integers: list[Any] = []
         self._blobs: list[Any] = []
         positions = []
         for column in columns:
-            is_integer = isinstance(column.type, Integer)
+            is_integer = isinstance(column.type, sa.Integer)
             same, before = (self._integers, 0) if is_integer else (self._blobs, _NUMBERS)
             same.append(column)
             positions.append(before + len(same))
         self.values: Callable[[Row], Any] = itemgetter(*positions)
 
     def select(
-        self, *conditions: ColumnElement[bool], last_number: Any = None, last_blob: Any = None
-    ) -> Select[Any]:
+        self, *conditions: sa.ColumnElement[bool], last_number: Any = None, last_blob: Any = None
+    ) -> sa.Select[Any]:
         """Return a SELECT of the rows for which *conditions* hold; *last_number* and *last_blob*
         are the SQL expressions of the last integer and the last binary value.
         """
-        columns = [literal_column(str(self.number)), *self._integers]
+        columns = [sa.literal_column(str(self.number)), *self._integers]
         columns += [_ZERO] * (1 + _NUMBERS - len(columns))
         if last_number is not None:
             columns[_NUMBERS] = last_number
         columns += self._blobs
-        columns += [cast(null(), LargeBinary)] * (1 + _NUMBERS + _BLOBS - len(columns))
+        columns += [sa.cast(sa.null(), sa.LargeBinary)] * (1 + _NUMBERS + _BLOBS - len(columns))
         if last_blob is not None:
             columns[-1] = last_blob
         labels = (column.label(name) for column, name in zip(columns, _LABELS, strict=True))
-        return select(*labels).where(*conditions)
+        return sa.select(*labels).where(*conditions)
 
 
 _LABELS = ("kind", *"abcdefghijk")
@@ -176,33 +153,33 @@ _FORMS: list[tuple[Any, Callable[[Row], Any]]] = [(kind.row, kind.values) for ki
 # The rows and the row ids of the app, the user and the session that a read is about.
 _APP_ROW = APP.select(apps.c.tag == _app_tag)
 _USER_ROW = USER.select(users.c.tag == _user_tag)
-_APP_ID: Any = select(apps.c.id).where(apps.c.tag == _app_tag).scalar_subquery()
-_USER_ID: Any = select(users.c.id).where(users.c.tag == _user_tag).scalar_subquery()
-_SESSION_ID: Any = select(sessions.c.id).where(sessions.c.tag == _session_tag).scalar_subquery()
+_APP_ID: Any = sa.select(apps.c.id).where(apps.c.tag == _app_tag).scalar_subquery()
+_USER_ID: Any = sa.select(users.c.id).where(users.c.tag == _user_tag).scalar_subquery()
+_SESSION_ID: Any = sa.select(sessions.c.id).where(sessions.c.tag == _session_tag).scalar_subquery()
 
 
-def _witness(*tags: BindParameter[bytes]) -> Select[Any]:
+def _witness(*tags: sa.BindParameter[bytes]) -> sa.Select[Any]:
     return WITNESS.select(witnesses.c.tag.in_(tags))
 
 
-def _keys_of(owner: BindParameter[bytes], *conditions: ColumnElement[bool]) -> Select[Any]:
+def _keys_of(owner: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     c = data_keys.c
     keys = _KEY.select(c.owner == owner, *conditions).order_by(c.generation)
     return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
-def first_rows(query: Select[Any], limit: int | ColumnElement[int]) -> Select[Any]:
+def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.Select[Any]:
     """Restrict *query* to its first *limit* rows."""
     if isinstance(limit, int):
-        limit = literal_column(str(limit), Integer)
+        limit = sa.literal_column(str(limit), sa.Integer)
     # Without an offset, SQLAlchemy adds a parameter for the offset on SQLite.  No caller has a
     # value for this parameter.
     return query.limit(limit).offset(_ZERO)
 
 
-def _first(number: int, rows: Select[Any], name: str) -> Select[Any]:
+def _first(number: int, rows: sa.Select[Any], name: str) -> sa.Select[Any]:
     """Return a SELECT of the first *number* rows of *rows*, for use in a UNION ALL."""
-    return select(first_rows(rows, number).subquery(name))
+    return sa.select(first_rows(rows, number).subquery(name))
 
 
 # To detect a keyring with too many rows, read one row more than a keyring may have.
@@ -212,28 +189,30 @@ _APP_AND_USER = (_APP_ROW, _USER_ROW, _witness(_app_tag, _user_tag))
 
 
 def _session(
-    *conditions: ColumnElement[bool], source: FromClause = sessions, seal: Any = None
-) -> Select[Any]:
-    head = select(func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
-    last_seq = func.coalesce(head.scalar_subquery(), literal_column("-1"))
+    *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions, seal: Any = None
+) -> sa.Select[Any]:
+    head = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
+    last_seq = sa.func.coalesce(head.scalar_subquery(), sa.literal_column("-1"))
     query = SESSION.select(*conditions, last_number=last_seq, last_blob=seal)
     return query.select_from(source)
 
 
-def _listed(*conditions: ColumnElement[bool], source: FromClause = sessions) -> Select[Any]:
+def _listed(
+    *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions
+) -> sa.Select[Any]:
     """Return a SELECT of sessions with the seals of their version witnesses.
 
     With the witnesses in rows of their own, a listing of 100 sessions takes 10% more time.
     """
     c = witnesses.c
-    own = and_(c.tag == sessions.c.tag, c.number == sessions.c.id)
+    own = sa.and_(c.tag == sessions.c.tag, c.number == sessions.c.id)
     return _session(*conditions, source=source.outerjoin(witnesses, own), seal=c.seal)
 
 
-def index_row_of_user(user_row: Any) -> ColumnElement[int]:
+def index_row_of_user(user_row: Any) -> sa.ColumnElement[int]:
     """Return the SQL expression for `row_id` in the rows of `secure_state_index` of a user."""
-    minus_one: ColumnElement[int] = literal_column("-1", BigInteger)
-    row_id: ColumnElement[int] = minus_one - user_row
+    minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
+    row_id: sa.ColumnElement[int] = minus_one - user_row
     return row_id
 
 
@@ -245,25 +224,25 @@ _SESSION = (
 )
 
 
-def _forms(*members: Select[Any], keys: Iterable[Select[Any]] = _KEYS) -> QueryForms:
+def _forms(*members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> QueryForms:
     """Return the two forms of the UNION ALL of *members*; one also has *keys*, by default those of
     one app and one user.
     """
-    return {False: union_all(*members), True: union_all(*members, *keys)}
+    return {False: sa.union_all(*members), True: sa.union_all(*members, *keys)}
 
 
-def _session_forms(*history: Select[Any]) -> QueryForms:
+def _session_forms(*history: sa.Select[Any]) -> QueryForms:
     state = _SNAPSHOT.select(snapshots.c.session_row == _SESSION_ID)
     return _forms(*_SESSION, state, *history)
 
 
-def _listing(*conditions: ColumnElement[bool]) -> QueryForms:
+def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
     """Return the forms of the query for a user's sessions and collections.
 
     A listing of sessions also reads the collections, to authenticate that they are collections.
     Otherwise, an attacker could hide a session by marking its row as a collection.
     """
-    mine = and_(sessions.c.user_row == _USER_ID, *conditions)
+    mine = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
     return _forms(
         *_APP_AND_USER,
         _listed(mine),
@@ -313,28 +292,28 @@ def page_of_sessions(
     sessions that have expired at the time `now`, and begins with the first one that did.
     """
     user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
-    rows = select(own, sessions.c.user_row)
+    rows = sa.select(own, sessions.c.user_row)
     if newest:
-        rows = rows.where(user <= _after_user, or_(user < _after_user, own < _after_row))
+        rows = rows.where(user <= _after_user, sa.or_(user < _after_user, own < _after_row))
         rows = rows.order_by(user.desc(), own.desc())
     else:
-        rows = rows.where(user >= _after_user, or_(user > _after_user, own > _after_row))
+        rows = rows.where(user >= _after_user, sa.or_(user > _after_user, own > _after_row))
         rows = rows.order_by(user, own)
     if by_time:
         updated = sessions.c.updated_at
         rows = rows.where(updated >= _updated_from, updated < _updated_until)
     if of_app:
-        app_row: ColumnElement[int] = users.c.app_row
-        source: FromClause = sessions.join(users, users.c.id == sessions.c.user_row)
+        app_row: sa.ColumnElement[int] = users.c.app_row
+        source: sa.FromClause = sessions.join(users, users.c.id == sessions.c.user_row)
         if found_by:
             has_value = indexed.c.value_tag == _value_tag
             if found_by == "expiry":
                 rows = rows.where(HAS_EXPIRED).order_by(None).order_by(sessions.c.expires_at)
             elif found_by == "session":
-                rows = rows.where(own.in_(select(indexed.c.row_id).where(has_value)))
+                rows = rows.where(own.in_(sa.select(indexed.c.row_id).where(has_value)))
             else:
                 row = index_row_of_user(indexed.c.row_id)  # its own inverse
-                rows = rows.where(user.in_(select(row).where(has_value)))
+                rows = rows.where(user.in_(sa.select(row).where(has_value)))
             # The addition prevents the database from using the index of `app_row`.  It would read
             # all users of the app, because it cannot know how few sessions have this value.
             app_row = app_row + _ZERO
@@ -348,11 +327,11 @@ def page_of_sessions(
     if found_by in ("session", "user"):
         members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
     if with_snapshots:
-        members.append(_SNAPSHOT.select(snapshots.c.session_row.in_(select(page.c.id))))
+        members.append(_SNAPSHOT.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
     if not of_app:
         return _forms(*_APP_AND_USER, *members)
-    owners = users.c.id.in_(select(page.c.user_row))
-    of_owners = select(users.c.tag).where(owners)
+    owners = users.c.id.in_(sa.select(page.c.user_row))
+    of_owners = sa.select(users.c.tag).where(owners)
     members += [
         _APP_ROW,
         USER.select(owners),
@@ -363,8 +342,10 @@ def page_of_sessions(
     return _forms(*members, keys=(_KEYS[0], keys_of_owners, _MASTERS))
 
 
-def _last_events() -> Select[Any]:
-    revision = select(sessions.c.revision).where(sessions.c.tag == _session_tag).scalar_subquery()
+def _last_events() -> sa.Select[Any]:
+    revision = (
+        sa.select(sessions.c.revision).where(sessions.c.tag == _session_tag).scalar_subquery()
+    )
     return _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= revision - _limit)
 
 
@@ -380,11 +361,11 @@ SESSION_WITH_EVENTS_BETWEEN = _forms(
     *_SESSION,
     _EVENT.select(
         events.c.session_row == _SESSION_ID,
-        events.c.seq.between(bindparam("first", type_=BigInteger), bindparam("last")),
+        events.c.seq.between(sa.bindparam("first", type_=sa.BigInteger), sa.bindparam("last")),
     ),
 )
 SESSIONS_OF_USER = _listing()
-COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == literal_column(str(COLLECTION)))
+COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == sa.literal_column(str(COLLECTION)))
 SESSIONS_OF_APP = _listing_of_app()
 OWNERS = _forms(*_APP_AND_USER)
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
@@ -399,24 +380,24 @@ INDEXED_USER = _forms(
     *_APP_AND_USER, _INDEXED.select(indexed.c.row_id == index_row_of_user(_USER_ID))
 )
 EVENT_AT = _EVENT.select(
-    events.c.session_row == bindparam("session_row"), events.c.seq == bindparam("seq")
+    events.c.session_row == sa.bindparam("session_row"), events.c.seq == sa.bindparam("seq")
 )
 
 
 @functools.cache
-def events_at(number: int) -> Select[Any]:
+def events_at(number: int) -> sa.Select[Any]:
     """Return the query for *number* events of `session_row`, whose `seq` `numbered` returns."""
     return _EVENT.select(
-        events.c.session_row == bindparam("session_row"), is_one_of(events.c.seq, number)
+        events.c.session_row == sa.bindparam("session_row"), is_one_of(events.c.seq, number)
     )
 
 
-def _parameters(table: Table) -> list[BindParameter[Any]]:
-    return [bindparam(column.name, type_=column.type) for column in table.c]
+def _parameters(table: sa.Table) -> list[sa.BindParameter[Any]]:
+    return [sa.bindparam(column.name, type_=column.type) for column in table.c]
 
 
-def _insert(table: Table, row: Select[Any]) -> Insert:
-    return insert(table).from_select([column.name for column in table.c], row)
+def _insert(table: sa.Table, row: sa.Select[Any]) -> sa.Insert:
+    return sa.insert(table).from_select([column.name for column in table.c], row)
 
 
 # Inserts a data key only if the stored keyring still has the master key that wraps the data key,
@@ -424,50 +405,52 @@ def _insert(table: Table, row: Select[Any]) -> Insert:
 # the keyring.
 INSERT_KEY = _insert(
     data_keys,
-    select(*_parameters(data_keys))
+    sa.select(*_parameters(data_keys))
     .select_from(keyring)
     .where(
-        keyring.c.id == bindparam("master_id"),
-        select(func.count()).select_from(keyring.alias()).scalar_subquery()
-        == bindparam("masters", type_=BigInteger),
+        keyring.c.id == sa.bindparam("master_id"),
+        sa.select(sa.func.count()).select_from(keyring.alias()).scalar_subquery()
+        == sa.bindparam("masters", type_=sa.BigInteger),
     ),
 )
 # Locks the row of a data key by setting the generation to its present value.  A concurrent `retire`
 # waits for the lock.  If `retire` has already deleted the key, this statement matches no row, which
 # is a conflict.
 HOLD_KEY = (
-    update(data_keys)
-    .where(data_keys.c.id == bindparam("at_id"))
-    .values(generation=bindparam("generation"))
+    sa.update(data_keys)
+    .where(data_keys.c.id == sa.bindparam("at_id"))
+    .values(generation=sa.bindparam("generation"))
 )
-INSERT_APP = insert(apps)
-INSERT_USER = insert(users)
-INSERT_WITNESS = insert(witnesses)
-INSERT_SESSION = insert(sessions)
-INSERT_SNAPSHOT = insert(snapshots)
+INSERT_APP = sa.insert(apps)
+INSERT_USER = sa.insert(users)
+INSERT_WITNESS = sa.insert(witnesses)
+INSERT_SESSION = sa.insert(sessions)
+INSERT_SNAPSHOT = sa.insert(snapshots)
 
 
-def _same_row(table: FromClause, prefix: str) -> ColumnElement[bool]:
-    return select(literal_column("1")).where(*_equal(table, prefix)).exists()
+def _same_row(table: sa.FromClause, prefix: str) -> sa.ColumnElement[bool]:
+    return sa.select(sa.literal_column("1")).where(*_equal(table, prefix)).exists()
 
 
-def _equal(table: FromClause, prefix: str, *names: str) -> list[ColumnElement[bool]]:
+def _equal(table: sa.FromClause, prefix: str, *names: str) -> list[sa.ColumnElement[bool]]:
     """Return the conditions that the columns *names*, or all, equal the parameters *prefix*_…."""
     columns = [table.c[name] for name in names] if names else table.c
-    return [column == bindparam(f"{prefix}_{column.name}", type_=column.type) for column in columns]
+    return [
+        column == sa.bindparam(f"{prefix}_{column.name}", type_=column.type) for column in columns
+    ]
 
 
-def _update(table: Table, at: Iterable[ColumnElement[bool]], *names: str) -> Update:
-    return update(table).where(*at).values({name: bindparam(name) for name in names})
+def _update(table: sa.Table, at: Iterable[sa.ColumnElement[bool]], *names: str) -> sa.Update:
+    return sa.update(table).where(*at).values({name: sa.bindparam(name) for name in names})
 
 
-def _session_of_user(*conditions: ColumnElement[bool]) -> Insert:
+def _session_of_user(*conditions: sa.ColumnElement[bool]) -> sa.Insert:
     """Return an INSERT that stores a session only if the user's row is as this process read it.
 
     It locks the user's row, so a concurrent `erase_user` waits until the new session is visible,
     and also erases it.  On a cluster, the lock works on one node only: see `clusters.claim_user`.
     """
-    row = select(*_parameters(sessions)).select_from(users)
+    row = sa.select(*_parameters(sessions)).select_from(users)
     row = row.where(*_equal(users, "user"), *conditions)
     return _insert(sessions, row.with_for_update(read=True, key_share=True, of=users))
 
@@ -484,55 +467,55 @@ INSERT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached)
 # If a user was erased, `secure_migrated` may have a row of this user whose `row_id` is 0.  Then no
 # session of the user may be imported.  IMPORT_SESSION_OF_KNOWN requires that `secure_migrated` has
 # no row of the user at all: it runs without a read, so the MAC of such a row was not checked.
-_row_of_user: Select[Any] = select(literal_column("1")).where(migrated.c.tag == _user_tag)
+_row_of_user: sa.Select[Any] = sa.select(sa.literal_column("1")).where(migrated.c.tag == _user_tag)
 _is_not_erased = ~_row_of_user.where(migrated.c.row_id == _ZERO).exists()
-IMPORT_SESSION = _insert(sessions, select(*_parameters(sessions)).where(_is_not_erased))
+IMPORT_SESSION = _insert(sessions, sa.select(*_parameters(sessions)).where(_is_not_erased))
 IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
 IMPORT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached, ~_row_of_user.exists())
-INSERT_MIGRATED = insert(migrated)
+INSERT_MIGRATED = sa.insert(migrated)
 UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")
-INSERT_INDEXED = insert(indexed)
-_is_indexed: Select[Any] = select(literal_column("1")).where(
-    indexed.c.row_id == bindparam("row_id", type_=BigInteger),
+INSERT_INDEXED = sa.insert(indexed)
+_is_indexed: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+    indexed.c.row_id == sa.bindparam("row_id", type_=sa.BigInteger),
     indexed.c.key_tag == _key_tag,
 )
 # An INSERT that does nothing if the key of the session or user has a row already.
 INSERT_MISSING_INDEXED = _insert(
-    indexed, select(*_parameters(indexed)).where(~_is_indexed.exists())
+    indexed, sa.select(*_parameters(indexed)).where(~_is_indexed.exists())
 )
 _at_indexed = (
-    indexed.c.row_id == bindparam("at_id", type_=BigInteger),
-    indexed.c.key_tag == bindparam("at_key", type_=LargeBinary),
+    indexed.c.row_id == sa.bindparam("at_id", type_=sa.BigInteger),
+    indexed.c.key_tag == sa.bindparam("at_key", type_=sa.LargeBinary),
 )
 UPDATE_INDEXED = _update(indexed, _at_indexed, "value_tag")
-DELETE_INDEXED = delete(indexed).where(*_at_indexed)
-DELETE_ALL_INDEXED = delete(indexed).where(_at_indexed[0])
+DELETE_INDEXED = sa.delete(indexed).where(*_at_indexed)
+DELETE_ALL_INDEXED = sa.delete(indexed).where(_at_indexed[0])
 # The first `limit` marks of `secure_state_index`.
 INDEX_MARKS = first_rows(
-    select(indexed.c.key_tag, indexed.c.value_tag)
+    sa.select(indexed.c.key_tag, indexed.c.value_tag)
     .where(indexed.c.row_id == _MARK)
     .order_by(indexed.c.key_tag),
     _limit,
 )
-INSERT_EVENT = insert(events)
+INSERT_EVENT = sa.insert(events)
 # Replaces the record of an event only if the stored record is as this process has read it.
 UPDATE_EVENT = _update(events, _equal(events, "at", "session_row", "seq", "event"), "event")
 
 
-def _lock(table: FromClause, tag: BindParameter[bytes]) -> Select[Any]:
+def _lock(table: sa.FromClause, tag: sa.BindParameter[bytes]) -> sa.Select[Any]:
     """Return a query that locks the row of *table* with *tag* against changes by others.
 
     Others can still insert rows that refer to the locked row.  SQLite has no such locks and needs
     none: it runs one write at a time.
     """
-    return select(table.c.id).where(table.c.tag == tag).with_for_update(key_share=True)
+    return sa.select(table.c.id).where(table.c.tag == tag).with_for_update(key_share=True)
 
 
 LOCK_SESSION = _lock(sessions, _session_tag)
 LOCK_APP = _lock(apps, _app_tag)
 LOCK_USER = _lock(users, _user_tag)
 
-_AT_ID: BindParameter[int] = bindparam("at_id")
+_AT_ID: sa.BindParameter[int] = sa.bindparam("at_id")
 
 
 _OWNER_AT = ("id", "version", "state")
@@ -547,21 +530,21 @@ UPDATE_SESSION = _update(sessions, _SESSION_AT, *_CHANGED)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.
 REPLACE_SESSION = _update(sessions, _SESSION_AT, "id", "created_at", *_CHANGED)
-DELETE_KNOWN_SESSION = delete(sessions).where(*_SESSION_AT)
+DELETE_KNOWN_SESSION = sa.delete(sessions).where(*_SESSION_AT)
 UPDATE_SNAPSHOT = _update(
     snapshots,
-    [snapshots.c.session_row == _AT_ID, snapshots.c.revision == bindparam("at_revision")],
+    [snapshots.c.session_row == _AT_ID, snapshots.c.revision == sa.bindparam("at_revision")],
     "revision",
     "state",
 )
 # Matches only the revision that was read.  If another process has appended an event since then,
 # DELETE_EVENTS might not see the event, because PostgreSQL runs both deletions in one statement.
-DELETE_SESSION = delete(sessions).where(
-    sessions.c.id == _AT_ID, sessions.c.revision == bindparam("at_revision")
+DELETE_SESSION = sa.delete(sessions).where(
+    sessions.c.id == _AT_ID, sessions.c.revision == sa.bindparam("at_revision")
 )
-DELETE_SNAPSHOT = delete(snapshots).where(snapshots.c.session_row == _AT_ID)
-DELETE_EVENTS = delete(events).where(events.c.session_row == _AT_ID)
-DELETE_WITNESS = delete(witnesses).where(witnesses.c.tag == bindparam("at_tag"))
+DELETE_SNAPSHOT = sa.delete(snapshots).where(snapshots.c.session_row == _AT_ID)
+DELETE_EVENTS = sa.delete(events).where(events.c.session_row == _AT_ID)
+DELETE_WITNESS = sa.delete(witnesses).where(witnesses.c.tag == sa.bindparam("at_tag"))
 
 
 class Found:
@@ -614,7 +597,7 @@ class Found:
 
 
 # Query for data keys only; its columns are the fields of DataKeyRow.
-DATA_KEYS: Select[Any] = select(
+DATA_KEYS: sa.Select[Any] = sa.select(
     *(data_keys.c[name] for name in DataKeyRow._fields[:-1]), bounded(data_keys.c.wrapped)
 )
 # The lengths of value lists in statements; see `chunks`.  Most lists have two values: the tags of
@@ -633,11 +616,11 @@ def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
         yield part + part[-1:] * (size - len(part))
 
 
-def is_one_of(column: ColumnElement[Any], number: int) -> ColumnElement[bool]:
+def is_one_of(column: sa.ColumnElement[Any], number: int) -> sa.ColumnElement[bool]:
     """Return the condition that *column* equals one of *number* parameters, which `numbered`
     returns.
     """
-    return column.in_([bindparam(f"v{n}", type_=column.type) for n in range(number)])
+    return column.in_([sa.bindparam(f"v{n}", type_=column.type) for n in range(number)])
 
 
 def numbered(values: Sequence[object]) -> dict[str, object]:
@@ -646,20 +629,20 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 
 
 @functools.cache
-def data_keys_of(number: int) -> CompoundSelect[Any]:
+def data_keys_of(number: int) -> sa.CompoundSelect[Any]:
     """Return the query for all data keys of *number* owners, whose tags `numbered` returns, and the
     `MasterMark` of each row of the keyring.
 
     It is for a key database, whose rows cannot be read together with the data, and for commands.
     """
     if number > _FEW:
-        return union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _MASTERS)
-    first, second = (bindparam(f"v{n}", type_=LargeBinary) for n in range(_FEW))
-    return union_all(_keys_of(first), _keys_of(second, second != first), _MASTERS)
+        return sa.union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _MASTERS)
+    first, second = (sa.bindparam(f"v{n}", type_=sa.LargeBinary) for n in range(_FEW))
+    return sa.union_all(_keys_of(first), _keys_of(second, second != first), _MASTERS)
 
 
 @functools.cache
-def migrated_rows(owner: str, number: int) -> Select[Any]:
+def migrated_rows(owner: str, number: int) -> sa.Select[Any]:
     """Return the query for the rows of `secure_migrated` with one of *number* tags, as `numbered`
     returns them, each with the id and the version (for a session, the revision) of the row with
     this tag in the table *owner*, or NULL.
@@ -668,5 +651,5 @@ def migrated_rows(owner: str, number: int) -> Select[Any]:
     version = table.c.revision if table is sessions else table.c.version
     rows = migrated.outerjoin(table, table.c.tag == migrated.c.tag)
     columns = [migrated.c[name] for name in MigratedRow._fields]
-    query = select(*columns, table.c.id, version).select_from(rows)
+    query = sa.select(*columns, table.c.id, version).select_from(rows)
     return query.where(is_one_of(migrated.c.tag, number))

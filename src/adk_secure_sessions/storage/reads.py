@@ -120,9 +120,7 @@ class GetSession(ReadOperation, Generic[E]):
     ) -> tuple[SessionWithStates, list[E]] | None:
         if self._caches:
             known = attempt.cache.histories.get(self.who.session_tag)
-            if attempt.keys.operation is not None:
-                kind = telemetry.IN_HISTORIES[known is not None]
-                attempt.keys.operation.values.append((kind, 1, 0.0))
+            attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=known is not None)
             if known is not None:
                 parameters = {**self.who.tags(), "known": known.revision}
                 found = await self._read(
@@ -179,28 +177,14 @@ class GetSession(ReadOperation, Generic[E]):
         if limit is not None:
             first = max(0, session.revision - limit)
         sealed_rows.check_events(session, found.events, first, session.revision - 1)
-        decoded: list[E] = []
-        size = 0
-
-        def add(rows: Sequence[Row], opened: list[bytes]) -> None:
-            nonlocal size
-            # A generator would take longer: it is resumed for each event.
-            decoded.extend(
-                [
-                    self._decode(plaintext, session.id, row[EVENT_SEQ])
-                    for row, plaintext in zip(rows, opened, strict=True)
-                    if after is None or row[EVENT_TIME] >= after
-                ]
-            )
-            if self._caches:
-                size += sum(map(size_of_event, opened))
-
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
         link = NO_LINK if len(found.events) == session.revision else None
         if known:
             link = known.link
-        link = await _open_events(attempt, session, found.events, link, add)
+        decoded, size, link = await _decoded(
+            attempt, session, found.events, link, self._decode, after, measures=self._caches
+        )
         if limit != 0:
             sealed_rows.check_head(attempt, session, link)
         return decoded, size
@@ -215,8 +199,7 @@ class GetSession(ReadOperation, Generic[E]):
         """
         cache = attempt.cache.histories
         if known is None:
-            is_whole = 0 < session.revision == len(found.events)
-            if not is_whole or not cache.accepts(session.tag, session.id):
+            if not 0 < session.revision == len(found.events):
                 return await self.history(attempt, found, session)
         elif known.row != session.id or known.revision > session.revision:
             raise _DoesNotFit
@@ -233,25 +216,39 @@ class GetSession(ReadOperation, Generic[E]):
         return history.part(self._limit, self._after)
 
 
-async def _open_events(
+async def _decoded(
     attempt: Attempt,
     session: StoredSession,
     history: Sequence[Row],
-    previous: bytes | None,
-    add: Callable[[Sequence[Row], list[bytes]], None],
-) -> bytes | None:
-    """Do the same as `sealed_rows.open_events`, and let other tasks of the event loop run.
+    link: bytes | None,
+    decode: Callable[[bytes, int, int], E],
+    after: int | None = None,
+    *,
+    measures: bool = False,
+) -> tuple[list[E], int, bytes | None]:
+    """Decrypt the events in *history*, and decode those at the time *after* or later.
 
-    *add* is called with some rows and their plaintexts at a time: decrypting and decoding one event
-    after another takes twice as long.
+    Return the decoded events, their size in a history of the cache if *measures* is True, and the
+    link of the last event.  *link* is that of the event before the first: see
+    `sealed_rows.open_events`.  Other tasks of the event loop may run after each part.  Decrypting
+    and decoding one event after another would take twice as long.
     """
+    decoded: list[E] = []
+    size = 0
     for start in range(0, len(history), _CHUNK):
         if start:
             await asyncio.sleep(0)
         rows = history[start : start + _CHUNK]
-        opened, previous = sealed_rows.open_events(attempt, session, rows, previous)
-        add(rows, opened)
-    return previous
+        opened, link = sealed_rows.open_events(attempt, session, rows, link)
+        # A generator would take longer: it is resumed for each event.
+        decoded += [
+            decode(plaintext, session.id, row[EVENT_SEQ])
+            for row, plaintext in zip(rows, opened, strict=True)
+            if after is None or row[EVENT_TIME] >= after
+        ]
+        if measures:
+            size += sum(map(size_of_event, opened))
+    return decoded, size, link
 
 
 class _DoesNotFit(Exception):
@@ -325,9 +322,10 @@ class ListEvents(ReadOperation, Generic[E]):
         sealed_rows.check_events(session, found.events, first, last)
         if self._newest:
             return await self._newest_first(attempt, session, found.events, first)
-        link = position.link if position else NO_LINK
-        decoded, link = await self._decoded(attempt, session, found.events, link)
+        before = position.link if position else NO_LINK
+        decoded, _, link = await _decoded(attempt, session, found.events, before, self._decode)
         if last < session.revision - 1:
+            assert link is not None, "*before* is a link"
             return Page(decoded, EventPosition(session.id, last, link))
         sealed_rows.check_head(attempt, session, link)
         return Page(decoded, None)
@@ -340,30 +338,17 @@ class ListEvents(ReadOperation, Generic[E]):
         If an event precedes the page, *rows* begins with it: the next page begins with it, and must
         find its link.
         """
-        before = None
-        link = NO_LINK
+        before, link = None, NO_LINK
         if len(rows) > self._limit:
-            _, link = await self._decoded(attempt, session, rows[:1], None)
-            before, rows = EventPosition(session.id, first, link), rows[1:]
-        decoded, link = await self._decoded(attempt, session, rows, link)
+            _, opened = sealed_rows.open_events(attempt, session, rows[:1], None)
+            assert opened is not None, "there is a row"
+            before, link, rows = EventPosition(session.id, first, opened), opened, rows[1:]
+        decoded, _, last = await _decoded(attempt, session, rows, link, self._decode)
         if self._position is None:
-            sealed_rows.check_head(attempt, session, link)
-        elif link != self._position.link:
+            sealed_rows.check_head(attempt, session, last)
+        elif last != self._position.link:
             raise sealed_rows.other_history().located(sessions.name, session.id)
         return Page(decoded[::-1], before)
-
-    async def _decoded(
-        self, attempt: Attempt, session: StoredSession, rows: list[Row], previous: bytes | None
-    ) -> tuple[list[E], bytes]:
-        decoded: list[E] = []
-
-        def add(rows: Sequence[Row], opened: list[bytes]) -> None:
-            for row, plaintext in zip(rows, opened, strict=True):
-                decoded.append(self._decode(plaintext, session.id, row[EVENT_SEQ]))
-
-        link = await _open_events(attempt, session, rows, previous, add)
-        assert link is not None, "there is a row, or the link of the event before it"
-        return decoded, link
 
 
 class _Listing(ReadOperation):

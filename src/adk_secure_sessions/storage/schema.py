@@ -18,21 +18,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from sqlalchemy import (
-    DDL,
-    VARBINARY,
-    BigInteger,
-    Column,
-    Connection,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    UniqueConstraint,
-    event,
-)
+import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import DecryptionError
@@ -52,10 +38,10 @@ INDEX_MARK = 2**63 - 1
 # The `row_id` in rows of `secure_migrated` that forbid an import.
 TOMBSTONE = 0
 
-metadata: MetaData = MetaData()
+metadata: sa.MetaData = sa.MetaData()
 
 
-class _LongBlob(LargeBinary):
+class _LongBlob(sa.LargeBinary):
     """The type LONGBLOB of MySQL; importing SQLAlchemy's own would import all its dialects of
     MySQL, which takes 40 ms.
     """
@@ -64,107 +50,107 @@ class _LongBlob(LargeBinary):
 
 
 # MySQL cannot index a BLOB column without a length, and a BLOB of MySQL holds at most 64 KiB.
-_TAG = LargeBinary().with_variant(VARBINARY(TAG_LENGTH), "mysql", "mariadb")
-_RECORD = LargeBinary().with_variant(_LongBlob(), "mysql", "mariadb")
+_TAG = sa.LargeBinary().with_variant(sa.VARBINARY(TAG_LENGTH), "mysql", "mariadb")
+_RECORD = sa.LargeBinary().with_variant(_LongBlob(), "mysql", "mariadb")
 # On SQLite, a primary key of type INTEGER is the rowid, by which SQLite stores the row, so it needs
 # no index.  A primary key of type BIGINT would need an index.
-_KEY = BigInteger().with_variant(Integer(), "sqlite")
+_KEY = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
-def _key_column(name: str) -> Column[int]:
-    return Column(name, _KEY, primary_key=True, autoincrement=False)
+def _key_column(name: str) -> sa.Column[int]:
+    return sa.Column(name, _KEY, primary_key=True, autoincrement=False)
 
 
-meta: Table = Table(
+meta: sa.Table = sa.Table(
     "secure_meta",
     metadata,
-    Column("name", String(64), primary_key=True),
-    Column("value", String(255), nullable=False),
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("value", sa.String(255), nullable=False),
 )
 
-keyring: Table = Table(
+keyring: sa.Table = sa.Table(
     "secure_keyring",
     metadata,
     _key_column("id"),
-    Column("purpose", String(16), nullable=False),
-    Column("root_key_id", String(255), nullable=False),
-    Column("created_at", BigInteger, nullable=False),
-    Column("wrapped", _RECORD, nullable=False),
+    sa.Column("purpose", sa.String(16), nullable=False),
+    sa.Column("root_key_id", sa.String(255), nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("wrapped", _RECORD, nullable=False),
 )
 
-data_keys: Table = Table(
+data_keys: sa.Table = sa.Table(
     "secure_data_keys",
     metadata,
     _key_column("id"),
-    Column("owner", _TAG, nullable=False),
-    Column("generation", BigInteger, nullable=False),
-    Column("backend_id", BigInteger, nullable=False),
-    Column("created_at", BigInteger, nullable=False),
-    Column("wrapped", _RECORD, nullable=False),
-    UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
+    sa.Column("owner", _TAG, nullable=False),
+    sa.Column("generation", sa.BigInteger, nullable=False),
+    sa.Column("backend_id", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("wrapped", _RECORD, nullable=False),
+    sa.UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
 )
 
-apps: Table = Table(
+apps: sa.Table = sa.Table(
     "secure_apps",
     metadata,
     _key_column("id"),
-    Column("tag", _TAG, nullable=False, unique=True),
-    Column("app_name", LargeBinary, nullable=False),  # as UTF-8: any text, without collation
-    Column("version", BigInteger, nullable=False),
-    Column("state", _RECORD, nullable=False),
+    sa.Column("tag", _TAG, nullable=False, unique=True),
+    sa.Column("app_name", sa.LargeBinary, nullable=False),  # as UTF-8: any text, without collation
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("state", _RECORD, nullable=False),
 )
 
-users: Table = Table(
+users: sa.Table = sa.Table(
     "secure_users",
     metadata,
     _key_column("id"),
-    Column("app_row", BigInteger, nullable=False),
-    Column("tag", _TAG, nullable=False, unique=True),
-    Column("version", BigInteger, nullable=False),
-    Column("state", _RECORD, nullable=False),
+    sa.Column("app_row", sa.BigInteger, nullable=False),
+    sa.Column("tag", _TAG, nullable=False, unique=True),
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("state", _RECORD, nullable=False),
     # `id` is the second column so that a page of a listing reads only the rows of the page.
-    Index("ix_secure_users_app_row", "app_row", "id"),
+    sa.Index("ix_secure_users_app_row", "app_row", "id"),
 )
 
-witnesses: Table = Table(
+witnesses: sa.Table = sa.Table(
     "secure_witnesses",
     metadata,
-    Column("tag", _TAG, primary_key=True),
-    Column("number", BigInteger, nullable=False),
-    Column("seal", _RECORD, nullable=False),
+    sa.Column("tag", _TAG, primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+    sa.Column("seal", _RECORD, nullable=False),
     sqlite_with_rowid=False,
 )
 
-sessions: Table = Table(
+sessions: sa.Table = sa.Table(
     "secure_sessions",
     metadata,
     _key_column("id"),
-    Column("user_row", BigInteger, nullable=False),
-    Column("tag", _TAG, nullable=False, unique=True),
-    Column("revision", BigInteger, nullable=False),
-    Column("base_revision", BigInteger, nullable=False),
-    Column("created_at", BigInteger, nullable=False),
-    Column("updated_at", BigInteger, nullable=False),
-    Column("expires_at", BigInteger, nullable=False),
-    Column("state", _RECORD, nullable=False),
-    Index("ix_secure_sessions_user_row", "user_row", "id"),
+    sa.Column("user_row", sa.BigInteger, nullable=False),
+    sa.Column("tag", _TAG, nullable=False, unique=True),
+    sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.Column("base_revision", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("updated_at", sa.BigInteger, nullable=False),
+    sa.Column("expires_at", sa.BigInteger, nullable=False),
+    sa.Column("state", _RECORD, nullable=False),
+    sa.Index("ix_secure_sessions_user_row", "user_row", "id"),
 )
 
-snapshots: Table = Table(
+snapshots: sa.Table = sa.Table(
     "secure_bases",
     metadata,
     _key_column("session_row"),
-    Column("revision", BigInteger, nullable=False),
-    Column("state", _RECORD, nullable=False),
+    sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.Column("state", _RECORD, nullable=False),
 )
 
-events: Table = Table(
+events: sa.Table = sa.Table(
     "secure_events",
     metadata,
     _key_column("session_row"),
-    Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    Column("time", BigInteger, nullable=False),
-    Column("event", _RECORD, nullable=False),
+    sa.Column("seq", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("time", sa.BigInteger, nullable=False),
+    sa.Column("event", _RECORD, nullable=False),
     # Store rows in the order of the key, so that the events of a session are on the same pages:
     # read from disk, 1000 events of one of 60 sessions take 13 ms instead of 67.  With rowids, an
     # append would take 8% less time (24% with 5 KB), and events of 3 to 5 KB half the space.
@@ -173,43 +159,43 @@ events: Table = Table(
 
 # The tables of features (see `feature_list`).  They are created when the feature is added, so a
 # database without the feature need not have them.
-feature_metadata: MetaData = MetaData()
+feature_metadata: sa.MetaData = sa.MetaData()
 
-migrated: Table = Table(
+migrated: sa.Table = sa.Table(
     "secure_migrated",
     feature_metadata,
-    Column("tag", _TAG, primary_key=True),
-    Column("row_id", BigInteger, nullable=False),
-    Column("number", BigInteger, nullable=False),
-    Column("source", _TAG, nullable=False),
-    Column("seal", _TAG, nullable=False),
+    sa.Column("tag", _TAG, primary_key=True),
+    sa.Column("row_id", sa.BigInteger, nullable=False),
+    sa.Column("number", sa.BigInteger, nullable=False),
+    sa.Column("source", _TAG, nullable=False),
+    sa.Column("seal", _TAG, nullable=False),
     sqlite_with_rowid=False,
 )
 
-audit_records: Table = Table(
+audit_records: sa.Table = sa.Table(
     "secure_audit",
     feature_metadata,
-    Column("chain", _TAG, primary_key=True),
-    Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("time", BigInteger, nullable=False),
-    Column("record", _RECORD, nullable=False),
+    sa.Column("chain", _TAG, primary_key=True),
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("time", sa.BigInteger, nullable=False),
+    sa.Column("record", _RECORD, nullable=False),
     sqlite_with_rowid=False,
 )
 
 # The values of `row_id` are the ids of sessions; -1 - id for the id of a user, so that a user and a
 # session never have the same value; and INDEX_MARK.
-indexed: Table = Table(
+indexed: sa.Table = sa.Table(
     "secure_state_index",
     feature_metadata,
-    Column("row_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("key_tag", _TAG, primary_key=True),
-    Column("value_tag", _TAG, nullable=False),
-    Index("ix_secure_state_index_value_tag", "value_tag"),
+    sa.Column("row_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("key_tag", _TAG, primary_key=True),
+    sa.Column("value_tag", _TAG, nullable=False),
+    sa.Index("ix_secure_state_index_value_tag", "value_tag"),
     sqlite_with_rowid=False,
 )
 
 
-def _store_external(table: Table) -> None:
+def _store_external(table: sa.Table) -> None:
     """Tell PostgreSQL not to compress records, since ciphertext does not become smaller."""
     changes = ", ".join(
         f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
@@ -217,11 +203,11 @@ def _store_external(table: Table) -> None:
         if column.type is _RECORD
     )
     if changes:
-        statement = DDL(f"ALTER TABLE {table.name} {changes}")  # type: ignore[no-untyped-call]
-        event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
+        statement = sa.DDL(f"ALTER TABLE {table.name} {changes}")  # type: ignore[no-untyped-call]
+        sa.event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
-def _use_transactions(table: Table, connection: Connection, **_: object) -> None:
+def _use_transactions(table: sa.Table, connection: sa.Connection, **_: object) -> None:
     dialect_of(connection).use_transactions(table)
 
 
@@ -234,7 +220,7 @@ FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
 
 for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
     _store_external(_table)
-    event.listen(_table, "before_create", _use_transactions)
+    sa.event.listen(_table, "before_create", _use_transactions)
 
 _RANDOM_BITS = 21
 _last_row_key = 0
@@ -363,19 +349,19 @@ class SealedColumn(Generic[R]):
     items of a collection.
     """
 
-    def __init__(self, kind: str, row: type[R], table: Table, version: str, ids: int) -> None:
+    def __init__(self, kind: str, row: type[R], table: sa.Table, version: str, ids: int) -> None:
         columns = list(table.c)
         names = [column.name for column in columns]
         self.kind: str = kind
         self.row: Callable[..., R] = row
-        self.table: Table = table
-        self.value: Column[Any] = columns[-1]
-        self.key: tuple[Column[Any], ...] = tuple(table.primary_key)
-        self.version: Column[Any] | None = table.c[version] if version else None
+        self.table: sa.Table = table
+        self.value: sa.Column[Any] = columns[-1]
+        self.key: tuple[sa.Column[Any], ...] = tuple(table.primary_key)
+        self.version: sa.Column[Any] | None = table.c[version] if version else None
         self._version = names.index(version) if version else None
         self._ids = ids
         self._tag = names.index("tag") if "tag" in names else None
-        numbers = [at for at, one in enumerate(columns) if isinstance(one.type, Integer)]
+        numbers = [at for at, one in enumerate(columns) if isinstance(one.type, sa.Integer)]
         # The integers of a row, which are the numbers in its context.  A list comprehension takes
         # 1.0 us for a session instead of 0.4.  For one index, `itemgetter` returns no tuple.
         self.numbers: Callable[[R], Sequence[int]] = (

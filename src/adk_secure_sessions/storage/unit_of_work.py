@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
 
@@ -99,6 +99,7 @@ class _OpenState(NamedTuple):
     identities: Lru[tuple[str, str, str, bool], Identity]
     attached: dict[object, Any]  # see `UnitOfWork.attached`
     expires: float
+    timed_by: "WeakSet[asyncio.AbstractEventLoop]"  # see `UnitOfWork._start_timer`
 
 
 # The keys are all units of work in this process.  No lock is needed, which a forked process could
@@ -152,11 +153,6 @@ class UnitOfWork:
         # `renew_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
-        # For each event loop: the time at which the caches expire, and the timer that empties them
-        # at that time.  A strong reference to a timer would keep its event loop in memory.
-        self._timers: WeakKeyDictionary[
-            asyncio.AbstractEventLoop, tuple[float, ref[asyncio.TimerHandle]]
-        ] = WeakKeyDictionary()
         _units[self] = None
 
     @property
@@ -189,7 +185,6 @@ class UnitOfWork:
         """Close the connections and discard the keys; the next call opens the database again."""
         # The frames in an error's traceback refer to keys, so also discard the error.
         self._opened = self._rejected = None
-        self._stop_timer(asyncio.get_running_loop())
         await self.executors.close()
 
     async def identify(
@@ -419,17 +414,10 @@ class UnitOfWork:
         enough: if its event loop ended before the other loops, the timer would never fire.
         """
         loop = asyncio.get_running_loop()
-        started = self._timers.get(loop)
-        if started is None or started[0] != opened.expires:
-            self._stop_timer(loop)
+        if loop not in opened.timed_by:
+            opened.timed_by.add(loop)
             seconds = opened.expires - time.monotonic()
-            timer = loop.call_later(seconds, _empty_expired, ref(self), opened.expires)
-            self._timers[loop] = opened.expires, ref(timer)
-
-    def _stop_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        started = self._timers.pop(loop, None)
-        if started is not None and (timer := started[1]()) is not None:
-            timer.cancel()
+            loop.call_later(seconds, _empty_expired, ref(self), opened.expires)
 
     async def _open(self) -> _OpenState:
         async with self._locks.hold("open"):
@@ -453,6 +441,7 @@ class UnitOfWork:
             Lru(self._cache.sessions),
             {},
             time.monotonic() + self._cache.seconds,
+            WeakSet(),
         )
 
     async def _store_data_key(

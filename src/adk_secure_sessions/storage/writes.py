@@ -563,9 +563,9 @@ class AppendEvent(Write[StoredSession]):
         if known and (step := self._advance(attempt, known)):
             changes, updated = step
             if (yield Apply(changes)):
-                self._count_lookup(attempt, hit=True)
+                attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
                 return updated
-        self._count_lookup(attempt, hit=False)
+        attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
         found, user, session = yield from read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
@@ -582,11 +582,6 @@ class AppendEvent(Write[StoredSession]):
             changes += yield from self._replacements(attempt, session)
         yield from apply_changes(changes + owners.changes)
         return updated
-
-    @staticmethod
-    def _count_lookup(attempt: Attempt, *, hit: bool) -> None:
-        if attempt.keys.operation is not None:
-            attempt.keys.operation.values.append((telemetry.IN_SESSIONS[hit], 1, 0.0))
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
         event = self._event

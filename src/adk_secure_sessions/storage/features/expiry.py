@@ -36,9 +36,9 @@ Delete = Callable[[str, str, str], Awaitable[object]]
 INDEX = "ix_secure_sessions_expires_at"
 _CREATE_INDEX = f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)"
 _AT_ONCE = 2
-# If the two that expired first cannot be decrypted, so many are tried; if none of them can, nothing
-# is tried for this number of seconds, because each attempt logs them all.
-_IF_UNREADABLE, _PAUSE = 50, 60
+# How many are read, because somebody may have modified those that expired first.  If none of them
+# can be decrypted, nothing is tried for some seconds: each attempt logs them all.
+_MOST_READ, _PAUSE = 10, 60
 # The names of the apps are authenticated when their sessions are decrypted.
 _APPS_OF_EXPIRED = first_rows(
     sa.select(apps.c.app_name)
@@ -99,23 +99,19 @@ class Expiry:
         if time.monotonic() < self._paused_until:
             return
         now = time.time_ns() // 1000
-        for limit in (_AT_ONCE, _IF_UNREADABLE):
-            rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": limit})
-            found = [one for (name,) in set(rows) for one in await self._expired(name, now, limit)]
-            for app_name, view in found[:_AT_ONCE]:
-                await delete(app_name, view.user_id, view.session.session_id)
-            if found or not rows:
-                return
-        self._paused_until = time.monotonic() + _PAUSE
+        rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
+        found = [one for (name,) in set(rows) for one in await self._expired(name, now)]
+        for app_name, view in found[:_AT_ONCE]:
+            await delete(app_name, view.user_id, view.session.session_id)
+        if rows and not found:
+            self._paused_until = time.monotonic() + _PAUSE
 
-    async def _expired(
-        self, name: object, now: int, limit: int
-    ) -> list[tuple[str, SessionWithStates]]:
+    async def _expired(self, name: object, now: int) -> list[tuple[str, SessionWithStates]]:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""
         try:
             app_name = decode_text(name)
             who = await self._unit.identify(app_name)
-            return [(app_name, one) for one in await self._unit.run(_ListExpired(who, now, limit))]
+            return [(app_name, one) for one in await self._unit.run(_ListExpired(who, now))]
         except DecryptionError as error:
             record_rejected(error)
             return []
@@ -127,10 +123,10 @@ class Expiry:
 
 
 class _ListExpired(ListPage):
-    """Read at most *limit* sessions of an app that have expired, and leave out unreadable ones."""
+    """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
-    def __init__(self, who: Identity, now: int, limit: int) -> None:
-        super().__init__(who, PageOptions(limit - 1, with_state=False, skip=True))
+    def __init__(self, who: Identity, now: int) -> None:
+        super().__init__(who, PageOptions(_MOST_READ - 1, with_state=False, skip=True))
         self._now = now
 
     def _forms(self, found_by: str | None = None) -> QueryForms:

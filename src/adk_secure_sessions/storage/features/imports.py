@@ -181,11 +181,6 @@ class Imported(NamedTuple):
     seals: Seals
 
     @property
-    def is_tombstone(self) -> bool:
-        """Whether the row is a tombstone: the session or the user must not be imported."""
-        return self.row.is_tombstone
-
-    @property
     def is_untouched(self) -> bool:
         """Whether a session is stored and no service has changed it since the import.
 
@@ -201,7 +196,7 @@ class Imported(NamedTuple):
         import.  A rotation of keys also changes the version of a user or an app, so that their
         status `MOVED_ON` or `CONFLICT` may mean nothing but that.
         """
-        if self.is_tombstone:
+        if self.row.is_tombstone:
             return ImportStatus.DELETED
         if self.stored is None or self.stored[0] != self.row.row_id:
             # A service has deleted the copy, and may have created the session again.  If the source
@@ -671,7 +666,7 @@ class Imports:
         found = await self._imported(sessions, seals, {ids: index.session(*ids) for ids in wanted})
         of_users = {ids: index.user(*ids[:2]) for ids in wanted}
         for one, of_user in (await self._imported(users, seals, of_users)).items():
-            if of_user.is_tombstone:
+            if of_user.row.is_tombstone:
                 found[one] = of_user._replace(stored=found[one].stored if one in found else None)
         return found
 
