@@ -19,7 +19,6 @@ from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
-    Found,
     Selection,
     SessionContent,
     SourceSession,
@@ -117,12 +116,10 @@ class MemoryLookup(AdkTables):
         yield {(APP, user_id): deepcopy(state) for user_id, state in self.users.items()}
         yield {(APP,): deepcopy(self.app)}
 
-    async def find(self, app_name: str, user_id: str, session_id: str) -> Found | None:
+    async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         await self._query("find")
-        key = (user_id, session_id)
-        if app_name != APP or key not in self.sessions_by_ids:
-            return None
-        return self.sessions_by_ids[key][0], self._header(key)
+        found = self.sessions_by_ids.get((user_id, session_id))
+        return found[0] if found and app_name == APP else None
 
     async def sessions_of(
         self, app_name: str, user_id: str | None
@@ -134,7 +131,9 @@ class MemoryLookup(AdkTables):
             if app_name == APP and user_id in (None, key[0])
         }
 
-    async def state(self, app_name: str, user_id: str | None = None) -> JsonObject | Unreadable:
+    async def state(
+        self, app_name: str, user_id: str | None = None
+    ) -> JsonObject | Unreadable | None:
         await self._query("app_state" if user_id is None else "user_state")
-        found = self.app if user_id is None else self.users.get(user_id, {})
-        return deepcopy(found) if app_name == APP else {}
+        found = self.app if user_id is None else self.users.get(user_id)
+        return deepcopy(found) if app_name == APP else None

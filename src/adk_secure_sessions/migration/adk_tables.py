@@ -37,7 +37,6 @@ from adk_secure_sessions.migration.adk_sql import (
 )
 from adk_secure_sessions.migration.sources import (
     ConversionError,
-    Found,
     Selection,
     SessionContent,
     Source,
@@ -167,12 +166,12 @@ class AdkTables(Source):
             if others := await self.run(partial(queries.aliases, selection=selection, table=table)):
                 yield await self._convert(partial(convert_states, queries, others))
 
-    async def find(self, app_name: str, user_id: str, session_id: str) -> Found | None:
-        """Return a session without its events; None if there is none with these ids."""
-        names = (app_name, user_id, session_id)
+    async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
+        """Return the session with these ids; None if there is none."""
         queries = await self.queries()
-        rows, _ = await self.run(partial(queries.lookup, names=names))
-        return (rows[0][0], readable(queries.content, *rows[0], [])) if rows else None
+        work = partial(queries.lookup, names=(app_name, user_id, session_id))
+        rows, _ = await self.run(work)
+        return rows[0][0] if rows else None
 
     async def sessions_of(
         self, app_name: str, user_id: str | None

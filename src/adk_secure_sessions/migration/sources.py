@@ -84,7 +84,6 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-Found = tuple[SourceSession, SessionContent | Unreadable]
 States = Mapping[Ids, JsonObject | Unreadable]
 
 
