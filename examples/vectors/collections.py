@@ -132,7 +132,7 @@ class _Forger(rejections.Forger):
         return f"UPDATE secure_sessions SET base_revision = {value} {where}"
 
     def mac(self, names: str) -> str:
-        return self.keyring.index.features(self.database_id, names).hex()
+        return self.keyring.index.mac("features", self.database_id, names).hex()
 
 
 def _case(name: str, note: str, when: str, of: _Ids, sql: str | list[str], expect: str) -> Json:

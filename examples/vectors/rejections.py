@@ -506,7 +506,7 @@ def _keys(forger: Forger) -> Iterator[Json]:
 
 
 def _mac(forger: Forger, names: str) -> str:
-    return forger.keyring.index.features(forger.database_id, names).hex()
+    return forger.keyring.index.mac("features", forger.database_id, names).hex()
 
 
 def _meta(forger: Forger) -> Iterator[Json]:

@@ -305,7 +305,7 @@ async def forged_checkpoint(db: Database, name: str, since: int) -> str:
     """A checkpoint by an attacker who has the index master key."""
     async with Maintained(db.url, db.backend()) as maintained:
         index = (await maintained.keys()).keyring.index
-    return f"{since} {index.checkpoint(f'rotation.{name}', str(since)).hex()}"
+    return f"{since} {index.mac('checkpoint', f'rotation.{name}', str(since)).hex()}"
 
 
 def now() -> int:
@@ -321,7 +321,7 @@ async def test_forged_checkpoint_is_rejected(file_db: Database, name: str, whose
         value = await interrupt(file_db, other)
     else:
         index = BlindIndex(bytes(32) if whose == "nobody's" else KEY)
-        value = f"{text} {index.checkpoint(f'rotation.{name}', text).hex()}"
+        value = f"{text} {index.mac('checkpoint', f'rotation.{name}', text).hex()}"
     store(file_db, name, value)
     before = file_db.dump()
     async with Maintained(file_db.url, file_db.backend()) as maintained:
@@ -360,7 +360,7 @@ async def test_checkpoint_of_another_form_is_rejected(file_db: Database, since: 
     """Also if its MAC is right."""
     async with Maintained(file_db.url, file_db.backend()) as maintained:
         index = (await maintained.keys()).keyring.index
-        mac = index.checkpoint("rotation.data", since).hex()
+        mac = index.mac("checkpoint", "rotation.data", since).hex()
         for value in (f"{since} {mac}", mac, f"{since} {mac}\n", f"{since} \u00df{mac[1:]}"):
             store(file_db, "data", value)
             with pytest.raises(TamperedError, match="restart"):

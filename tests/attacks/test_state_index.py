@@ -79,7 +79,9 @@ class Victim:
                 "SELECT value FROM secure_meta WHERE name='features'"
             )
             await fill_index(db, BANK, ["ticket"])
-            self.tags["declared"] = index.state_key_declared(index.state_key(CLINIC, "ticket"))
+            self.tags["declared"] = index.mac(
+                "state index declared", index.state_key(CLINIC, "ticket")
+            )
             await fill_index(db, CLINIC, ["ticket", "user:mrn"])
             self.tags["ticket"] = index.state_key(CLINIC, "ticket")
             self.tags["mrn"] = index.state_key(CLINIC, "user:mrn")
@@ -300,7 +302,9 @@ async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_k
     victim.run("UPDATE secure_meta SET value = value WHERE name = 'features'")
     async with victim.maintained() as db:
         keyring = (await db.keys()).keyring
-        old = f"collections {keyring.index.features(keyring.database_id, 'collections').hex()}"
+        old = (
+            f"collections {keyring.index.mac('features', keyring.database_id, 'collections').hex()}"
+        )
     victim.tags["old"] = old  # type: ignore[assignment]
     victim.run("UPDATE secure_meta SET value = :old WHERE name = 'features'")
     async with victim.service(indexed_state_keys=[]) as service:

@@ -466,7 +466,7 @@ class _Records:
         sealed = {}
         for scope, entries in zip((self.app, self.user, self.session), values, strict=True):
             for key, value in entries.items():
-                name = self._index.wrapped_state_key(*scope.parts, key).hex()
+                name = self._index.mac("wrapped state key", *scope.parts, key).hex()
                 context = _state_context(scope, name)
                 record = self._keys.seal(scope.owner, context, dumps({key: value}))
                 sealed[scope.prefix + name] = _to_base64(record)

@@ -150,7 +150,7 @@ class Rotation(ABC):
                     )
                 return
             self.done.since = await later_than_all_keys(self._db)
-            mac = index.checkpoint(self._checkpoint, str(self.done.since))
+            mac = index.mac("checkpoint", self._checkpoint, str(self.done.since))
             write = partial(self._store_checkpoint, f"{self.done.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
             if self._dry_run or await self._db.unit.change(write):
@@ -233,7 +233,7 @@ def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[
             since = int(written["since"]) if written else _END
             genuine = None
             if index is not None:
-                mac = index.checkpoint(name, str(since)).hex()
+                mac = index.mac("checkpoint", name, str(since)).hex()
                 genuine = written is not None and hmac.compare_digest(written["mac"], mac)
             known = since if since < _END else None
             yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, genuine)

@@ -37,7 +37,7 @@ def feature_mark(
     index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
 ) -> str:
     names = ",".join(sorted(features)) or NO_FEATURES
-    return f"{names} {index.features(database_id, names).hex()}"
+    return f"{names} {index.mac('features', database_id, names).hex()}"
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
@@ -51,10 +51,9 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     if FeatureName.SEPARATING not in survey.features:
         return
     found = SEPARATION_FORM.fullmatch(str(survey.meta.get(meta.SEPARATION)))
-    expected = (
-        b"" if found is None else keyring.index.separation(keyring.database_id, found["text"])
-    )
-    if found is None or not hmac.compare_digest(expected.hex(), found["mac"]):
+    if found is None or not hmac.compare_digest(
+        keyring.index.mac("separation", keyring.database_id, found["text"]).hex(), found["mac"]
+    ):
         raise WrongKeyError(
             "the row `separation` of secure_meta was tampered with: copy the database again"
         )
@@ -71,7 +70,7 @@ def separation_marks(
     return {
         meta.DATABASE_ID: new_id.hex(),
         meta.FEATURES: feature_mark(index, new_id, features | {FeatureName.SEPARATING}),
-        meta.SEPARATION: f"{text} {index.separation(new_id, text).hex()}",
+        meta.SEPARATION: f"{text} {index.mac('separation', new_id, text).hex()}",
     }
 
 
@@ -102,7 +101,7 @@ def _check_list(survey: Survey, keyring: Keyring) -> None:
     if survey.meta.get(meta.DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(REPLACED)
     listed = survey.feature_list
-    expected = keyring.index.features(keyring.database_id, listed["names"])
+    expected = keyring.index.mac("features", keyring.database_id, listed["names"])
     if not hmac.compare_digest(expected.hex(), listed["mac"]):
         raise WrongKeyError(
             "the row `features` of secure_meta was tampered with: restore that table from a backup"

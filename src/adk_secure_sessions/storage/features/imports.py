@@ -130,7 +130,8 @@ class Seals(NamedTuple):
 
     def source(self, tag: bytes, version: bytes) -> bytes:
         """Return the value of the column `source`: a MAC of *version*, bound to *tag*."""
-        return self.keyring.index.migration_source(self.keyring.database_id, tag, version)
+        keyring = self.keyring
+        return keyring.index.mac("migration source", keyring.database_id, tag, version)
 
     def of_state(self, tag: bytes, state: bytes) -> bytes:
         """Return the value of the column `source` for the *state* of a user or an app."""
@@ -138,7 +139,8 @@ class Seals(NamedTuple):
 
     def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
         """Return a row with its seal."""
-        seal = self.keyring.index.migrated(self.keyring.database_id, tag, row_id, number, source)
+        parts = (self.keyring.database_id, tag, source)
+        seal = self.keyring.index.mac("migrated", *parts, numbers=(row_id, number))
         return MigratedRow(tag, row_id, number, source, seal)
 
     def tombstone(self, tag: bytes) -> MigratedRow:
@@ -574,10 +576,8 @@ class MigrationEnd(Enum):
 
     def mark(self, keyring: Keyring) -> str:
         """Return the text to store."""
-        mac_of = keyring.index.migration_complete
-        if self.source_is_erased:
-            mac_of = keyring.index.source_erased
-        return f"{self.value} {mac_of(keyring.database_id).hex()}"
+        purpose = "source erased" if self.source_is_erased else "migration complete"
+        return f"{self.value} {keyring.index.mac(purpose, keyring.database_id).hex()}"
 
 
 class Imports:

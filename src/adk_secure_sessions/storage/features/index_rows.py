@@ -60,10 +60,7 @@ def row_of_user(user_row: int) -> int:
 
 def mark_of(index: BlindIndex, key_tag: bytes, state: IndexState) -> IndexedRow:
     """Return the mark of the key with *key_tag*."""
-    mac_of = index.state_key_complete
-    if state is IndexState.DECLARED:
-        mac_of = index.state_key_declared
-    return IndexedRow(INDEX_MARK, key_tag, mac_of(key_tag))
+    return IndexedRow(INDEX_MARK, key_tag, index.mac(f"state index {state.name.lower()}", key_tag))
 
 
 def state_of_mark(index: BlindIndex, key_tag: object, mac: object) -> IndexState | None:
