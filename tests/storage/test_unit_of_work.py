@@ -648,7 +648,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     for _ in range(3):
         await unit.run(Scripted(reads_keys, reads_keys, reads_keys=True))
     assert len(keyrings.seen) == 4
-    assert not (await unit.keys()).keyring.is_waiting
+    assert not (await unit.keys()).keyring.pending
 
 
 @pytest.mark.parametrize("rejected", [False, True])

@@ -6,7 +6,7 @@ backend is *listed* if it is the writing backend or one of `additional_backends`
 docs/format.md, "Which data key encrypts", defines three more terms:
 
 - A data key is *usable* if it was created for the writing backend, and its data master is usable
-  (`Keyring.is_usable`).
+  (`Keyring.usable`).
 - An owner's *current* data key is the usable data key that the owner's row names.  Only this key
   encrypts new records: a data key that the row does not name may have been erased, and inserted
   again by an attacker with a copy of its row.
@@ -451,7 +451,7 @@ class StagedKeys:
 
     def _is_usable(self, key: DataKey) -> bool:
         writer, keyring = self._keys.writer, self._keys.keyring
-        return key.backend_id == writer.backend_id and keyring.is_usable(key.master_id)
+        return key.backend_id == writer.backend_id and key.master_id in keyring.usable
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
         """Authenticate and unwrap *row*; return None if this process was not given its backend.

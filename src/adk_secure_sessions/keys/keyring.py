@@ -133,7 +133,10 @@ class Keyring(KeyMaterial):
     # The data master that wraps new data keys; None if all data masters are stored as plaintext,
     # and this process writes encrypted records.
     current_id: int | None
-    usable: frozenset[int] = frozenset()  # see `is_usable`
+    # The data masters with whose data keys this process may encrypt.  A data master that is stored
+    # as plaintext is one only if the writing backend is `NoOpBackend`: anybody with read access to
+    # the database can unwrap its data keys.
+    usable: frozenset[int] = frozenset()
     # The accepted rows by id: of `masters` and of the index master.
     rows: Mapping[int, MasterKeyRow] = field(default_factory=dict)
     rejected: Sequence[MasterKeyRow] = ()
@@ -141,7 +144,9 @@ class Keyring(KeyMaterial):
     # Data masters that are not used any more, because their rows have changed and the changed rows
     # were rejected or are pending.  A later row with such an id must hold the same key.
     former: Mapping[int, Aes256Gcm] = field(default_factory=dict)
-    row_count: int = -1  # of all stored rows, including those that were rejected or not read
+    # Of all stored rows.  If there are more than `MAX_ROWS`, only those were read that this process
+    # had accepted before.
+    row_count: int = -1
     separation: Separation | None = field(default=None, init=False)
     features: frozenset[str] = field(default=frozenset(), init=False)  # when this was read
     # With a key database, only maintenance commands know this.
@@ -157,15 +162,13 @@ class Keyring(KeyMaterial):
         stored = [*self.rows.values(), *self.rejected, *self.pending]
         if self.row_count < 0:
             self.row_count = len(stored)
-        self._rejected = frozenset(map(_typed, self.rejected))
-        self._pending = frozenset(map(_typed, self.pending))
         self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
 
     def master(self, key_id: int) -> Aes256Gcm:
         """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
         if (master := self.masters.get(key_id)) is not None:
             return master
-        if any((int, key_id) == row[0] for row in self._pending):
+        if any(row.id == key_id for row in self.pending):
             raise UnknownKeyError(
                 f"data master {key_id} is not unwrapped yet, because its key service failed: "
                 "check the log and the key service"
@@ -178,57 +181,20 @@ class Keyring(KeyMaterial):
             return self.separation.old_id
         return self.database_id
 
-    @property
-    def has_too_many_rows(self) -> bool:
-        """Whether `secure_keyring` had more than `MAX_ROWS` rows.
-
-        In that case, only rows that this process had accepted before were read.
-        """
-        return self.row_count > MAX_ROWS
-
     def has_marks(self, marks: Iterable[MasterMark]) -> bool:
         """Return whether *marks* equal the marks of the rows that this keyring was read from.
 
         Also return False if it is time to unwrap the pending rows again (rows whose key service
         failed), or if there were more than `MAX_ROWS` rows.
         """
-        if self.has_too_many_rows or (self.retry_is_due and not self.is_being_renewed):
+        if self.row_count > MAX_ROWS or (self.retry_is_due and not self.is_being_renewed):
             return False
         return frozenset(marks) == self._marks
-
-    def has_rejected(self, row: MasterKeyRow) -> bool:
-        """Return whether an identical row was rejected when this keyring was read."""
-        return _typed(row) in self._rejected
-
-    def has_pending(self, row: MasterKeyRow) -> bool:
-        """Return whether an identical row was pending when this keyring was read."""
-        return _typed(row) in self._pending
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a row is pending: a key service failed to unwrap it, and may succeed later."""
-        return bool(self._pending)
 
     @property
     def retry_is_due(self) -> bool:
         """Whether it is time to unwrap the pending rows (whose key service failed) again."""
         return time.monotonic() >= self.retry_at
-
-    def is_usable(self, key_id: int) -> bool:
-        """Return whether this process may encrypt with data keys that data master *key_id* wraps.
-
-        A data master that is stored as plaintext is usable only if the writing backend is
-        `NoOpBackend`: anybody with read access to the database can unwrap its data keys.
-        """
-        return key_id in self.usable
-
-
-def _typed(row: MasterKeyRow) -> tuple[tuple[type, object], ...]:
-    """Return each column of *row* with its type, so that 1 and 1.0 are not equal.
-
-    SQLite stores any type in any column, so a modified row may contain 1.0.
-    """
-    return tuple((type(value), value) for value in row)
 
 
 async def new_master(
@@ -319,7 +285,7 @@ async def open_keyring(
         rows = [row for row in rows if opening.is_known(row)]
         if not any(row.purpose == DATA for row in rows):
             check_row_count(row_count)
-        if not known.has_too_many_rows:
+        if known.row_count <= MAX_ROWS:
             logger.error(
                 "secure_keyring has more than %d rows, so it was tampered with: this service uses "
                 "only the master keys that it knows; delete the rows that you did not create",
@@ -374,8 +340,15 @@ class _Opening:
     ) -> None:
         self._roots = roots
         self._database_id = database_id
-        self._known = known
+        self._is_start = known is None
         self._leaves_pending = leaves_pending and known is not None
+        # What the known keyring has.
+        self._rows = known.rows if known else {}
+        self._index = known.index if known else None
+        self._masters = {**known.former, **known.masters} if known else {}
+        self._were_rejected = known.rejected if known else ()
+        self._were_pending = known.pending if known else ()
+        self._is_pause = known is not None and not known.retry_is_due
         self.accepted: dict[int, MasterKeyRow] = {}
         self.rejected: list[MasterKeyRow] = []
         self.pending: list[MasterKeyRow] = []
@@ -388,22 +361,16 @@ class _Opening:
         """Return the sort key of *row*: known rows first, rows that were pending last."""
         if self.is_known(row):
             return 0
-        return 2 if self._known is not None and self._known.has_pending(row) else 1
+        return 2 if row in self._were_pending else 1
 
     def former(self) -> dict[int, Aes256Gcm]:
         """Return the known data masters whose rows have changed and are not accepted."""
-        if self._known is None:
-            return {}
-        ciphers = {**self._known.former, **self._known.masters}
         left_out = {row.id for row in (*self.rejected, *self.pending)} - self.accepted.keys()
-        return {key_id: ciphers[key_id] for key_id in left_out & ciphers.keys()}
+        return {key_id: self._masters[key_id] for key_id in left_out & self._masters.keys()}
 
     def is_known(self, row: MasterKeyRow) -> bool:
         """Return whether *row* has not changed since the known keyring accepted it."""
-        if self._known is None:
-            return False
-        accepted = self._known.rows.get(row.id)
-        return accepted is not None and _typed(accepted) == _typed(row)
+        return self._rows.get(row.id) == row
 
     def rejects_form(self, row: MasterKeyRow) -> bool:
         """Reject *row* if it is malformed, or if an earlier row has its id."""
@@ -422,10 +389,8 @@ class _Opening:
         If a keyring is known, the result is its index master, and a row is accepted only if it
         holds the same key.  Otherwise, the result is the unwrapped index master, if there is a row.
         """
-        known = self._known
         if len(rows) > 1:
-            before = known.rows.values() if known else ()
-            ids = {row.id for row in before if row.purpose == INDEX}
+            ids = {row.id for row in self._rows.values() if row.purpose == INDEX}
             ours = [row for row in rows if row.id in ids]
             for row in rows:
                 if [row] != ours:
@@ -437,7 +402,7 @@ class _Opening:
                     )
                     self._reject(row, error)
             rows = ours
-        index = known.index if known else None
+        index = self._index
         for row in rows:
             if self.is_known(row):
                 self.accepted[row.id] = row
@@ -456,46 +421,33 @@ class _Opening:
         masters: dict[int, Aes256Gcm] = {}
         new = []
         for row in rows:
-            if self._known and self.is_known(row):
-                masters[row.id] = self._known.masters[row.id]
+            if self.is_known(row):
+                masters[row.id] = self._masters[row.id]
                 self.accepted[row.id] = row
             else:
                 new.append(row)
         # A running service expects at most one new row.  It unwraps rows one after another, so that
         # rows that an attacker inserted cannot cause many simultaneous calls.
-        step = _AT_ONCE if self._known is None else 1
+        step = _AT_ONCE if self._is_start else 1
         for start in range(0, len(new), step):
             part = new[start : start + step]
             keys = await at_once(*map(self._unwrapped, part))
             for row, key in zip(part, keys, strict=True):
-                if key is not None and self._is_same(row, key):
+                before = self._masters.get(row.id)
+                if key is not None and before is not None and not key.is_key_of(before):
+                    fault = "it holds another key than the one that this service has read"
+                    self._reject(row, _malformed(row, fault))
+                elif key is not None:
                     masters[row.id] = key.cipher()
                     self.accepted[row.id] = row
         return masters
 
-    def _is_same(self, row: MasterKeyRow, key: UnwrappedMaster) -> bool:
-        """Return whether *key* may be the key of *row*; if not, reject *row*.
-
-        A data master with an id that this process has unwrapped before must hold the same key.
-        """
-        known = self._known
-        if known is None:
-            return True
-        before = known.masters.get(row.id) or known.former.get(row.id)
-        if before is None or key.is_key_of(before):
-            return True
-        error = "it holds another key than the one that this service has read"
-        self._reject(row, _malformed(row, error))
-        return False
-
     async def _unwrapped(self, row: MasterKeyRow) -> UnwrappedMaster | None:
         """Return the master key of *row*; None if the row was rejected or left pending."""
-        known = self._known
-        if known is not None and known.has_rejected(row):
+        if row in self._were_rejected:
             self.rejected.append(row)
             return None
-        is_paused = known is not None and known.has_pending(row) and not known.retry_is_due
-        if row.root_key_id in self._failing or is_paused:
+        if row.root_key_id in self._failing or (self._is_pause and row in self._were_pending):
             # Do not call the key service: a call with this root key has just failed, or the pause
             # after a failure has not ended.  A further call might take as long to fail.
             self.pending.append(row)
@@ -511,7 +463,7 @@ class _Opening:
             self.failure = self.failure or without_frames(error)
             if error.retryable:
                 self._failing.add(row.root_key_id)
-            if known is not None and not known.has_pending(row):
+            if row not in self._were_pending:
                 logger.error(
                     "a row of secure_keyring is not used until it can be unwrapped: %s", error
                 )
@@ -522,10 +474,10 @@ class _Opening:
 
         If no keyring is known, the process is starting.  Then raise *error* instead.
         """
-        if self._known is None:
+        if self._is_start:
             raise error
         self.rejected.append(row)
-        if not self._known.has_rejected(row):
+        if row not in self._were_rejected:
             logger.error("a row of secure_keyring is rejected, and not used: %s", error)
 
 

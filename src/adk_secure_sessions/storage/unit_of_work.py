@@ -385,8 +385,8 @@ class UnitOfWork:
                 raise
             finally:
                 seen.is_being_renewed = False
-            if renewed.is_waiting:
-                paused = seen.is_waiting and not seen.retry_is_due
+            if renewed.pending:
+                paused = seen.pending and not seen.retry_is_due
                 again = time.monotonic() + self._keyring_pause
                 renewed.retry_at = seen.retry_at if paused else again
             keys.keyring = renewed
