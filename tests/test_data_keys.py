@@ -29,7 +29,6 @@ from adk_secure_sessions.keys.data_keys import (
     DataKeys,
     StagedKeys,
     StaleKeyring,
-    make_cipher,
     unwrap_data_key,
     wrap_data_key,
 )
@@ -391,8 +390,11 @@ def test_data_key_that_is_wrapped_by_another_backend_is_malformed() -> None:
 
 
 def test_data_key_that_its_backend_rejects_is_malformed() -> None:
+    keys = data_keys()
+    (row,) = made(keys, 1)
+    staged = read(keys, [wrap_data_key(row, keys.keyring, MASTER, b"short")])
     with pytest.raises(TamperedError, match="its backend rejects the data key") as rejected:
-        make_cipher(AesGcmBackend(bytes(32)), b"short")
+        staged.key_of(ADA, build_header(row.backend_id, row.id))
     assert rejected.value.reason == Reason.MALFORMED
 
 

@@ -28,8 +28,6 @@ from adk_secure_sessions.formats.records import (
     open_with_flags,
     open_without_flags,
     parse_header,
-    seal,
-    seal_whole,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -45,6 +43,10 @@ opening = pytest.mark.parametrize(
     "opens", [open_record, open_with_flags, open_whole, open_without_flags]
 )
 Opens = Callable[[bytes, bytes, Any], bytes]
+
+
+def seal(cipher: Any, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
+    return records.seal(cipher, backend_id, key_id, context, FLAGS + content)
 
 
 class Misbehaving:
@@ -178,7 +180,7 @@ PACKED = {
 
 @pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
 def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
-    stored = seal_whole(CIPHER, 1, 7, CONTEXT, plaintext)
+    stored = records.seal(CIPHER, 1, 7, CONTEXT, plaintext)
     assert open_record(stored, CONTEXT, CIPHER) == CONTENT
     assert open_with_flags(stored, CONTEXT, CIPHER) == FLAGS + CONTENT
     assert open_whole(stored, CONTEXT, CIPHER) == plaintext

@@ -248,7 +248,8 @@ def _data_keys() -> Iterator[Json]:
         key = b"" if row.backend_id == 3 else made(name, 32)
         nonce = made(f"wrap of {name}", 12)
         where = row.context(DATABASE_ID)
-        wraps[name] = records.seal(FixedAesGcm(MASTERS[11], nonce), 1, 11, where, key)
+        cipher = FixedAesGcm(MASTERS[11], nonce)
+        wraps[name] = records.seal(cipher, 1, 11, where, records.FLAGS + key)
         case = _data_case(
             name, "wrapped by data master 11", row._replace(wrapped=wraps[name]), "ok"
         )

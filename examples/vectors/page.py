@@ -24,9 +24,8 @@ def worked_example() -> str:
     mac.update(tag_context)
     digest = mac.finalize()
     row = DataKeyRow(21, digest[:16], 0, 1, MICROSECONDS, b"")
-    wrapped = records.seal(
-        FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), 1, 11, row.context(DATABASE_ID), _DATA_KEY
-    )
+    cipher, plaintext = FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), records.FLAGS + _DATA_KEY
+    wrapped = records.seal(cipher, 1, 11, row.context(DATABASE_ID), plaintext)
     return "\n\n".join(
         [
             "User `ada` of app `clinic` has the tag",

@@ -108,8 +108,8 @@ def _accepted(
         nonce = made(name, 12)
         draws = {"nonce": nonce.hex()}
         sealer = FixedAesGcm(_key(key_id), nonce)
-    record = records.seal(sealer, backend, key_id, context.joined(), plaintext)
     whole = records.FLAGS + plaintext
+    record = records.seal(sealer, backend, key_id, context.joined(), whole)
     made_of = {"backend": backend, "key_id": key_id, **draws, "plaintext": whole.hex()}
     return _case(name, note, context, record, "ok") | made_of
 

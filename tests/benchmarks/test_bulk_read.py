@@ -8,7 +8,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from adk_secure_sessions import AesGcmBackend, Cipher, EncryptedSessionService, FernetBackend
-from adk_secure_sessions.formats.records import open_record, parse_header, seal
+from adk_secure_sessions.formats.records import FLAGS, open_record, parse_header, seal
 from tests.benchmarks.budgets import FIELDS_OPENED
 from tests.benchmarks.ciphers import BACKENDS, time_runs
 from tests.benchmarks.deployments import LOCAL, Deployment
@@ -29,9 +29,11 @@ def test_fields(results: Results, name: str) -> None:
     """Decrypt `FIELDS` records of 1 KB each, including the check of their headers."""
     backend = BACKENDS[name](os.urandom(32))
     cipher: Cipher = backend.cipher(backend.new_key())
-    plaintext = repr(payload("1KB")).encode()
+    content = repr(payload("1KB")).encode()
     contexts = [b"context %d" % number for number in range(FIELDS)]
-    records = [seal(cipher, backend.backend_id, 1, context, plaintext) for context in contexts]
+    records = [
+        seal(cipher, backend.backend_id, 1, context, FLAGS + content) for context in contexts
+    ]
 
     def decrypt_all() -> list[bytes]:
         values = []
@@ -40,7 +42,7 @@ def test_fields(results: Results, name: str) -> None:
             values.append(open_record(record, context, cipher))
         return values
 
-    assert decrypt_all() == [plaintext] * FIELDS
+    assert decrypt_all() == [content] * FIELDS
     [seconds] = time_runs({name: decrypt_all}).values()
     results.add(f"bulk/{FIELDS} fields/{name}", Figure.of(seconds, "s", goal=FIELDS_OPENED))
 

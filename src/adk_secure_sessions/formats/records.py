@@ -271,14 +271,7 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     return b"".join(made)
 
 
-def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
-    """Encrypt *content*, neither compressed nor padded; return the record, bound to *context*."""
-    return seal_whole(cipher, backend_id, key_id, context, FLAGS + content)
-
-
-def seal_whole(
-    cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes
-) -> bytes:
+def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes) -> bytes:
     """Encrypt *plaintext*, which begins with its flags; return the record, bound to *context*."""
     start = build_header(backend_id, key_id)
     failure = "it returned something that is not bytes"
@@ -354,7 +347,7 @@ def open_with_flags(
 
 def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its plaintext with its own
-    flags, which fit it: `seal_whole` encrypts it again without a change.
+    flags, which fit it: `seal` encrypts it again without a change.
     """
     return open_with_flags(stored, context, cipher, _if_expandable)
 

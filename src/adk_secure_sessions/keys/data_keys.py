@@ -362,7 +362,7 @@ class StagedKeys:
         plaintext = content if is_packed else self.packing.pack(content)
         key = self.current(owner)
         assert key is not None
-        record = records.seal_whole(key.cipher, key.backend_id, key.id, context, plaintext)
+        record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             seconds = perf_counter() - began
             kind = self._keys.encrypting[key.backend_id]
@@ -458,26 +458,22 @@ class StagedKeys:
 
         A missing backend is no error here.  `key_of` raises an error if a record names the backend.
         """
-        keyring, backend = self._keys.keyring, self._keys.backends.get(row.backend_id)
-        key = unwrap_data_key(row, keyring)
+        key = unwrap_data_key(row, self._keys.keyring)
+        backend = self._keys.backends.get(row.backend_id)
         if backend is None:
             return None
-        master_id = records.parse_header(row.wrapped)[1]
-        return DataKey(*row[:-1], master_id, make_cipher(backend, key))
-
-
-def make_cipher(backend: EncryptionBackend, key: bytes) -> Cipher:
-    """Return the cipher for *key*, an authentic data key; raise TamperedError if *backend* does."""
-    try:
-        return backend.cipher(key)
-    except Exception:  # a third party's backend may put the key into the text of its exception
-        raise TamperedError("its backend rejects the data key", reason=Reason.MALFORMED) from None
+        try:
+            cipher = backend.cipher(key)
+        except Exception:  # a third party's backend may put the key into the text of its exception
+            reason = Reason.MALFORMED
+            raise TamperedError("its backend rejects the data key", reason=reason) from None
+        return DataKey(*row[:-1], records.parse_header(row.wrapped)[1], cipher)
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
     """Wrap the data key *key* with data master *master_id*, and return *row* with the result."""
     master, context = keyring.master(master_id), row.context(keyring.database_id_for(master_id))
-    record = records.seal(master, WRAP_BACKEND_ID, master_id, context, key)
+    record = records.seal(master, WRAP_BACKEND_ID, master_id, context, records.FLAGS + key)
     if len(record) > MAX_WRAPPED:
         raise ConfigurationError(
             f"backend {row.backend_id} makes keys that take more than {MAX_WRAPPED} bytes"
