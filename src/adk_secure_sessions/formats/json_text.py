@@ -8,8 +8,6 @@ Python's module `json` depend on the stack and on a setting of the process.
 
 import json
 import re
-import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pydantic_core import SchemaValidator, core_schema, from_json, to_json, to_jsonable_python
@@ -97,12 +95,7 @@ def _dumps(value: Any) -> bytes:
     try:
         return to_json(value, inf_nan_mode="constants")
     except ValueError:  # lone surrogates
-        data: bytes = _with_room(_dumps_ascii, value)
-        return data
-
-
-def _dumps_ascii(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+        return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 class _Container(NamedTuple):
@@ -302,7 +295,11 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
     # pydantic rejects lone surrogates.  So check the limits with spaces in their place, and parse
     # the JSON with Python's module `json`, which accepts them.
     if _SURROGATE.search(data) and fits(_SURROGATE.sub(rb"\\u0020", data).lstrip(), levels):
-        return _with_room(_loads_surrogates, data)
+        try:
+            # int() rejects more digits than a setting of the process allows.
+            return json.loads(data.decode(), parse_int=from_json)
+        except ValueError:
+            pass
     return None
 
 
@@ -325,27 +322,3 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
         "the plaintext does not begin with a version of google-adk: its writer is faulty",
         reason=Reason.MALFORMED,
     )
-
-
-def _loads_surrogates(data: bytes) -> Any:
-    try:
-        # int() rejects more digits than a setting of the process allows.
-        return json.loads(data.decode(), parse_int=from_json)
-    except ValueError:
-        return None
-
-
-def _with_room(function: Callable[[Any], Any], argument: object) -> Any:
-    """Return *function*(*argument*), which may recurse 200 levels deep.
-
-    If the stack of this thread is too small, call *function* in a new thread.
-    """
-    try:
-        return function(argument)
-    except RecursionError:
-        pass
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(function(argument)))
-    thread.start()
-    thread.join()
-    return result[0]
