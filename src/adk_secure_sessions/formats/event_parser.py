@@ -200,13 +200,8 @@ def same(one: Any, other: Any) -> bool:
     """Return whether two values have equal types, contents and, for models, set fields."""
     if type(one) is not type(other):
         return False
-    if hasattr(one, "model_fields_set"):
-        return (
-            one.model_fields_set == other.model_fields_set
-            and same(one.__pydantic_extra__, other.__pydantic_extra__)
-            and same(one.__pydantic_private__, other.__pydantic_private__)
-            and same(one.__dict__, other.__dict__)
-        )
+    if isinstance(one, BaseModel):  # its state has the set fields, too
+        return same(one.__getstate__(), other.__getstate__())
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

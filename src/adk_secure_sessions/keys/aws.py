@@ -38,7 +38,6 @@ _CREDENTIALS = (
     "the credentials were rejected",
     "check that they are valid, their region, and this machine's clock",
 )
-_PENDING = ("the key cannot be used: disabled, pending deletion or import", "check its state")
 # Maps an error code of AWS to the cause and the advice in our error.
 _ADVICE = {
     "AccessDeniedException": (
@@ -47,7 +46,10 @@ _ADVICE = {
     ),
     "NotFoundException": ("there is no such key", "check the ARN or alias, account and region"),
     "DisabledException": ("the key is disabled", "enable it"),
-    "KMSInvalidStateException": _PENDING,
+    "KMSInvalidStateException": (
+        "the key cannot be used: disabled, pending deletion or import",
+        "check its state",
+    ),
     "InvalidKeyUsageException": ("the key is of the wrong kind", "use a symmetric encryption key"),
     "InvalidSignatureException": _CREDENTIALS,
     "ExpiredTokenException": _CREDENTIALS,
@@ -96,6 +98,7 @@ class AwsKmsKey(RemoteKey):
     """
 
     _kind = b"\x03"
+    _advice = _ADVICE
 
     def __init__(
         self,
@@ -113,8 +116,9 @@ class AwsKmsKey(RemoteKey):
         named = _NAME.fullmatch(key)
         if named is None:
             raise ConfigurationError("a key of AWS KMS is an ARN, alias/NAME or a key id")
-        address = (region, profile, endpoint_url)
-        super().__init__(f"aws-kms:{key}", *address, timeout=timeout, attempts=attempts)
+        super().__init__(
+            f"aws-kms:{key}", region, profile, endpoint_url, timeout=timeout, attempts=attempts
+        )
         self._key = key
         self._profile = profile
         self._endpoint_url = endpoint_url
@@ -190,16 +194,8 @@ class AwsKmsKey(RemoteKey):
                 "an alias was moved to another key, move it back"
             )
         if code in _ADVICE:
-            return self._advised(_ADVICE, code)
-        if retryable:
-            return self._failure(
-                f"AWS KMS cannot answer now ({status})",
-                "check its status and quotas",
-                retryable=True,
-            )
-        return self._failure(
-            f"AWS KMS rejects the call ({status})", "check the kind and state of the key"
-        )
+            return self._advised(code)
+        return self._rejected("AWS KMS", status, retryable=retryable)
 
     def _call_error(self, error: Any) -> Exception:
         from botocore import exceptions

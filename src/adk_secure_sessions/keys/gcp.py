@@ -71,6 +71,7 @@ class GcpKmsKey(RemoteKey):
     """
 
     _kind = b"\x04"
+    _advice = _ADVICE
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class GcpKmsKey(RemoteKey):
             if operation == "decrypt":
                 return TamperedError()
         if name in _ADVICE:
-            return self._advised(_ADVICE, name)
+            return self._advised(name)
         if "metadata from plugin" in text:  # what gRPC says of all errors of credentials
             return self._failure(
                 f"the credentials cannot be used ({name})",
@@ -165,13 +166,7 @@ class GcpKmsKey(RemoteKey):
             )
         if name == "ServiceUnavailable":
             return self._unreachable(f"cannot be reached ({name})")
-        if name in _RETRYABLE:
-            return self._failure(
-                f"Cloud KMS cannot answer now ({name})", "check its quotas", retryable=True
-            )
-        return self._failure(
-            f"Cloud KMS rejects the call ({name})", "check the kind and state of the key"
-        )
+        return self._rejected("Cloud KMS", name, retryable=name in _RETRYABLE)
 
     def _corrupted(self) -> KeyServiceError:
         return self._failure("data was corrupted in transit", "try again", retryable=True)

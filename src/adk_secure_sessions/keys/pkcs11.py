@@ -117,6 +117,7 @@ class Pkcs11Key(RemoteKey):
     """
 
     _kind = b"\x06"
+    _advice = _ADVICE
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class Pkcs11Key(RemoteKey):
             with self._module.held(self._timeout) as library:
                 # A token locks after a few wrong PINs, so do not try a rejected PIN again.
                 if self._pin_error is not None:
-                    raise self._advised(_ADVICE, self._pin_error)
+                    raise self._advised(self._pin_error)
                 try:
                     with _session(library.get_token(token_label=self._token), self._pin) as session:
                         is_open = True
@@ -206,7 +207,7 @@ class Pkcs11Key(RemoteKey):
         if name in _ADVICE:
             if "Pin" in name:
                 self._pin_error = name
-            return self._advised(_ADVICE, name)
+            return self._advised(name)
         self._module.failed = True
         return self._failure(
             f"the token failed ({name})",

@@ -93,7 +93,8 @@ def parse_key(key: bytes | str) -> bytes:
         return bytes(key)
     if not isinstance(key, bytes | bytearray | str):
         raise ConfigurationError(
-            f"a key must be bytes, base64 text or a key provider, not {type(key).__name__}"
+            "a key must be 32 bytes, base64 text, a key spec or a key provider, "
+            f"not {type(key).__name__}"
         )
     text = key if isinstance(key, str) else bytes(key).decode("latin-1")
     text = text.strip().rstrip("=").replace("-", "+").replace("_", "/")

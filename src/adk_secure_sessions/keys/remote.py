@@ -78,6 +78,7 @@ class RemoteKey(KeyMaterial):
     pause: ClassVar[float] = 0.25
     longest_pause: ClassVar[float] = 2.0
     _kind: ClassVar[bytes]  # the first byte of a wrapped key, authenticated with the rest
+    _advice: ClassVar[Mapping[str, tuple[str, str]]] = {}  # by the service's name of the error
 
     def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:
         check_key_id(key_id)
@@ -162,10 +163,18 @@ class RemoteKey(KeyMaterial):
         """Return an error without the text of the service's answer, which may contain a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
-    def _advised(self, advice: Mapping[str, tuple[str, str]], name: str) -> KeyServiceError:
-        """Return the error for the entry *name* of *advice*: the cause, and what to do."""
-        what, check = advice[name]
+    def _advised(self, name: str) -> KeyServiceError:
+        """Return the error for the entry *name* of `_advice`: the cause, and what to do."""
+        what, check = self._advice[name]
         return self._failure(f"{what} ({name})", check)
+
+    def _rejected(self, service: str, code: object, *, retryable: bool) -> KeyServiceError:
+        """Return the error for an answer of *service* with a *code* that has no advice."""
+        if retryable:
+            what, check = "cannot answer now", "check its status and quotas"
+        else:
+            what, check = "rejects the call", "check the kind and state of the key"
+        return self._failure(f"{service} {what} ({code})", check, retryable=retryable)
 
     def _unreachable(self, what: str) -> KeyServiceError:
         check = "check its address, the network and its status"

@@ -4,6 +4,7 @@ A key spec does not contain the key, so it may appear in logs and process lists.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.keys.aws import AwsKmsKey
@@ -54,11 +55,6 @@ def root_key(key: bytes | str | KeyProvider) -> KeyProvider:
     """Return the provider for *key*: 32 bytes, base64 text, a key spec, or a provider itself."""
     if isinstance(key, str) and ":" in key:  # base64 has no colon
         return key_provider(key)
-    if isinstance(key, bytes | bytearray | str):
-        return StaticKey(key)
     if isinstance(key, KeyProvider) and not isinstance(key, type):
         return key
-    raise ConfigurationError(
-        f"a key must be 32 bytes, base64 text, a key spec or a key provider, "
-        f"not {type(key).__name__}"
-    )
+    return StaticKey(cast("bytes | str", key))
