@@ -1,44 +1,38 @@
 """Encrypt and decrypt blobs without an event loop, with the functions that the services use."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator
 
-from adk_secure_sessions.formats.blobs import (
-    BlobDecryptor,
-    BlobEncryptor,
-    Bytes,
-    decrypt_stream,
-    encrypt_stream,
-)
-
-P = TypeVar("P", BlobEncryptor, BlobDecryptor)
+from adk_secure_sessions.formats.blobs import BlobDecryptor, BlobEncryptor, Bytes
 
 
-def encrypt_pieces(encryptor: BlobEncryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
-    return _run(encrypt_stream, encryptor, pieces)
+def encrypting(pieces: Iterable[Bytes]) -> BlobEncryptor:
+    return BlobEncryptor(_each(pieces))
+
+
+def encrypted(pieces: Iterable[Bytes]) -> tuple[BlobEncryptor, bytes]:
+    """Return the encryptor of *pieces*, and the blob."""
+    encryptor = encrypting(pieces)
+    return encryptor, b"".join(without_loop(encryptor.blob))
 
 
 def decrypt_pieces(decryptor: BlobDecryptor, pieces: Iterable[Bytes]) -> Iterator[bytes]:
-    return _run(decrypt_stream, decryptor, pieces)
+    return without_loop(decryptor.decrypt(_each(pieces)))
 
 
-def _run(
-    stream: Callable[[P, AsyncIterator[Bytes]], AsyncIterator[bytes]],
-    blob: P,
-    pieces: Iterable[Bytes],
-) -> Iterator[bytes]:
-    async def each() -> AsyncIterator[Bytes]:
-        for piece in pieces:
-            yield piece
+async def _each(pieces: Iterable[Bytes]) -> AsyncIterator[Bytes]:
+    for piece in pieces:
+        yield piece
 
-    made: AsyncIterator[bytes] = stream(blob, each())
+
+def without_loop(stream: AsyncIterator[bytes]) -> Iterator[bytes]:
+    """Yield what *stream* yields, which never waits."""
 
     async def following() -> bytes | None:
-        return await anext(made, None)
+        return await anext(stream, None)
 
     while True:
         try:
-            following().send(None)  # it never waits, so it ends at once
+            following().send(None)
         except StopIteration as end:
             if end.value is None:
                 return

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,14 +21,11 @@ from adk_secure_sessions.formats.blobs import (
     HEADER,
     SEALED_LENGTH,
     BlobDecryptor,
-    BlobEncryptor,
-    decrypt_stream,
-    encrypt_stream,
     encrypted_size,
 )
 from adk_secure_sessions.integrations import blob_store
 from tests import format_reader
-from tests.blob_pieces import decrypt_pieces, encrypt_pieces
+from tests.blob_pieces import decrypt_pieces, encrypted, encrypting, without_loop
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "blobs.json").read_text(encoding="utf-8"))
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
@@ -41,8 +38,7 @@ def plaintext_of(size: int) -> bytes:
 
 def made(size: int) -> tuple[bytes, bytes]:
     """The key and the blob of `plaintext_of(size)`."""
-    encryptor = BlobEncryptor()
-    blob = b"".join(encrypt_pieces(encryptor, [plaintext_of(size)]))
+    encryptor, blob = encrypted([plaintext_of(size)])
     assert encryptor.size == size
     return encryptor.key, blob
 
@@ -86,8 +82,7 @@ LENGTHS = st.lists(
 @given(st.integers(0, 200_000) | st.sampled_from(SIZES), LENGTHS, LENGTHS)
 def test_pieces_do_not_matter(size: int, written: list[int], read: list[int]) -> None:
     plaintext = plaintext_of(size)
-    encryptor = BlobEncryptor()
-    blob = b"".join(encrypt_pieces(encryptor, cut(plaintext, written)))
+    encryptor, blob = encrypted(cut(plaintext, written))
     assert len(blob) == encrypted_size(size)
     assert opened(encryptor.key, size, *cut(blob, read)) == plaintext
 
@@ -104,34 +99,28 @@ def test_range_is_read_from_its_own_chunks(size: int, data: st.DataObject) -> No
     assert b"".join(decrypt_pieces(decryptor, pieces)) == plaintext_of(size)[start:stop]
 
 
-async def test_streams_give_the_same_as_pieces() -> None:
-    async def each(*pieces: bytes) -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
+def test_pieces_may_be_one_buffer_that_is_filled_again() -> None:
+    def filled() -> Iterator[bytearray | memoryview]:
+        buffer = bytearray(2)
+        for text in (b"ab", b"cd"):
+            buffer[:] = text
+            yield buffer
+        yield memoryview(b"ef")
 
-    plaintext, encryptor = plaintext_of(200_000), BlobEncryptor()
-    pieces = [piece async for piece in encrypt_stream(encryptor, each(plaintext, b"", b"end"))]
-    decryptor = BlobDecryptor(encryptor.key, 200_003)
-    found = [piece async for piece in decrypt_stream(decryptor, each(*pieces))]
-    assert b"".join(found) == plaintext + b"end"
-
-
-def test_bytearray_and_memoryview_are_pieces_too() -> None:
-    encryptor = BlobEncryptor()
-    pieces: list[Any] = [bytearray(b"ab"), memoryview(b"cd")]
-    blob = b"".join(encrypt_pieces(encryptor, pieces))
-    assert opened(encryptor.key, 4, blob) == b"abcd"
+    encryptor, blob = encrypted(filled())
+    assert opened(encryptor.key, 6, blob) == b"abcdef"
 
 
 def test_memory_does_not_grow_with_the_blob() -> None:
     def peak(count: int) -> int:
         piece = bytes(100_000)
-        encryptor = BlobEncryptor()
-        pieces = encrypt_pieces(encryptor, (piece for _ in range(count)))
+        encryptor = encrypting(piece for _ in range(count))
         tracemalloc.start()
         try:
             decryptor = BlobDecryptor(encryptor.key, count * len(piece))
-            assert sum(map(len, decrypt_pieces(decryptor, pieces))) == count * len(piece)
+            assert sum(
+                map(len, decrypt_pieces(decryptor, without_loop(encryptor.blob)))
+            ) == count * len(piece)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -139,26 +128,9 @@ def test_memory_does_not_grow_with_the_blob() -> None:
     assert peak(200) < 1.2 * peak(10) < 2_000_000
 
 
-@pytest.mark.parametrize("method", ["update", "finish"])
-def test_finished_encryptor_encrypts_nothing_more(method: str) -> None:
-    encryptor = BlobEncryptor()
-    encryptor.finish()
-    with pytest.raises(ValueError, match="finished"):
-        encryptor.finish() if method == "finish" else encryptor.update(b"more")
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 11), (11, 11)])
-def test_range_outside_the_blob_is_an_error(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match="not within 10 bytes"):
-        BlobDecryptor(bytes(32), 10, start, stop)
-
-
-def test_blob_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "MAX_SIZE", 10)
-    encryptor = BlobEncryptor()
-    encryptor.update(bytes(10))
-    with pytest.raises(ValueError, match="at most 10 bytes"):
-        encryptor.update(b"x")
+def test_blob_of_an_encryptor_is_there_once() -> None:
+    encryptor, _ = encrypted([b"x"])
+    assert list(without_loop(encryptor.blob)) == []
 
 
 # --- what is rejected ----------------------------------------------------------------------------
@@ -254,36 +226,21 @@ def test_size_of_another_record_is_rejected(size: int) -> None:
 def test_plaintext_before_the_modified_chunk_is_the_only_plaintext() -> None:
     modified = bytearray(BLOB)
     modified[5 + SEALED_LENGTH] ^= 1
-    decryptor = BlobDecryptor(KEY, SIZE)
-    assert decryptor.update(modified[: 5 + SEALED_LENGTH]) == plaintext_of(SIZE)[:CHUNK_LENGTH]
+    plaintext = decrypt_pieces(BlobDecryptor(KEY, SIZE), [modified])
+    assert next(plaintext) == plaintext_of(SIZE)[:CHUNK_LENGTH]
     with pytest.raises(TamperedError, match="chunk 1"):
-        decryptor.update(modified[5 + SEALED_LENGTH :])
-
-
-def test_stream_that_ends_early_is_rejected_at_its_end() -> None:
-    decryptor = BlobDecryptor(KEY, SIZE)
-    decryptor.update(BLOB[:-1])
-    with pytest.raises(TamperedError, match="shorter") as info:
-        decryptor.finish()
-    assert info.value.reason is Reason.MISMATCH
+        next(plaintext)
 
 
 def test_range_of_a_moved_chunk_is_rejected() -> None:
     decryptor = BlobDecryptor(KEY, SIZE, CHUNK_LENGTH, CHUNK_LENGTH + 10)
     assert (decryptor.first, decryptor.end) == (5 + SEALED_LENGTH, 5 + 2 * SEALED_LENGTH)
     with pytest.raises(TamperedError):
-        decryptor.update(CHUNKS[0])
-
-
-@pytest.mark.parametrize("key", [b"", bytes(16), bytes(31), bytes(33)])
-def test_key_of_another_length_is_an_error_that_hides_it(key: bytes) -> None:
-    with pytest.raises(ValueError, match="32 bytes") as info:
-        BlobDecryptor(key, 1)
-    assert all(key not in frame.frame.f_locals.values() for frame in info.traceback[1:])
+        list(decrypt_pieces(decryptor, [CHUNKS[0]]))
 
 
 def test_objects_that_hold_the_key_show_none() -> None:
-    encryptor = BlobEncryptor()
+    encryptor, _ = encrypted([])
     for holder in (encryptor, BlobDecryptor(encryptor.key, 1)):
         assert encryptor.key.hex() not in repr(holder)
         with pytest.raises(TypeError, match="pickled"):
@@ -306,8 +263,7 @@ def vector_plaintext(case: dict[str, Any]) -> bytes:
 
 def vector_blob(case: dict[str, Any]) -> bytes:
     with mock.patch("os.urandom", return_value=bytes.fromhex(case["key"])):
-        encryptor = BlobEncryptor()
-    return b"".join(encrypt_pieces(encryptor, [vector_plaintext(case)]))
+        return encrypted([vector_plaintext(case)])[1]
 
 
 def changed(case: dict[str, Any]) -> bytes:

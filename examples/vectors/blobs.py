@@ -1,6 +1,8 @@
 """tests/vectors/blobs.json: blobs to accept, blobs to reject, and ranges of their plaintexts."""
 
+import asyncio
 import hashlib
+from collections.abc import AsyncIterator
 from unittest import mock
 
 from adk_secure_sessions.formats.blobs import (
@@ -43,9 +45,15 @@ def _plaintext(size: int) -> bytes:
 
 
 def _blob(key: bytes, size: int) -> bytes:
-    with mock.patch("os.urandom", return_value=key):
-        encryptor = BlobEncryptor()
-    return b"".join([*encryptor.update(_plaintext(size)), encryptor.finish()])
+    async def plaintext() -> AsyncIterator[bytes]:
+        yield _plaintext(size)
+
+    async def joined() -> bytes:
+        with mock.patch("os.urandom", return_value=key):
+            encryptor = BlobEncryptor(plaintext())
+        return b"".join([piece async for piece in encryptor.blob])
+
+    return asyncio.run(joined())
 
 
 def _accepted(name: str, key: bytes, size: int) -> Json:

@@ -13,13 +13,6 @@ import pytest
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.formats.blobs import (
-    BlobDecryptor,
-    BlobEncryptor,
-    decrypt_stream,
-    encrypt_stream,
-    encrypted_size,
-)
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_store import BlobStore
 from adk_secure_sessions.integrations.object_store import ArtifactStore
@@ -84,22 +77,18 @@ async def test_store(
 ) -> None:
     """The sides differ in nothing but encryption."""
     kind = request.node.callspec.params["store"]
-    data, encryptor = os.urandom(BLOBS[size]), BlobEncryptor()
-    plain, encrypted = secrets.token_hex(16), secrets.token_hex(16)
+    data, plain = os.urandom(BLOBS[size]), secrets.token_hex(16)
     await store.put_stream(plain, _one(data))
-    await store.put_stream(encrypted, encrypt_stream(encryptor, _one(data)))
+    encrypted = await store.write(_one(data))
 
     async def upload_encrypted() -> None:
-        pieces = encrypt_stream(BlobEncryptor(), _one(data))
-        await store.put_stream(secrets.token_hex(16), pieces)
+        await store.write(_one(data))
 
     async def upload_plain() -> None:
         await store.put_stream(secrets.token_hex(16), _one(data))
 
     async def download_encrypted() -> bytes:
-        stored = store.get_stream(encrypted, encrypted_size(len(data)))
-        decryptor = BlobDecryptor(encryptor.key, len(data))
-        return b"".join([piece async for piece in decrypt_stream(decryptor, stored)])
+        return b"".join([piece async for piece in store.read(encrypted)])
 
     async def download_plain() -> bytes:
         return b"".join([piece async for piece in store.get_stream(plain, len(data))])

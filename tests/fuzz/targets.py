@@ -64,6 +64,7 @@ from adk_secure_sessions.migration import export
 from adk_secure_sessions.migration.sources import SessionContent
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.reads import GetSession
+from tests.blob_pieces import decrypt_pieces, encrypted
 from tests.storage.support import (
     DATABASE_ID,
     WHO,
@@ -460,10 +461,9 @@ _SIZES = [0, 1, 5, blobs.CHUNK_LENGTH, blobs.CHUNK_LENGTH + 1, 2 * blobs.CHUNK_L
 @cache
 def _blob(size: int) -> tuple[bytes, bytes, bytes]:
     """The key, the plaintext and the bytes of a blob."""
-    encryptor = blobs.BlobEncryptor()
     content = bytes(range(256)) * (size // 256 + 1)
     content = content[:size]
-    sealed = b"".join([*encryptor.update(content), encryptor.finish()])
+    encryptor, sealed = encrypted([content])
     return encryptor.key, content, sealed
 
 
@@ -497,10 +497,10 @@ def blob(data: bytes) -> None:
     given = bytes(changed[decryptor.first : decryptor.end])
     wanted, shown = content[start:stop], b""
     try:
-        for at in range(0, len(given), step):
-            shown += decryptor.update(given[at : at + step])
+        pieces = [given[at : at + step] for at in range(0, len(given), step)]
+        for piece in decrypt_pieces(decryptor, pieces):
+            shown += piece
             assert wanted.startswith(shown)
-        decryptor.finish()
     except DecryptionError:
         assert given != sealed[decryptor.first : decryptor.end]
         assert wanted.startswith(shown)

@@ -3,16 +3,9 @@
 import asyncio
 import hashlib
 import resource
-import secrets
 import sys
 from collections.abc import AsyncIterator
 
-from adk_secure_sessions.formats.blobs import (
-    BlobDecryptor,
-    BlobEncryptor,
-    decrypt_stream,
-    encrypt_stream,
-)
 from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.integrations.object_server import s3_options
 
@@ -31,13 +24,11 @@ async def stream(where: str, address: str, count: int) -> None:
         where, options=s3_options(address) if where.startswith("s3") else None
     ).blobs("p")
     written, found = hashlib.sha256(), hashlib.sha256()
-    name, encryptor = secrets.token_hex(16), BlobEncryptor()
-    size = await store.put_stream(name, encrypt_stream(encryptor, source(count, written)))
-    decryptor = BlobDecryptor(encryptor.key, count * MB)
-    async for piece in decrypt_stream(decryptor, store.get_stream(name, size)):
+    blob = await store.write(source(count, written))
+    async for piece in store.read(blob):
         found.update(piece)
     assert written.digest() == found.digest()
-    await store.delete(name)
+    await store.delete(blob.name)
 
 
 def peak() -> int:

@@ -24,13 +24,13 @@ from typing import TypeVar
 
 from adk_secure_sessions.concurrency import await_to_end
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
+from adk_secure_sessions.formats.blobs import check_size
 from adk_secure_sessions.integrations.blob_store import (
     BLOB_ID,
     DELETED,
     NUMBER,
     BlobStore,
     StoredObject,
-    check_size,
     missing_blob,
 )
 

@@ -20,9 +20,8 @@ from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import (
     BlobDecryptor,
     BlobEncryptor,
-    decrypt_stream,
-    encrypt_stream,
     encrypted_size,
+    regrouped,
 )
 
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
@@ -74,11 +73,11 @@ class BlobStore(ABC):
 
     async def write(self, plaintext: AsyncIterable[bytes]) -> Blob:
         """Encrypt *plaintext* with a new random key, and store it as a new blob."""
-        name, encryptor = secrets.token_hex(16), BlobEncryptor()
-        await self.put_stream(name, encrypt_stream(encryptor, plaintext))
+        name, encryptor = secrets.token_hex(16), BlobEncryptor(plaintext)
+        await self.put_stream(name, encryptor.blob)
         return Blob(self.prefix, name, encryptor.key, encryptor.size)
 
-    async def read(
+    def read(
         self, blob: Blob, start: int = 0, stop: int | None = None
     ) -> AsyncGenerator[bytes, None]:
         """Yield bytes *start* to *stop* - 1 of the plaintext of *blob*, by default all."""
@@ -86,28 +85,25 @@ class BlobStore(ABC):
         sealed = self.get_stream(
             blob.name, encrypted_size(blob.size), decryptor.first, decryptor.end
         )
-        async for piece in decrypt_stream(decryptor, sealed):
-            yield piece
+        return decryptor.decrypt(sealed)
 
-    async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> int:
-        """Store *pieces* as the blob *name*, durably, and return the number of bytes.
+    async def put_stream(self, name: str, pieces: AsyncIterable[bytes]) -> None:
+        """Store *pieces* as the blob *name*, durably.
 
         If *pieces* or the store fails, or if the caller is cancelled, the objects that were already
         stored are deleted.
         """
         _check_name(name)
         uploads: set[asyncio.Task[None]] = set()
-        size = number = 0
+        number = 0
         try:
-            async for data in _objects_of(pieces):
+            async for data in regrouped(pieces, OBJECT_LENGTH):
                 if len(uploads) >= _PARALLEL:
                     await _first_upload(uploads)
-                uploads.add(asyncio.create_task(self._put(name, str(number), data)))
-                size += len(data)
+                uploads.add(asyncio.create_task(self._put(name, str(number), bytes(data))))
                 number += 1
             while uploads:
                 await _first_upload(uploads)
-            return size
         except BaseException:
             cleanup = asyncio.ensure_future(self._discard(name, uploads))
             await wait_ignoring_cancel(lambda: asyncio.wait([cleanup]), cleanup.done)
@@ -262,31 +258,6 @@ def missing_blob(place: str) -> TamperedError:
         "it was written to",
         reason=Reason.MISSING,
     )
-
-
-def check_size(found: int, expected: int) -> None:
-    if found != expected:
-        raise TamperedError(
-            "a blob does not have the length that it was written with", reason=Reason.MISMATCH
-        )
-
-
-async def _objects_of(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the bytes of *pieces* as objects of `OBJECT_LENGTH`; the last one may be shorter."""
-    parts: list[memoryview] = []
-    missing = OBJECT_LENGTH  # bytes until the next object is complete
-    async for piece in pieces:
-        view = memoryview(piece)
-        while len(view) >= missing:
-            yield b"".join([*parts, view[:missing]])
-            view = view[missing:]
-            parts.clear()
-            missing = OBJECT_LENGTH
-        if view:
-            parts.append(view)
-            missing -= len(view)
-    if parts:
-        yield b"".join(parts)
 
 
 async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:

@@ -17,13 +17,13 @@ from urllib.request import url2pathname
 
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, TamperedError
+from adk_secure_sessions.formats.blobs import check_size
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory
 from adk_secure_sessions.integrations.blob_store import (
     DELETED,
     NUMBER,
     BlobStore,
     StoredObject,
-    check_size,
     missing_blob,
 )
 from adk_secure_sessions.keys.remote import check_transport, require
