@@ -105,8 +105,8 @@ class _BlobRotationRun(DataRotationRun):
         self._place = place
         self._stored = stored
 
-    async def _count_rows(self) -> int:
-        return await super()._count_rows() + await self._collections.count_items()
+    async def _prepare(self) -> int:
+        return await super()._prepare() + await self._collections.count_items()
 
     async def _after_passes(self) -> None:
         problems = Problems()

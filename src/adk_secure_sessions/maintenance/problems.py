@@ -76,11 +76,9 @@ class Listed(Generic[T]):
         if len(self.kept) < _MAX_LISTED:
             self.kept.append(item)
 
-    def extend(self, items: Iterable[T], unlisted: int = 0) -> None:
-        """Append *items*, and count *unlisted* others."""
+    def extend(self, items: Iterable[T]) -> None:
         for item in items:
             self.append(item)
-        self.count += unlisted
 
 
 class Problems(Listed[Problem]):
@@ -90,10 +88,9 @@ class Problems(Listed[Problem]):
 
     def add_all(self, other: "Problems") -> None:
         """Add the problems of *other*, except those of rows that are listed already."""
-        listed = {one[:2] for one in self.kept} if other.kept else set()
-        fresh = (one for one in other.kept if one[:2] not in listed)
-        self.extend(fresh, other.count - len(other.kept))
-        self._named |= other._named
+        listed = {one[:2] for one in self.kept}
+        self.extend(one for one in other.kept if one[:2] not in listed)
+        self.count += other.count - len(other.kept)
 
     def suppress(self, table: str, row: object) -> None:
         """Make later calls of `add` with *once* skip *row*, which has been reported already."""

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.records import (
     FLAGS,
     HEADER_LENGTH,
@@ -32,7 +32,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     records_of_sessions,
     rows_with_keys,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.results import Result, count, listing
@@ -129,20 +129,13 @@ class DataRotationRun(Rotation):
 
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", DataRotation(), dry_run=dry_run)
-        self._problems_of_owner = Problems()
-        self._before = 0  # how many records were re-encrypted before the latest pass
 
-    async def run(
-        self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
-    ) -> None:
+    async def _prepare(self) -> int:
         if (await self._db.keys()).keyring.current_id is None:
             raise ConfigurationError(
                 "the keyring has no data master except one stored as plaintext, which protects "
                 "nothing: run `rotate master` first"
             )
-        await super().run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-
-    async def _count_rows(self) -> int:
         # Each app, user and session has one row of its own and one version witness.
         own = 2 * await count_rows(self._db, apps, users, sessions)
         # `_walk` re-encrypts each row and, except in a dry run, `_count_left` counts it.
@@ -155,39 +148,28 @@ class DataRotationRun(Rotation):
             if self._db.unit.executors.has_key_database:
                 await self._db.unit.change_keys(meta.mark_plaintext)
 
-    async def _walk(self) -> None:
-        self._before = self.done.reencrypted
+    async def _walk(self) -> bool:
+        before = self.done.reencrypted
         for table in (apps, users):
             async for page in owner_rows(self._db, table):
                 for row in page:
-                    await self._rotate_row(table, row)
+                    try:
+                        await self._rotate_owner(table, row)
+                    except UNREADABLE as error:
+                        self._problems.add_error(error, table.name, row.id)
                 await self._require_checkpoint()
+        return self.done.reencrypted > before
 
-    async def _rotate_row(self, table: sa.Table, row: OwnerRow) -> None:
-        """Re-encrypt the records of an app or user, and report bad rows.
+    async def _rotate_owner(self, table: sa.Table, row: OwnerRow) -> None:
+        """Re-encrypt the records of an app or user.
 
-        If a record names an unknown data key, process the owner a second time: a service with
-        another backend may have created this data key after the owner's data keys were read.
+        If a service with another backend creates a data key after the owner's data keys were read,
+        records under this key cannot be decrypted.  They are left to the next pass.
         """
-        counted = self.done.reencrypted
-        for is_last in (False, True):
-            problems = self._problems_of_owner = Problems()
-            if self._dry_run:
-                self.done.reencrypted = counted  # the second time, the same records are counted
-            try:
-                await self._rotate_owner(table, row, renews_key=not is_last)
-            except UNREADABLE as error:
-                problems.add_error(error, table.name, row.id)
-            unknown = any(one.reason is Reason.UNKNOWN_KEY for one in problems.kept)
-            if is_last or not unknown:
-                self._problems.add_all(problems)
-                return
-
-    async def _rotate_owner(self, table: sa.Table, row: OwnerRow, *, renews_key: bool) -> None:
         with naming(table.name, row.id):
             tag = binary(row.tag)
             app_name = app_name_of(row.app_name)
-        if renews_key and not self._dry_run:
+        if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is users)
         keys = await self._db.unit.data_keys_of(tag)
         records = await records_of_owner(self._db, keys, table, row)
@@ -201,8 +183,9 @@ class DataRotationRun(Rotation):
         # key older than that of the session, so events appended later use the new data key.
         target = self._target(keys, tag)
         current = build_header(target.backend_id, target.id) if target else b""
-        problems = self._problems_of_owner
-        async for records in records_of_sessions(self._db, app_name, row.id, current, problems):
+        async for records in records_of_sessions(
+            self._db, app_name, row.id, current, self._problems
+        ):
             await self._reencrypt(keys, tag, records)
             await self._meter.advance(len(records))
 
@@ -249,7 +232,7 @@ class DataRotationRun(Rotation):
                         context = record.column.context(record.ids, record.row)
                         old.append((record, context, _plaintext(keys, owner, record, context)))
             except UNREADABLE as error:
-                self._problems_of_owner.add_error(error, table, record.name)
+                self._problems.add_error(error, table, record.name)
         if self._dry_run or not old:
             self.done.reencrypted += len(old)
             return
@@ -287,11 +270,6 @@ class DataRotationRun(Rotation):
             left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
         self.done.left_in = tuple((+left).items())
         return left.total()
-
-    def _may_walk_again(self) -> bool:
-        # Services may have written records with old keys during the pass.  But if the pass has
-        # re-encrypted nothing, another pass would probably re-encrypt nothing, either.
-        return self.done.left > 0 and self.done.reencrypted > self._before
 
 
 def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:

@@ -90,9 +90,6 @@ async def rotate_master(
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
     """
-    if db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
-        raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
-    await db.keys()
     run = _MasterRotationRun(db, "master", MasterRotation(), dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.done
@@ -101,7 +98,10 @@ async def rotate_master(
 class _MasterRotationRun(Rotation):
     done: MasterRotation
 
-    async def _count_rows(self) -> int:
+    async def _prepare(self) -> int:
+        if self._db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
+            raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
+        await self._db.keys()
         return await count_rows(self._db, data_keys)
 
     async def _begin(self) -> None:
@@ -137,13 +137,15 @@ class _MasterRotationRun(Rotation):
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.unit.change_keys(partial(_add, fresh, len(survey.keyring), database_id))
 
-    async def _walk(self) -> None:
+    async def _walk(self) -> bool:
+        before = self.done.rotated
         masters = (await self._db.keys()).keyring
         current = (WRAP_BACKEND_ID, self.done.master_id)
         async for rows in all_data_keys(self._db):
             await self._wrap([row for row in rows if header_ids(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
             await self._require_checkpoint()
+        return self.done.rotated > before
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
         """Wrap the data keys with the new data master; read each back before counting it."""
@@ -180,10 +182,6 @@ class _MasterRotationRun(Rotation):
             )
         counts = await count_data_keys(self._db, Meter(None, 0, None))
         return sum(one.keys for one in counts if one.master_id != self.done.master_id)
-
-    def _may_walk_again(self) -> bool:
-        # Other processes may have wrapped data keys with an old data master during the pass.
-        return self.done.left > self._problems.count
 
 
 def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection) -> None:

@@ -83,14 +83,15 @@ class Rotation(ABC):
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
     ) -> None:
         """Continue the unfinished rotation; begin a new one if there is none, or with *restart*."""
-        self._meter = Meter(progress, await self._count_rows(), rows_per_second)
+        self._meter = Meter(progress, await self._prepare(), rows_per_second)
         await self._read_or_store_checkpoint(restart=restart)
         await self._begin()
         for _ in range(_PASSES):
             self._problems = Problems()
-            await self._walk()
+            is_changed = await self._walk()
             self.done.left = await self._count_left()
-            if self._dry_run or not self._may_walk_again():
+            # If a pass has replaced nothing, another pass would probably replace nothing, either.
+            if self._dry_run or not (self.done.left and is_changed):
                 break
         await self._after_passes()
         self._problems.stored_in(self.done)
@@ -101,18 +102,19 @@ class Rotation(ABC):
         self._meter.finish()
 
     @abstractmethod
-    async def _count_rows(self) -> int:
-        """Return the total number of rows for the progress report."""
+    async def _prepare(self) -> int:
+        """Check that the rotation can run; return the number of rows for the progress report."""
 
-    async def _begin(self) -> None:  # noqa: B027 - not every rotation has something to do
+    @abstractmethod
+    async def _begin(self) -> None:
         """Prepare the first pass; `run` calls this once, after it has read the checkpoint."""
 
     async def _after_passes(self) -> None:  # noqa: B027 - not every rotation has something to do
         """Do what follows the passes; `run` keeps the checkpoint until this method returns."""
 
     @abstractmethod
-    async def _walk(self) -> None:
-        """Process all rows and replace their keys; a dry run replaces no keys.
+    async def _walk(self) -> bool:
+        """Process all rows and replace their keys; return whether this pass has replaced any.
 
         An implementation calls `_require_checkpoint` after each batch, and skips rows whose key is
         already new.  A run that continues another one starts at the first row: skipping is fast.
@@ -121,10 +123,6 @@ class Rotation(ABC):
     @abstractmethod
     async def _count_left(self) -> int:
         """Count the rows that still use older keys; in a dry run, those that would keep them."""
-
-    @abstractmethod
-    def _may_walk_again(self) -> bool:
-        """Return whether another pass may replace the keys of rows that `_count_left` counted."""
 
     async def _require_checkpoint(self) -> None:
         """Raise SecureSessionError if another rotation was started after this one."""
