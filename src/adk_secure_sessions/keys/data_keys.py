@@ -301,14 +301,6 @@ class StagedKeys:
         self.new_rows.append(row)
         return row
 
-    def rows_are_authentic(self, owner: bytes, ids: Collection[int]) -> bool:
-        """Return whether *ids* are exactly the ids of the owner's authentic data keys.
-
-        Cached data keys do not count: this transaction must have read the data keys.
-        """
-        known = self._by_owner.get(owner)
-        return known is not None and known.by_id.keys() == set(ids)
-
     def keyring_guard(self) -> dict[str, object]:
         """Return the parameters for the condition in the statement `INSERT_KEY`.
 

@@ -14,9 +14,9 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.records import build_header, parse_header
-from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow, unwrap_data_key
+from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.counts import number_of
+from adk_secure_sessions.maintenance.counts import can_unwrap, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
     all_data_keys,
@@ -45,10 +45,6 @@ from adk_secure_sessions.storage.schema import (
 from adk_secure_sessions.storage.survey import FeatureName, Survey
 
 K = TypeVar("K")
-
-# How often keys are examined while another process changes them.  For example, another run of
-# `retire` may delete keys that are kept here.
-_ATTEMPTS = 3
 
 
 class KeptKey(NamedTuple):
@@ -147,7 +143,10 @@ async def retire(
             kept.extend(keys.kept)
             await meter.advance()
     meter.finish()
-    masters = await _retire_unused_masters(db, dry_run)
+    known = (await db.renew_keyring()).rows
+    wrapped = await _count_wrapped(db)
+    work = partial(_retire_masters, dry_run, known, wrapped)
+    masters = await db.unit.change_keys(work, commit=not dry_run)
     kept.extend(masters.kept)
     ids = tuple(row.id for row in masters.unused)
     return Retirement(deleted, ids, kept.count, tuple(kept.kept), spare)
@@ -194,22 +193,8 @@ class _Replaced(NamedTuple, Generic[K]):
 async def _retire_data_keys(
     db: Database, owner: bytes, dry_run: bool, limit: Meter
 ) -> _Replaced[DataKeyRow]:
-    keys: _Replaced[DataKeyRow] = _Replaced([], [])
-    known: set[DataKeyRow] = set()
-    for _ in range(_ATTEMPTS):
-        rows = (await db.unit.read_data_keys([owner])).data_keys
-        if set(rows) == known:
-            break
-        keys, known = await _retire_rows(db, owner, rows, dry_run, limit), set(rows)
-        if keys.unused or not keys.kept:
-            break
-    return keys
-
-
-async def _retire_rows(
-    db: Database, owner: bytes, rows: list[DataKeyRow], dry_run: bool, limit: Meter
-) -> _Replaced[DataKeyRow]:
-    """Delete the unused *rows*; keep all if another process has changed them since."""
+    """Delete the unused data keys of *owner*; keep all if another process adds or changes one."""
+    rows = (await db.unit.read_data_keys([owner])).data_keys
     try:
         decrypted = await _decrypt_owner(db, owner, rows, limit)
     except UNREADABLE:
@@ -239,7 +224,10 @@ async def _decrypt_owner(
 
     Return the ids of the data keys that its row names, and the number of records by header.
     """
-    keys = await db.unit.data_keys_of(owner)
+    await db.unit.data_keys_of(owner)  # reads the keyring again if a data key needs a newer one
+    masters = (await db.keys()).keyring
+    if not all(can_unwrap(row, masters) for row in rows):
+        raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
     found = await read_owner_with_tag(db, owner)
     if found is None:
         return None
@@ -253,8 +241,6 @@ async def _decrypt_owner(
                 await db.unit.run(check)
                 headers += check.header_counts
                 await limit.advance(check.header_counts.total())
-    if not keys.rows_are_authentic(owner, {row.id for row in rows}):
-        raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
     return checked.key_ids, headers
 
 
@@ -280,7 +266,10 @@ def _find_unused(
     if together:
         # This lock waits for services that have locked a key because they write with it.
         query = DATA_KEYS.where(data_keys.c.owner == owner)
-        is_unchanged &= {DataKeyRow(*row) for row in locked(query)} == set(rows)
+        stored = {DataKeyRow(*row) for row in locked(query)}
+        # Another run of `retire` may have deleted keys, but nobody may have added or changed any.
+        is_unchanged &= stored <= set(rows)
+        rows = [row for row in rows if row in stored]
     headers = decrypted | _count_headers(owner, user, connection) if is_unchanged else None
     keys = _sort_out(rows, named, headers)
     if keys.unused and together and not dry_run:
@@ -303,6 +292,8 @@ def _sort_out(
     - *headers* are None: the owner's row was deleted, or the owner's data keys have changed, since
       the records were decrypted.
     """
+    if not rows:
+        return _Replaced([], [])
     older, _, newer = by_age(rows, named)
     if headers is None:
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
@@ -356,29 +347,15 @@ def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) ->
 # --- data masters --------------------------------------------------------------------------------
 
 
-async def _retire_unused_masters(db: Database, dry_run: bool) -> _Replaced[MasterKeyRow]:
-    masters: _Replaced[MasterKeyRow] = _Replaced([], [])
-    for _ in range(_ATTEMPTS):
-        wrapped = await _count_wrapped(db)
-        known = (await db.renew_keyring()).rows
-        work = partial(_retire_masters, dry_run, known, wrapped)
-        masters = await db.unit.change_keys(work, commit=not dry_run)
-        if masters.unused or not masters.kept or known == (await db.renew_keyring()).rows:
-            break
-    return masters
-
-
 async def _count_wrapped(db: Database) -> Counter[int] | None:
     """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
     masters = (await db.keys()).keyring
     counts: Counter[int] = Counter()
     async for rows in all_data_keys(db):
         for row in rows:
-            try:
-                unwrap_data_key(row, masters)
-                counts[parse_header(row.wrapped)[1]] += 1
-            except UNREADABLE:
+            if not can_unwrap(row, masters):
                 return None
+            counts[parse_header(row.wrapped)[1]] += 1
     return counts
 
 
@@ -390,7 +367,7 @@ def _retire_masters(
 ) -> _Replaced[MasterKeyRow]:
     """Delete the replaced data masters that wrap no data key.
 
-    If the keyring is not *known* any more, or *wrapped* is None, all data masters are kept.
+    If the keyring has rows that are not *known*, or *wrapped* is None, all data masters are kept.
     """
     dialect_of(connection).see_what_is_committed(connection)
     if not dry_run:
@@ -398,10 +375,11 @@ def _retire_masters(
         # Wait for open transactions that store a data key: one of the masters may wrap that key.
         dialect_of(connection).lock_tables(connection, data_keys)
     found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
-    stored = [MasterKeyRow(*row) for row in found]
-    rows = [row for row in known.values() if row.purpose == DATA]
+    stored = {MasterKeyRow(*row) for row in found}
+    # Another run of `retire` may have deleted some.
+    rows = [row for row in known.values() if row.purpose == DATA and row in stored]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
-    if wrapped is None or set(stored) != set(known.values()):
+    if wrapped is None or not stored <= set(known.values()):
         return _Replaced([KeptKey(keyring.name, row.id, ()) for row in older], [])
     header = header_of(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
