@@ -274,7 +274,7 @@ class _Trail:
 
     async def check_table(self) -> None:
         """Report a table that no feature names, and rows that no query for a chain finds."""
-        if await is_unlisted(self._db):
+        if self._db.trail_was_unlisted:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED)
         ((number,),) = await self._db.unit.read(_WRONG_KEYS, {"empty": b""})
         if number:
@@ -373,18 +373,6 @@ async def _opened(db: Database, progress: Progress | None, rows_per_second: floa
         )
     total = await count_rows(db, audit_records)
     return _Trail(db, keyring, Meter(progress, total, rows_per_second))
-
-
-async def is_unlisted(db: Database) -> bool:
-    """Return whether the features lack the trail, or lacked it until this command added it."""
-    keyring = (await db.keys()).keyring
-    if (
-        db.trail_was_unlisted
-        or not keyring.has_audit_table
-        or FeatureName.AUDIT in keyring.features
-    ):
-        return db.trail_was_unlisted
-    return await db.has_trail_rows()
 
 
 class _Heads:

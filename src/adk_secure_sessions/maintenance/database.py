@@ -137,7 +137,8 @@ class Database(KeyMaterial, ClosedByWith):
             packing=packing,
         )
         self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
-        # Whether the trail had records although the features did not list it: see `has_trail_rows`.
+        # Whether the trail had records when a command opened the database, and the features did not
+        # list it.  Then somebody has replayed an older list, which the command has corrected.
         self.trail_was_unlisted: bool = False
         self.index: SearchIndex = SearchIndex(self.unit)
         self.imports: Imports = Imports(self.unit)
@@ -204,13 +205,14 @@ class Database(KeyMaterial, ClosedByWith):
 
     async def _record_command(self, keyring: Keyring) -> None:
         command = running_command()
-        if command is None or not keyring.has_audit_table or keyring.separation is not None:
-            return
-        if command.is_recorded_in(self.trail):
+        is_recorded = command is not None and command.is_recorded_in(self.trail)
+        if is_recorded or not keyring.has_audit_table or keyring.separation is not None:
             return
         is_listed = FeatureName.AUDIT in keyring.features
         if not is_listed:
-            self.trail_was_unlisted = await self.has_trail_rows()
+            self.trail_was_unlisted |= bool(await self.unit.read(_ANY_RECORD, {}))
+        if command is None:
+            return
         try:
             await command.opened(self.trail, is_prepared=is_listed)
         except DatabaseError as error:
@@ -220,10 +222,6 @@ class Database(KeyMaterial, ClosedByWith):
             )
             raise
         keyring.features |= {FeatureName.AUDIT}
-
-    async def has_trail_rows(self) -> bool:
-        """Return whether the table of the audit trail, which must exist, has rows."""
-        return bool(await self.unit.read(_ANY_RECORD, {}))
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()

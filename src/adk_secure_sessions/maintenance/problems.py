@@ -84,7 +84,7 @@ class Listed(Generic[T]):
 class Problems(Listed[Problem]):
     def __init__(self) -> None:
         super().__init__()
-        self._named: set[tuple[str, str]] = set()
+        self._named: set[tuple[str, str]] = set()  # rows that later calls skip
 
     def add_all(self, other: "Problems") -> None:
         """Add the problems of *other*, except those of rows that are listed already."""
@@ -93,45 +93,27 @@ class Problems(Listed[Problem]):
         self.count += other.count - len(other.kept)
 
     def suppress(self, table: str, row: object) -> None:
-        """Make later calls of `add` with *once* skip *row*, which has been reported already."""
+        """Make later calls skip *row*, which has been counted already."""
         self._named.add((table, str(row)))
 
-    def add(
-        self,
-        table: str,
-        row: object,
-        reason: Reason,
-        detail: str,
-        *,
-        once: bool = False,
-        error: DecryptionError | None = None,
-    ) -> None:
-        """Count a problem of a row, record it, and keep it in `kept` unless `kept` is full.
-
-        If *once* is True, do nothing if the row was reported with *once*, or passed to
-        `suppress`.
-        """
-        if once:
-            if (table, str(row)) in self._named:
-                return
-            self._named.add((table, str(row)))
-        rejected = error or TamperedError(detail, reason=reason)
-        record_rejected(rejected.located(table, row))
-        self.append(Problem(table, str(row), reason, detail))
+    def add(self, table: str, row: object, reason: Reason, detail: str) -> None:
+        self.add_error(TamperedError(detail, reason=reason), table, row)
 
     def add_error(self, error: Exception, table: str, row: object) -> bool:
-        """Add a problem for the row that *error* names or, if *error* names none, for *row*.
+        """Count and record the row that *error* names or, if *error* names none, *row*.
 
-        Return whether other rows cannot be decrypted without this row.
+        Return whether other rows cannot be decrypted without this row.  Such a row is counted once.
         """
-        reason, detail = Reason.MALFORMED, "its content is malformed"
-        if isinstance(error, DecryptionError):
-            reason, detail = error.reason, error.detail
-            if error.table is not None and error.row is not None:
-                table, row = error.table, error.row
-        is_shared = table in _SHARED
-        rejected = error if isinstance(error, DecryptionError) else None
-        self.add(table, row, reason, detail, once=is_shared, error=rejected)
+        if not isinstance(error, DecryptionError):
+            error = TamperedError("its content is malformed", reason=Reason.MALFORMED)
+        if error.table is not None and error.row is not None:
+            table, row = error.table, error.row
+        is_shared, name = table in _SHARED, (table, str(row))
+        if name not in self._named:
+            record_rejected(error.located(*name))
+            self.append(Problem(*name, error.reason, error.detail))
+        if is_shared:
+            self._named.add(name)
         return is_shared
 
     def stored_in(self, done: T) -> T:

@@ -15,7 +15,7 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
-from adk_secure_sessions.maintenance.audit_commands import UNLISTED, is_unlisted
+from adk_secure_sessions.maintenance.audit_commands import UNLISTED
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
@@ -60,6 +60,12 @@ from adk_secure_sessions.storage.survey import FeatureName
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
 # 10 minutes or, because clocks differ, has a time of creation in the next 10 minutes.
 _GRACE = 600_000_000
+# For each feature, what needs it, and who adds it.
+_ROWS = {
+    FeatureName.COLLECTIONS: ("the database has collections", "service that appends an item"),
+    FeatureName.STATE_INDEX: (f"{indexed.name} has rows", "service with indexed_state_keys"),
+    FeatureName.MIGRATION: (f"{migrated.name} has rows", "run of `migrate`"),
+}
 _WRONG_MARK = (
     "the mark of a key of the search index was tampered with: run `index fill` for each app and key"
 )
@@ -218,24 +224,18 @@ class _Verifier:
         older list.  With the older list, a release that does not know the feature would use
         the database.
         """
+        has_rows = {
+            FeatureName.COLLECTIONS: self.done.collections,
+            FeatureName.STATE_INDEX: self._has_marks,
+            FeatureName.MIGRATION: self._imports,
+        }
         listed = (await self._db.survey()).features
-        index_rows, imports = f"{indexed.name} has rows", f"{migrated.name} has rows"
-        service = "service with indexed_state_keys"
         replayed = [
             unlisted(found, feature, f"the next {writer} adds the feature")
-            for number, found, feature, writer in (
-                (
-                    self.done.collections,
-                    "the database has collections",
-                    FeatureName.COLLECTIONS,
-                    "service that appends an item",
-                ),
-                (self._has_marks, index_rows, FeatureName.STATE_INDEX, service),
-                (self._imports, imports, FeatureName.MIGRATION, "run of `migrate`"),
-            )
-            if number and feature not in listed
+            for feature, (found, writer) in _ROWS.items()
+            if has_rows[feature] and feature not in listed
         ]
-        if await is_unlisted(self._db):
+        if self._db.trail_was_unlisted:
             replayed.append(UNLISTED)
         for detail in replayed:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
@@ -257,9 +257,7 @@ class _Verifier:
                             f"the row that was imported has version {version} instead of "
                             f"{row.number} or a later one: an older row was replayed",
                             reason=Reason.MISMATCH,
-                            table=migrated.name,
-                            row=row.tag.hex(),
-                        )
+                        ).located(migrated.name, row.tag.hex())
                 except UNREADABLE as error:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
@@ -284,12 +282,8 @@ class _Verifier:
             who = await self._db.unit.identify(*ids)
             if who.session_tag != located.columns.tag:
                 kind = "collection" if ids.is_collection else "session"
-                raise TamperedError(
-                    f"its tag belongs to another {kind}",
-                    reason=Reason.WRONG_OWNER,
-                    table=sessions.name,
-                    row=located.id,
-                )
+                detail = f"its tag belongs to another {kind}"
+                raise TamperedError(detail, reason=Reason.WRONG_OWNER)
             is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
 
             def check(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
@@ -347,7 +341,6 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
                 unwrap_data_key(row, masters)
             except UNREADABLE as error:
                 problems.add_error(error, data_keys.name, row.id)
-                problems.suppress(data_keys.name, row.id)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         known = {
             tag
@@ -362,7 +355,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         there = {key.id for key in found.data_keys}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):
-                problems.add(data_keys.name, row.id, Reason.MISSING, detail, once=True)
+                problems.add(data_keys.name, row.id, Reason.MISSING, detail)
         await meter.advance(len(rows))
 
 
