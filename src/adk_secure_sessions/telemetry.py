@@ -52,13 +52,7 @@ _CIPHER_SECONDS = (
 # The upper limits for the number of transactions that one commit of SQLite stores.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
-# Other packages may define errors, backends and key providers, also while they run, so the number
-# of names is not limited.  Each name that is recorded takes memory in OpenTelemetry's SDK.
-# Therefore only the first names are recorded, and all later ones as `_OTHER`: the semantic
-# conventions of `error.type` name this value.
-_MOST_NAMES = 50
 _MOST_VALUES = 1000  # of an operation, before they are added up
-_OTHER = "_OTHER"
 # An error may come from a backend or a key provider of the application, with any text as table.  So
 # only these names of tables are recorded.
 TABLES = frozenset({
@@ -175,17 +169,6 @@ def _records(provider: object) -> bool:
     return not module.startswith(("opentelemetry.metrics", "opentelemetry.trace"))
 
 
-_error_names, _backend_names, _provider_names = set[str](), set[str](), set[str]()
-
-
-def _limited(name: str, names: set[str]) -> str:
-    """Return *name*, or `_OTHER` if the attribute has had many other *names*."""
-    if name not in names and len(names) >= _MOST_NAMES:
-        return _OTHER
-    names.add(name)
-    return name
-
-
 _Attributes = dict[str, str | bool]
 
 
@@ -201,7 +184,7 @@ class WorkKind:
 @lru_cache(maxsize=256)  # two databases in one operation have the same kinds
 def cipher_kind(backend: str, direction: str) -> WorkKind:
     """Return the kind of an encryption or a decryption: *direction* is `encrypt` or `decrypt`."""
-    of_amount: _Attributes = {BACKEND: _limited(backend, _backend_names), DIRECTION: direction}
+    of_amount: _Attributes = {BACKEND: backend, DIRECTION: direction}
     return WorkKind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
 
 
@@ -293,7 +276,7 @@ async def _recorded(
     except BaseException as error:
         # Do not call `record_exception`, which records the text of the error: an error from other
         # code may contain plaintext.
-        attributes = {**attributes, ERROR: _limited(type(error).__qualname__, _error_names)}
+        attributes = {**attributes, ERROR: type(error).__qualname__}
         if token is not None:
             span.set_attribute(ERROR, attributes[ERROR])
             span.set_status(otel.trace.StatusCode.ERROR)
@@ -345,7 +328,7 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
     """Await *call*, one request (`wrap` or `unwrap`) to a key service, and measure it."""
     if not _is_on():
         return await call()
-    otel, provider = _instruments(), _limited(provider, _provider_names)
+    otel = _instruments()
     attributes = {PROVIDER: provider, OPERATION: operation}
     name = f"{provider}.{operation}"
     return await _recorded(otel, name, otel.client, otel.key_service_duration, attributes, call)

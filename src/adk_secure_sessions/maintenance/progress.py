@@ -7,7 +7,6 @@ from collections.abc import Callable
 from adk_secure_sessions import telemetry
 
 Progress = Callable[[int, int], None]  # called with the numbers of processed rows and of all rows
-_METRIC_PAUSE = 1.0  # the minimum number of seconds between two updates of the progress metric
 
 
 class Meter:
@@ -24,7 +23,6 @@ class Meter:
         self._rate = rows_per_second
         self._began = time.monotonic()
         self._done = 0
-        self._next_metric = 0.0
 
     async def advance(self, rows: int = 1) -> None:
         """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
@@ -33,10 +31,7 @@ class Meter:
             # Services keep writing, so there may be more rows than were counted at the start.
             self._total = max(self._total, self._done)
             self._progress(self._done, self._total)
-        if self._total and (now := time.monotonic()) >= self._next_metric:
-            # `advance` may be called a million times, and setting a metric takes time.  Metrics are
-            # read only about once a minute, so set this one at most once a second.
-            self._next_metric = now + _METRIC_PAUSE
+        if self._total:
             telemetry.set_progress(min(self._done / self._total, 1.0))
         if self._rate:
             ahead = self._done / self._rate - (time.monotonic() - self._began)
