@@ -209,7 +209,7 @@ async def test_append_before_anything_was_stored_is_rejected(
 async def test_barest_event_is_stored(service: BaseSessionService) -> None:
     session = await create(service)
     await service.append_event(session, Event(author="", timestamp=START))
-    await service.append_event(session, Event(author="", timestamp=START, partial=False))
+    await service.append_event(session, Event(author="", timestamp=START + 1, partial=False))
     assert await reload(service, session) == session
     assert len(session.events) == 2
 
