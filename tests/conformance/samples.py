@@ -27,7 +27,8 @@ TEXT = 'Grüße, 世界 🎉 \n " \\ \0 \u2028 </script>'
 JSON: dict[str, Any] = {
     "text": TEXT,
     "list": [1, 2.5, -0.0, 10**20, True, None, {}, []],
-    "": {"nested": {"a": 1}},
+    "": {"nested": {"a": 1, "none": None}},
+    "none": None,
 }
 
 

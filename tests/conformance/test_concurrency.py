@@ -191,24 +191,6 @@ async def test_appends_of_two_services_all_arrive_once_with_retries(
 
 @lost_updates
 @pytest.mark.parametrize("scope", ["user:", "app:"])
-async def test_sessions_changing_different_shared_keys_at_once_lose_none(
-    service: BaseSessionService, scope: str
-) -> None:
-    sessions = [await create(service, f"s{n}") for n in range(16)]
-    await together(
-        *(
-            service.append_event(session, event(delta={f"{scope}k{n}": n}))
-            for n, session in enumerate(sessions)
-        )
-    )
-    everything = {f"{scope}k{n}": n for n in range(16)}
-    assert (await reload(service, sessions[0])).state == everything
-    for session in sessions:
-        assert len((await reload(service, session)).events) == 1
-
-
-@lost_updates
-@pytest.mark.parametrize("scope", ["user:", "app:"])
 async def test_sessions_created_with_different_shared_keys_at_once_lose_none(
     service: BaseSessionService, scope: str
 ) -> None:

@@ -14,6 +14,7 @@ from google.adk.events import EventActions
 from google.adk.sessions import BaseSessionService
 from sqlalchemy.exc import StatementError
 
+from tests.conformance import samples
 from tests.conformance.services import Kind
 from tests.conformance.support import create, each_kind, event, find, ids, reference_lacks, reload
 from tests.conformance.values import a_function, nested
@@ -40,6 +41,8 @@ async def test_order_of_events_is_that_of_appending(
     assert ids((await reload(service, session)).events) == expected
     last = (await reload(service, session, num_recent_events=1)).events
     assert ids(last) == expected[-1:]
+    late = (await reload(service, session, after_timestamp=2.0)).events
+    assert ids(late) == [text for text in expected if text != "b"]
 
 
 async def test_reused_event_id_is_accepted(kind: Kind, service: BaseSessionService) -> None:
@@ -89,9 +92,12 @@ async def test_infinity_and_nan_in_an_event_come_back(
     kind: Kind, service: BaseSessionService, number: float
 ) -> None:
     session = await create(service)
-    await service.append_event(session, event(delta={"k": number}, custom_metadata={"k": number}))
+    given = samples.parts(samples.call(k=number))
+    given.actions.state_delta = given.custom_metadata = {"k": number}
+    await service.append_event(session, given)
     (stored,) = (await reload(service, session)).events
-    for values in (stored.custom_metadata, stored.actions.state_delta):
+    (called,) = stored.get_function_calls()
+    for values in (stored.custom_metadata, stored.actions.state_delta, called.args):
         assert values is not None
         if kind.is_reference:
             assert values["k"] is None

@@ -145,12 +145,3 @@ async def test_listed_sessions_share_no_mutable_value(service: BaseSessionServic
         for key in state:
             first.state[key]["list"].append("changed")
         assert second.state == state
-
-
-async def test_each_of_many_sessions_is_listed_once(service: BaseSessionService) -> None:
-    for n in range(30):
-        await create(service, f"s{n}", user_id=f"u{n % 7}", state={"n": n})
-    assert sorted((s.id, s.state["n"]) for s in await listed(service, None)) == sorted(
-        (f"s{n}", n) for n in range(30)
-    )
-    assert sorted(ids(await listed(service, "u3"))) == sorted(f"s{n}" for n in range(3, 30, 7))

@@ -32,8 +32,7 @@ SCOPES = ("k", "app:k", "user:k")
 
 
 def assert_same_types(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal, and of the same types: 1 is neither 1.0 nor True, and a tuple is not a list."""
-    assert found == expected
+    """Equal, and of the same types: 1 is neither 1.0 nor True.  NaN is the same as NaN."""
     assert {k: repr(v) for k, v in found.items()} == {k: repr(v) for k, v in expected.items()}
 
 
@@ -44,16 +43,16 @@ def each(
     return pytest.mark.parametrize("value", params)
 
 
-@each(PLAIN)
+@each(PLAIN | {"nan": math.nan})
 async def test_json_value_comes_back(service: BaseSessionService, value: Any) -> None:
     state = dict.fromkeys(SCOPES, value)
     session = await create(service, state=state)
-    assert session.state == state
+    assert_same_types(session.state, state)
     assert_same_types((await reload(service, session)).state, state)
 
     delta = {f"{key} appended": value for key in SCOPES}
     await service.append_event(session, event(delta=dict(delta)))
-    assert session.state == state | delta
+    assert_same_types(session.state, state | delta)
     assert_same_types((await reload(service, session)).state, state | delta)
 
 
@@ -92,14 +91,6 @@ async def test_value_without_json_form_is_stored_as_text_with_a_warning(
     assert len(warned) >= 2
 
 
-async def test_nan_comes_back(service: BaseSessionService) -> None:
-    session = await create(service, state={"k": math.nan})
-    await service.append_event(session, event(delta={"l": [math.nan]}))
-    again = await reload(service, session)
-    assert math.isnan(again.state["k"])
-    assert math.isnan(again.state["l"][0])
-
-
 @reference_lacks("these fail in the database driver")
 async def test_bytes_that_are_not_text_are_rejected_or_stored_as_text(
     service: BaseSessionService,
@@ -111,18 +102,6 @@ async def test_bytes_that_are_not_text_are_rejected_or_stored_as_text(
         return
     assert isinstance(session.state["k"], str)
     assert (await reload(service, session)).state == session.state
-
-
-async def test_lone_surrogate_in_a_key_is_kept_or_rejected_as_a_value_error(
-    service: BaseSessionService,
-) -> None:
-    for state in ({"lone \ud800": 1}, {"k": {"lone \udfff": 1}}):
-        try:
-            session = await create(service, None, state=state)
-        except ValueError:
-            continue
-        assert session.state == state
-        assert (await reload(service, session)).state == state
 
 
 @each(IMPOSSIBLE, coercion)
