@@ -13,13 +13,8 @@ import sqlalchemy as sa
 from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import schema
-from adk_secure_sessions.storage.queries import (
-    Found,
-    chunks,
-)
-from tests.storage.support import (
-    WHO,
-)
+from adk_secure_sessions.storage.queries import Found, chunks
+from tests.storage.support import WHO
 
 # --- parameters in chunks ------------------------------------------------------------------------
 
@@ -149,69 +144,16 @@ def altered(value: object) -> object:
 
 
 NEXT = {"revision": 2, "base_revision": -1, "updated_at": 61, "expires_at": 66, "state": b"next"}
-GUARDED: dict[str, tuple[sa.Executable, dict[str, Any]]] = {
-    "update": (sql.UPDATE_SESSION, NEXT),
-    "delete": (sql.DELETE_KNOWN_SESSION, {}),
-}
-
-
-@pytest.mark.parametrize("name", GUARDED)
-def test_known_session_is_met_as_it_was_read(filled: sa.Connection, name: str) -> None:
-    statement, values = GUARDED[name]
-    assert met(filled, statement, prefixed("at", SESSION_COLUMNS) | values) == 1
-
-
-@pytest.mark.parametrize("name", GUARDED)
-@pytest.mark.parametrize("column", SESSION_COLUMNS)
-def test_known_session_is_not_met_once_a_column_has_changed(
-    filled: sa.Connection, name: str, column: str
-) -> None:
-    statement, values = GUARDED[name]
-    stored = {column: altered(SESSION_COLUMNS[column])}
-    filled.execute(sa.update(schema.sessions).where(schema.sessions.c.id == 3).values(stored))
-    assert met(filled, statement, prefixed("at", SESSION_COLUMNS) | values) == 0
-
-
 NEW_SESSION = SESSION_COLUMNS | {"id": 4, "tag": b"n" * 16}
-KNOWN: dict[str, Any] = {
-    **NEW_SESSION,
+OF_USER = prefixed("user", USER_COLUMNS)
+OF_KNOWN = {
     **prefixed("app", APP_COLUMNS),
-    **prefixed("user", USER_COLUMNS),
+    **OF_USER,
     **prefixed("app_witness", {"tag": WHO.app_tag, "number": 4, "seal": b"seal"}),
     **prefixed("user_witness", {"tag": WHO.user_tag, "number": 5, "seal": b"seal"}),
 }
-GUARDS = [name for name in KNOWN if name not in NEW_SESSION]
-
-
-def test_session_of_known_owners_is_inserted(filled: sa.Connection) -> None:
-    assert met(filled, sql.INSERT_SESSION_OF_KNOWN, KNOWN) == 1
-
-
-@pytest.mark.parametrize("name", GUARDS)
-def test_session_of_known_owners_is_not_inserted_where_their_rows_are_others(
-    filled: sa.Connection, name: str
-) -> None:
-    """One column of the app, of the user or of a witness is not as this process knows it."""
-    values = KNOWN | {name: altered(KNOWN[name])}
-    assert met(filled, sql.INSERT_SESSION_OF_KNOWN, values) == 0
-
-
-OF_USER = NEW_SESSION | prefixed("user", USER_COLUMNS)
-
-
-def test_session_of_a_user_is_inserted(filled: sa.Connection) -> None:
-    assert met(filled, sql.INSERT_SESSION_OF_USER, OF_USER) == 1
-
-
-@pytest.mark.parametrize("name", prefixed("user", USER_COLUMNS))
-def test_session_of_a_user_is_not_inserted_where_the_users_row_is_another(
-    filled: sa.Connection, name: str
-) -> None:
-    assert met(filled, sql.INSERT_SESSION_OF_USER, OF_USER | {name: altered(OF_USER[name])}) == 0
-
-
 STATE = {"version": 6, "state": b"next"}
-# A change, what it requires of the row, and what it writes.
+# A change, what it requires of the rows that are there, and what it writes.
 CHANGES: dict[str, tuple[sa.Executable, dict[str, Any], dict[str, Any]]] = {
     "app": (sql.UPDATE_APP, {"at_id": 1, "at_version": 4, "at_state": b"app"}, STATE),
     "user": (sql.UPDATE_USER, {"at_id": 2, "at_version": 5, "at_state": b"user"}, STATE),
@@ -221,12 +163,19 @@ CHANGES: dict[str, tuple[sa.Executable, dict[str, Any], dict[str, Any]]] = {
     "snapshot": (
         sql.UPDATE_SNAPSHOT, {"at_id": 3, "at_revision": 0}, {"revision": 1, "state": b"next"}
     ),
+    "session": (sql.UPDATE_SESSION, prefixed("at", SESSION_COLUMNS), NEXT),
     "session's deletion": (sql.DELETE_SESSION, {"at_id": 3, "at_revision": 1}, {}),
+    "known session's deletion": (sql.DELETE_KNOWN_SESSION, prefixed("at", SESSION_COLUMNS), {}),
+    "session of known owners": (sql.INSERT_SESSION_OF_KNOWN, OF_KNOWN, NEW_SESSION),
+    "session of a user": (sql.INSERT_SESSION_OF_USER, OF_USER, NEW_SESSION),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_change_meets_the_row_that_was_read_and_no_other(filled: sa.Connection, name: str) -> None:
+def test_change_meets_the_rows_that_were_read_and_no_others(
+    filled: sa.Connection, name: str
+) -> None:
+    """One column after the other is not as this process knows it."""
     statement, where, values = CHANGES[name]
     for column in where:
         assert met(filled, statement, values | where | {column: altered(where[column])}) == 0

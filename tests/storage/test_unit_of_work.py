@@ -70,9 +70,10 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Scripted:
     """An operation that does in each attempt what its script says; keeps the attempts."""
 
-    def __init__(self, *script: object, writes: bool = False, reads_keys: bool = False) -> None:
-        self.who = WHO
-        self.writes = writes
+    who = WHO
+    writes = False
+
+    def __init__(self, *script: object, reads_keys: bool = False) -> None:
         self.reads_keys = reads_keys
         self._script = list(script)
         self.attempts: list[Attempt] = []
@@ -120,10 +121,8 @@ def load_keys(attempt: Attempt) -> str:
     return "done"
 
 
-async def unit_that_knows_the_keys(
-    executors: Executors | None = None, keyrings: OpenKeyring | None = None
-) -> UnitOfWork:
-    unit = unit_of(executors or one_database()[0], keyrings)
+async def unit_that_knows_the_keys() -> UnitOfWork:
+    unit = unit_of(one_database()[0])
     staged = StagedKeys(await unit.keys())
     for owner in (WHO.app_tag, WHO.user_tag):
         staged.new(owner)
@@ -230,22 +229,22 @@ async def test_error_of_the_operation_is_not_repeated(pauses: list[float]) -> No
 # --- data keys -----------------------------------------------------------------------------------
 
 
-async def test_known_data_keys_are_not_read_again() -> None:
-    operation = Scripted("done")
-    await (await unit_that_knows_the_keys()).run(operation)
-    assert operation.sources == [KeySource.CACHE]
-
-
-async def test_unknown_data_keys_are_read_with_the_rows() -> None:
-    operation = Scripted("done")
-    await unit_of(one_database()[0]).run(operation)
-    assert operation.sources == [KeySource.QUERY]
-
-
-async def test_operation_that_asks_for_the_stored_keys_gets_them() -> None:
-    operation = Scripted("done", reads_keys=True)
-    await (await unit_that_knows_the_keys()).run(operation)
-    assert operation.sources == [KeySource.QUERY]
+@pytest.mark.parametrize(
+    ("knows", "reads_keys", "source"),
+    [
+        (True, False, KeySource.CACHE),
+        (False, False, KeySource.QUERY),
+        (True, True, KeySource.QUERY),
+    ],
+    ids=["known", "unknown", "asked for"],
+)
+async def test_data_keys_are_read_with_the_rows_unless_they_are_known(
+    knows: bool, reads_keys: bool, source: KeySource
+) -> None:
+    operation = Scripted("done", reads_keys=reads_keys)
+    unit = await unit_that_knows_the_keys() if knows else unit_of(one_database()[0])
+    await unit.run(operation)
+    assert operation.sources == [source]
 
 
 async def test_key_that_is_not_known_is_looked_up_once_and_then_missing() -> None:
