@@ -1,5 +1,6 @@
 """Unusable keys, URLs, files and databases are rejected with advice, and left unchanged."""
 
+import functools
 import logging
 import os
 import sqlite3
@@ -26,9 +27,6 @@ from tests.attacks.world import KEY, VISIT
 PACKAGE_1X = Path(__file__).parent.parent / "vectors" / "package_1x"
 
 
-# --- URLs and engines ----------------------------------------------------------------------------
-
-
 def service(url: Any, **options: Any) -> EncryptedSessionService:
     return EncryptedSessionService(url, AesGcmBackend(KEY), **options)
 
@@ -50,31 +48,32 @@ async def assert_unusable(path: Path, match: str = "SQLite file") -> None:
     await engine.dispose()
 
 
-async def test_missing_directory_is_rejected(tmp_path: Path) -> None:
-    await assert_unusable(tmp_path / "no" / "such" / "directory" / "sessions.db")
-    assert list(tmp_path.iterdir()) == []
+def tree(directory: Path) -> dict[Path, bytes | None]:
+    """The files and directories below *directory*, with the contents of the files."""
+    return {one: one.read_bytes() if one.is_file() else None for one in directory.rglob("*")}
 
 
-async def test_directory_in_place_of_a_file_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "sessions.db").mkdir()
-    await assert_unusable(tmp_path / "sessions.db")
-    assert [file.name for file in tmp_path.rglob("*")] == ["sessions.db"]
+# What is in the directory `d`: the content of a file, or None for a directory.
+UNUSABLE = {
+    "missing directory": ("d/no/such/directory/sessions.db", None),
+    "a directory": ("d", None),
+    "below a file": ("d/sessions.db", b"text"),
+    "a text": ("d", b"not a database, but a text " * 100),
+    "a picture": ("d", b"\x89PNG\r\n" + bytes(4096)),
+}
 
 
-async def test_path_below_a_file_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("text")
-    await assert_unusable(tmp_path / "file" / "sessions.db")
-    assert (tmp_path / "file").read_text() == "text"
-
-
-@pytest.mark.parametrize(
-    "content", [b"not a database, but a text " * 100, b"\x89PNG\r\n" + bytes(4096)]
-)
-async def test_file_that_is_not_a_database_is_rejected(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "sessions.db"
-    path.write_bytes(content)
-    await assert_unusable(path)
-    assert path.read_bytes() == content
+@pytest.mark.parametrize(("path", "content"), UNUSABLE.values(), ids=UNUSABLE)
+async def test_path_that_cannot_be_a_database_is_rejected(
+    tmp_path: Path, path: str, content: bytes | None
+) -> None:
+    if content is None:
+        (tmp_path / "d").mkdir()
+    else:
+        (tmp_path / "d").write_bytes(content)
+    before = tree(tmp_path)
+    await assert_unusable(tmp_path / path)
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.skipif(
@@ -116,67 +115,59 @@ async def assert_left_alone(path: Path, match: str) -> None:
     assert (path.read_bytes(), dump(path)) == before
 
 
-async def assert_server_left_alone(db: Database, match: str) -> None:
+async def assert_unchanged(db: Database, match: str) -> None:
+    """The same for the database of an attack, which may be on a server."""
     before = db.dump()
     async with db.service() as one:
-        with pytest.raises(ConfigurationError, match=match):
-            await one.create_session(app_name="app", user_id="user")
+        for call in (one.prepare_tables, functools.partial(one.create_session, **VISIT._asdict())):
+            with pytest.raises(ConfigurationError, match=match):
+                await call()
     assert db.dump() == before
 
 
+@also_on("engine", "postgresql")
 @pytest.mark.parametrize("version", ["3", "10", "1.1", "-1", "next"])
-async def test_database_of_a_newer_format_is_rejected(file_db: Database, version: str) -> None:
-    file_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
-    await assert_left_alone(file_db.path, f"format '{version}'.*install")
+async def test_database_of_a_newer_format_is_rejected(typed_db: Database, version: str) -> None:
+    typed_db.run("UPDATE secure_meta SET value = :v WHERE name = 'format'", v=version)
+    await assert_unchanged(typed_db, f"format '{version}'.*install")
 
 
-@also_on("postgresql")
-async def test_database_of_a_newer_format_on_a_server_is_rejected(server_db: Database) -> None:
-    server_db.run("UPDATE secure_meta SET value = '3' WHERE name = 'format'")
-    await assert_server_left_alone(server_db, r"format '3'.*install")
+# A table, and statements of another program.
+THEIRS = {
+    table: (
+        f"{table}.*another database",
+        f"CREATE TABLE {table} (id INTEGER, x TEXT); INSERT INTO {table} VALUES (1, 'x')",
+    )
+    for table in ("secure_meta", "secure_keyring", "secure_users", "secure_sessions")
+} | {
+    "secure_meta of our shape": (
+        "secure_meta",
+        "CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT);"
+        "INSERT INTO secure_meta VALUES ('theme', 'dark')",
+    ),
+    # Its tables may be entirely different: the version in secure_meta decides.
+    "newer format": (
+        "format '3'.*install",
+        "CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT);"
+        "INSERT INTO secure_meta VALUES ('format', '3'); CREATE TABLE secure_things (a)",
+    ),
+}
 
 
-async def test_database_of_a_newer_format_with_other_tables_is_rejected(tmp_path: Path) -> None:
-    """Its tables may be entirely different: the version in secure_meta decides."""
-    path = tmp_path / "sessions.db"
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT)")
-        connection.execute("INSERT INTO secure_meta VALUES ('format', '3')")
-        connection.execute("CREATE TABLE secure_things (a)")
-    await assert_left_alone(path, "format '3'.*install")
-
-
-@pytest.mark.parametrize(
-    "table",
-    ["secure_meta", "secure_keyring", "secure_users", "secure_sessions", "secure_events"],
-)
-async def test_table_of_our_name_that_is_not_ours_is_rejected(tmp_path: Path, table: str) -> None:
-    path = tmp_path / "sessions.db"
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, theirs TEXT)")
-        connection.execute(f"INSERT INTO {table} VALUES (1, 'theirs')")
-    await assert_left_alone(path, f"{table}.*another database")
-
-
-async def test_meta_table_of_our_shape_that_is_not_ours_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "sessions.db"
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("CREATE TABLE secure_meta (name TEXT PRIMARY KEY, value TEXT)")
-        connection.execute("INSERT INTO secure_meta VALUES ('theme', 'dark')")
-    await assert_left_alone(path, "secure_meta")
-
-
-async def test_database_without_a_column_of_ours_is_rejected(file_db: Database) -> None:
-    file_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
-    await assert_left_alone(file_db.path, "secure_sessions")
-
-
-@also_on("postgresql")
-async def test_database_without_a_column_of_ours_on_a_server_is_rejected(
-    server_db: Database,
+@pytest.mark.parametrize(("match", "statements"), THEIRS.values(), ids=THEIRS)
+async def test_table_of_our_name_that_is_not_ours_is_rejected(
+    tmp_path: Path, match: str, statements: str
 ) -> None:
-    server_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
-    await assert_server_left_alone(server_db, r"secure_sessions.*another database")
+    path = tmp_path / "sessions.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.executescript(statements)
+    await assert_left_alone(path, match)
+
+
+@also_on("engine", "postgresql")
+async def test_database_without_a_column_of_ours_is_rejected(typed_db: Database) -> None:
+    typed_db.define("ALTER TABLE secure_sessions RENAME COLUMN revision TO version")
+    await assert_unchanged(typed_db, r"secure_sessions.*another database")
 
 
 async def test_tables_of_others_are_left_alone(tmp_path: Path) -> None:

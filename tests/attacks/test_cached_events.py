@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from google.adk.events import Event
-from google.adk.sessions import Session
 from google.genai import types
 
 from adk_secure_sessions import (
@@ -86,14 +85,13 @@ Attack = Callable[[Database, OlderCopy], Awaitable[None]]
 READS: tuple[Operation, ...] = (get, get_last, get_last_three, get_after, get_no_events)
 
 
-async def store_two(db: Database) -> Session:
-    """Another process appends two events."""
+async def store(db: Database, *numbers: int) -> None:
+    """Another process appends events."""
     async with db.service() as another:
         session = await another.get_session(**VISIT._asdict())
         assert session is not None
-        for number in (10, 11):
+        for number in numbers:
             await another.append_event(session, new_event(number, {"step": number}))
-    return session
 
 
 def statement(sql: str) -> Attack:
@@ -105,7 +103,7 @@ def statement(sql: str) -> Attack:
 
 def to_new_event(sql: str, seq: int) -> Attack:
     async def attack(db: Database, older: OlderCopy) -> None:
-        await store_two(db)
+        await store(db, 10, 11)
         db.run(f"{sql} WHERE session_row = :visit AND seq = {seq}")
 
     return attack
@@ -123,29 +121,20 @@ async def roll_back_the_row(db: Database, older: OlderCopy) -> None:
 async def give_it_another_history(db: Database, older: OlderCopy) -> None:
     """Restore an older copy, on which somebody then stores more events than the cache has."""
     await roll_back(db, older)
-    async with db.service() as another:
-        session = await another.get_session(**VISIT._asdict())
-        assert session is not None
-        for number in (20, 21, 22, 23):
-            await another.append_event(session, new_event(number, {"step": number}))
+    await store(db, 20, 21, 22, 23)
 
 
 async def give_it_another_end(db: Database, older: OlderCopy) -> None:
     """The other history has as many events as the cache."""
     await roll_back(db, older)
-    async with db.service() as another:
-        session = await another.get_session(**VISIT._asdict())
-        assert session is not None
-        for number in (20, 21):
-            await another.append_event(session, new_event(number, {"step": number}))
+    await store(db, 20, 21)
 
 
 async def create_it_again(db: Database, older: OlderCopy) -> None:
     async with db.service() as another:
         await another.delete_session(**VISIT._asdict())
-        session = await another.create_session(**VISIT._asdict())
-        for number in range(20, 26):
-            await another.append_event(session, new_event(number))
+        await another.create_session(**VISIT._asdict())
+    await store(db, *range(20, 26))
 
 
 async def delete_it(db: Database, older: OlderCopy) -> None:

@@ -10,11 +10,10 @@ import pytest
 from adk_secure_sessions import (
     ConfigurationError,
     EncryptedSessionService,
-    SecureSessionError,
     WrongKeyError,
 )
 from tests.attacks.databases import also_on
-from tests.attacks.support import Database, get, rejection
+from tests.attacks.support import Database, assert_rejected, get, only, rejection
 from tests.attacks.world import VISIT
 
 COPY = (
@@ -114,9 +113,4 @@ async def test_changed_master_beside_a_running_service_is_used_for_nothing_new(
 @pytest.mark.parametrize("change", ["upper(value)", "value || ' '", "'0x' || value", "'00'", "''"])
 async def test_database_id_in_another_spelling_is_rejected(db: Database, change: str) -> None:
     db.run(f"UPDATE secure_meta SET value = {change} WHERE name = 'database_id'")
-    before = db.dump()
-    async with db.service() as service:
-        error = await rejection(get, service, db, VISIT)
-    assert isinstance(error, SecureSessionError)
-    assert type(error) is ConfigurationError
-    assert db.dump() == before
+    await assert_rejected(db, only(get), ConfigurationError)

@@ -4,6 +4,7 @@ import pytest
 
 from adk_secure_sessions import (
     ConfigurationError,
+    PlaintextRefusedError,
     SecureSessionError,
     TamperedError,
     UnknownKeyError,
@@ -35,10 +36,11 @@ from tests.attacks.support import (
     get,
     list_app,
     list_user,
+    only,
     rejection,
     user_state,
 )
-from tests.attacks.world import ALL_SESSIONS, CAROL, VISIT, SessionIds
+from tests.attacks.world import ALL_SESSIONS, CAROL, SessionIds
 
 
 def remove(db: Database, cell: Cell) -> None:
@@ -78,11 +80,7 @@ async def test_row_and_witness_removed_together_are_detected(
 ) -> None:
     remove(db, witness)
     remove(db, row)
-    before = db.dump()
-    async with db.service() as service:
-        for operation in (get, change, create_another):
-            assert type(await rejection(operation, service, db, VISIT)) is TamperedError
-    assert db.dump() == before
+    await assert_rejected(db, only(get, change, create_another), TamperedError)
 
 
 # --- the keyring, the meta table, whole tables ---------------------------------------------------
@@ -96,12 +94,8 @@ async def test_removed_index_master_is_detected_and_not_created_again(db: Databa
 async def test_removed_data_master_is_detected_and_not_created_again(db: Database) -> None:
     """With a new one, the service would write what nobody can read who has the old one."""
     remove(db, DATA_MASTER)
-    before = db.dump()
-    async with db.service() as service:
-        for operation in (get, create_another, user_state):
-            error = await rejection(operation, service, db, VISIT)
-            assert type(error) in (UnknownKeyError, WrongKeyError)
-            assert db.dump() == before
+    attempts = only(get, create_another, user_state)
+    await assert_rejected(db, attempts, UnknownKeyError, WrongKeyError)
 
 
 async def test_keyring_row_of_another_database_of_the_same_root_key_is_rejected(
@@ -133,30 +127,16 @@ async def test_keyring_of_another_database_of_the_same_root_key_is_rejected(db: 
 
 async def test_plaintext_master_key_is_rejected(db: Database) -> None:
     """As NoOpBackend stores it: an attacker would know every tag and every key."""
-    for purpose in ("data", "index"):
-        db.run(
-            "UPDATE secure_keyring SET root_key_id = 'none', wrapped = zeroblob(33) "
-            "WHERE purpose = :purpose",
-            purpose=purpose,
-        )
-        before = db.dump()
-        async with db.service() as service:
-            error = await rejection(get, service, db, VISIT)
-            assert type(error).__name__ in ("PlaintextRefusedError", "WrongKeyError")
-        assert db.dump() == before
-        db.restore()
-
-
-async def test_inserted_plaintext_master_key_is_rejected(db: Database) -> None:
-    db.run(
+    replace = "UPDATE secure_keyring SET root_key_id = 'none', wrapped = zeroblob(33) WHERE"
+    for change in (
+        f"{replace} purpose = 'data'",
+        f"{replace} purpose = 'index'",
         "INSERT INTO secure_keyring SELECT id + 1, 'data', 'none', created_at + 1, zeroblob(33) "
-        "FROM secure_keyring WHERE purpose = 'data'"
-    )
-    before = db.dump()
-    async with db.service() as service:
-        error = await rejection(get, service, db, VISIT)
-        assert type(error).__name__ == "PlaintextRefusedError"
-    assert db.dump() == before
+        "FROM secure_keyring WHERE purpose = 'data'",
+    ):
+        db.run(change)
+        await assert_rejected(db, only(get), PlaintextRefusedError, WrongKeyError)
+        db.restore()
 
 
 @also_on("engine", "postgresql")

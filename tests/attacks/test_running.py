@@ -24,7 +24,10 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import (
     Database,
     OlderCopy,
+    Operation,
     append_delta,
+    create_another,
+    delete,
     get,
     get_last,
     get_no_events,
@@ -107,22 +110,23 @@ async def test_append_to_a_session_whose_row_was_modified_is_rejected(
         await assert_others_work(run)
 
 
-async def test_append_to_a_session_whose_row_was_removed_is_rejected(db: Database) -> None:
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "DELETE FROM secure_sessions WHERE id = :visit",
+        "INSERT INTO secure_events SELECT session_row, 5, time, event FROM secure_events "
+        "WHERE session_row = :visit AND seq = 4",
+    ],
+    ids=["session removed", "event added"],
+)
+async def test_append_after_a_row_was_removed_or_added_is_rejected(
+    db: Database, attack: str
+) -> None:
     async with running(db) as run:
-        db.run("DELETE FROM secure_sessions WHERE id = :visit")
+        db.run(attack)
         await assert_append_rejected(db, run, {"step": 11})
         await assert_read_rejected(db, run)
         await assert_others_work(run)
-
-
-async def test_append_where_an_event_was_added_is_rejected(db: Database) -> None:
-    async with running(db) as run:
-        db.run(
-            "INSERT INTO secure_events SELECT session_row, 5, time, event FROM secure_events "
-            "WHERE session_row = :visit AND seq = 4"
-        )
-        await assert_append_rejected(db, run, {"step": 11})
-        await assert_read_rejected(db, run)
 
 
 @pytest.mark.parametrize("seq", [0, 2, 4])
@@ -255,21 +259,21 @@ async def test_snapshot_where_none_belongs_is_rejected(db: Database) -> None:
         assert db.dump() == before
 
 
-async def test_delete_of_a_session_whose_row_was_modified_is_rejected(db: Database) -> None:
+@pytest.mark.parametrize(
+    ("attack", "operation"),
+    [
+        ("UPDATE secure_sessions SET updated_at = 1 WHERE id = :visit", delete),
+        ("UPDATE secure_users SET version = version + 1 WHERE id = :alice", create_another),
+    ],
+    ids=["delete", "create"],
+)
+async def test_write_that_needs_a_modified_row_is_rejected(
+    db: Database, attack: str, operation: Operation
+) -> None:
     async with running(db) as run:
-        db.run("UPDATE secure_sessions SET updated_at = 1 WHERE id = :visit")
+        db.run(attack)
         before = db.dump()
-        with pytest.raises(TamperedError):
-            await run.service.delete_session(**VISIT._asdict())
-        assert db.dump() == before
-
-
-async def test_create_for_a_user_whose_row_was_modified_is_rejected(db: Database) -> None:
-    async with running(db) as run:
-        db.run("UPDATE secure_users SET version = version + 1 WHERE id = :alice")
-        before = db.dump()
-        with pytest.raises(TamperedError):
-            await run.service.create_session(app_name=VISIT.app_name, user_id=VISIT.user_id)
+        assert type(await rejection(operation, run.service, db, VISIT)) is TamperedError
         assert db.dump() == before
 
 
