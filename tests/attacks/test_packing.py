@@ -1,21 +1,14 @@
-"""Compressed and padded records: what their lengths tell, bombs, and what does not fit its flags.
-
-How it works.  `EditingBackend(edit)` is AES-256-GCM, and encrypts `edit(plaintext)` instead of each
-plaintext that contains `MARK`: a program that has the keys, and is faulty or malicious.  A service
-with it writes one such record; services with the proper backend meet the record.
-"""
+"""Compressed and padded records: what their lengths tell, bombs, and flags that do not fit."""
 
 import sqlite3
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.adk.events import Event, EventActions
 from google.adk.sessions import Session
 
 from adk_secure_sessions import (
@@ -31,6 +24,19 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import HEADER_LENGTH, Cipher
 from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
+from tests.attacks.faulty import (
+    KEY,
+    OTHER,
+    TABLES,
+    WHO,
+    Edit,
+    EditingCipher,
+    assert_names,
+    assert_verify_names,
+    event,
+    url,
+    write,
+)
 from tests.attacks.needles import found_in, needle
 from tests.attacks.support import (
     HISTORY,
@@ -44,63 +50,7 @@ from tests.attacks.support import (
 from tests.attacks.support import Database as Attacked
 from tests.attacks.world import ALL_SESSIONS, LONG, PACKED, VISIT
 
-KEY = bytes(range(32))
-MARK = "secret 7Qx"
-START = 1_700_000_000.0  # the JSON of a time that is not fixed has one of several lengths
-WHO: dict[str, Any] = {"app_name": "app", "user_id": "user", "session_id": "edited"}
-OTHER: dict[str, Any] = {**WHO, "user_id": "other"}
-TABLES = {
-    "app": "secure_apps",
-    "user": "secure_users",
-    "session": "secure_sessions",
-    "snapshot": "secure_bases",
-    "event": "secure_events",
-}
-Edit = Callable[[bytes], bytes]
-
-
-class EditingCipher:
-    def __init__(self, cipher: Cipher, edit: Edit) -> None:
-        self._cipher = cipher
-        self._edit = edit
-
-    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        edited = self._edit(plaintext) if MARK.encode() in plaintext else plaintext
-        return self._cipher.encrypt(edited, associated_data)
-
-    def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return self._cipher.decrypt(sealed, associated_data)
-
-
-class EditingBackend(AesGcmBackend):
-    def __init__(self, edit: Edit) -> None:
-        super().__init__(KEY)
-        self._edit = edit
-
-    def cipher(self, key: bytes) -> Any:
-        return EditingCipher(super().cipher(key), self._edit)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite+aiosqlite:///{tmp_path / 'sessions.db'}"
-
-
-def event(text: str, **delta: Any) -> Event:
-    actions = EventActions(state_delta=delta)
-    return Event(author=text, invocation_id="i", timestamp=START, actions=actions)
-
-
-async def write(url: str, where: str, edit: Edit) -> None:
-    """Write two sessions of two users, and one edited record."""
-    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
-        await service.create_session(**OTHER)
-    async with EncryptedSessionService(url, EditingBackend(edit)) as service:
-        keys = {"app": "app:k", "user": "user:k", "session": "k", "snapshot": "k"}
-        text = MARK * 1000 if where == "snapshot" else MARK
-        state = {keys[where]: text} if where in keys else {}
-        session = await service.create_session(**WHO, state=state)
-        await service.append_event(session, event(MARK if where == "event" else "fine"))
+__all__ = ["url"]
 
 
 def bomb(plaintext: bytes) -> bytes:
@@ -135,13 +85,6 @@ MALFORMED = {
 }
 
 
-def assert_names(error: DecryptionError, where: str, reason: Reason = Reason.MALFORMED) -> None:
-    assert error.reason is reason
-    assert error.table == TABLES[where]
-    assert error.__context__ is None or isinstance(error.__context__, DecryptionError)
-    assert "7Qx" not in str(error)
-
-
 @pytest.mark.parametrize("where", TABLES)
 @pytest.mark.parametrize("edit", MALFORMED.values(), ids=MALFORMED)
 async def test_malformed_record_is_rejected_named_and_left_as_it_is(
@@ -153,9 +96,8 @@ async def test_malformed_record_is_rejected_named_and_left_as_it_is(
             await service.get_session(**WHO)
         assert_names(info.value, where)
         assert where == "app" or await service.get_session(**OTHER)
+    await assert_verify_names(url, where)
     async with Database(url, AesGcmBackend(KEY)) as db:
-        (problem,) = (await verify(db)).problems
-        assert (problem.table, problem.reason) == (TABLES[where], Reason.MALFORMED)
         before = _records(url, where)
         done = await rotate_data(db)
         assert TABLES[where] in {one.table for one in done.problems}
