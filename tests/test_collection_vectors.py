@@ -4,21 +4,27 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
-from adk_secure_sessions import (
-    EncryptedSessionService,
-    SecureSessionError,
-)
+from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.maintenance import Database, verify
 from tests import format_reader
-from tests.vector_databases import Json, backends, copies_of, load, roots
+from tests.vector_databases import (
+    Json,
+    assert_read_as_named,
+    assert_used_as_named,
+    backends,
+    cases_of,
+    change,
+    copies_of,
+    each_case,
+    load,
+    roots,
+)
 
 DATABASE = load("collections.json")
 COLLECTIONS: list[Json] = DATABASE["collections"]
-CASES: list[Json] = load("collection_rejections.json")["cases"]
+CASES = cases_of("collection_rejections.json")
 ROOTS = roots("collections.json")
 BACKENDS = backends("collections.json")
 assert COLLECTIONS, "an empty vector file must not pass as success"
@@ -87,20 +93,6 @@ async def test_database_is_verified(database: Path) -> None:
 # --- rejections ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def changed(database: Path, request: pytest.FixtureRequest) -> Path:
-    """The database of the case."""
-    with closing(sqlite3.connect(database)) as connection:
-        for statement in request.getfixturevalue("case")["sql"]:
-            assert connection.execute(statement).rowcount, "nothing was changed"
-        connection.commit()
-    return database
-
-
-def name_of(case: Json) -> str:
-    return str(case["name"])
-
-
 async def use(path: Path, case: Json) -> None:
     """Do with the service what the case says."""
     app, user, name = case["of"]
@@ -131,26 +123,8 @@ def read(path: Path, case: Json) -> None:
             assert reader.collection(app, user, name, 1 if case["when"] == "last" else None)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-async def test_service_rejects_the_database_as_named(changed: Path, case: Json) -> None:
-    if case["expect"] == "ok":
-        await use(changed, case)
-        return
-    with pytest.raises(SecureSessionError) as info:
-        await use(changed, case)
-    assert type(info.value).__name__ == case["expect"]
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_reader_written_from_the_page_alone_rejects_the_database(changed: Path, case: Json) -> None:
-    if case["expect"] == "ok":
-        read(changed, case)
-        return
-    with pytest.raises(format_reader.Refused):
-        read(changed, case)
-
-
-def test_cases_are_named_apart_and_have_both_outcomes() -> None:
-    names = [case["name"] for case in CASES]
-    assert len(set(names)) == len(names)
-    assert {case["expect"] == "ok" for case in CASES} == {True, False}
+@each_case(CASES)
+async def test_changed_database_is_rejected_as_named(database: Path, case: Json) -> None:
+    change(database, case)
+    await assert_used_as_named(case, lambda: use(database, case))
+    assert_read_as_named(case, lambda: read(database, case))

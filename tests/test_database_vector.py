@@ -12,15 +12,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from google.adk.events import Event, EventActions
 from google.adk.sessions import Session
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    EncryptedSessionService,
-    FernetBackend,
-    SecureSessionError,
-)
+from adk_secure_sessions import EncryptedSessionService, SecureSessionError
 from tests import format_reader
 from tests.pages import DOCS
-from tests.vector_databases import Json, copies_of, load, roots
+from tests.vector_databases import Json, backends, copies_of, load, roots
 
 DATABASE = load("database.json")
 ROOTS = roots("database.json")
@@ -29,11 +24,7 @@ assert DATABASE["sessions"], "an empty vector file must not pass as success"
 
 
 def service_on(path: Path, writer: str) -> EncryptedSessionService:
-    aes, fernet = AesGcmBackend(ROOTS["aesgcm"]), FernetBackend(ROOTS["fernet"])
-    url = f"sqlite+aiosqlite:///{path}"
-    if writer == "aesgcm":
-        return EncryptedSessionService(url, aes, [fernet])
-    return EncryptedSessionService(url, fernet, [aes])
+    return EncryptedSessionService(f"sqlite:///{path}", *backends("database.json", writer))
 
 
 def who(expected: Json) -> dict[str, Any]:
@@ -350,9 +341,9 @@ def split(database: Path) -> tuple[Path, Path]:
 
 
 async def test_split_database_is_read_as_before(split: tuple[Path, Path]) -> None:
-    aes, fernet = AesGcmBackend(ROOTS["aesgcm"]), FernetBackend(ROOTS["fernet"])
     data, keys = (f"sqlite:///{path}" for path in split)
-    async with EncryptedSessionService(data, aes, [fernet], key_db_url=keys) as service:
+    both = backends("database.json")
+    async with EncryptedSessionService(data, *both, key_db_url=keys) as service:
         for expected in DATABASE["sessions"]:
             assert_is(await service.get_session(**who(expected)), expected)
     with closing(sqlite3.connect(split[0])) as one, closing(sqlite3.connect(split[1])) as other:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from google.adk.events import Event, EventActions
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, FernetBackend
+from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, verify
 from tests import format_reader
+from tests.vector_databases import Json, backends, load, roots
 
 FROZEN = Path(__file__).parent / "vectors" / "format2"
 SHA_256 = "0e5f121dc6820e6eae6e93a75c57dabcc18f732ddb23777e19bb3c276360c51f"
-Json = dict[str, Any]
-CONTENTS: Json = json.loads((FROZEN / "contents.json").read_text(encoding="utf-8"))
-ROOTS = {root["backend"]: bytes.fromhex(root["root_key"]) for root in CONTENTS["root_keys"]}
+NAME = "format2/contents.json"
+CONTENTS, ROOTS = load(NAME), roots(NAME)
 
 
 @pytest.fixture
@@ -27,13 +27,8 @@ def database(tmp_path: Path) -> Path:
     return Path(shutil.copyfile(FROZEN / "sessions.db", tmp_path / "sessions.db"))
 
 
-def backends(writer: str) -> tuple[Any, list[Any]]:
-    both = {"aesgcm": AesGcmBackend(ROOTS["aesgcm"]), "fernet": FernetBackend(ROOTS["fernet"])}
-    return both.pop(writer), list(both.values())
-
-
 def service_on(path: Path, writer: str) -> EncryptedSessionService:
-    return EncryptedSessionService(f"sqlite:///{path}", *backends(writer))
+    return EncryptedSessionService(f"sqlite:///{path}", *backends(NAME, writer))
 
 
 def ids(expected: Json) -> dict[str, Any]:
@@ -103,8 +98,7 @@ async def test_events_are_appended_to_the_frozen_database(database: Path, writer
 
 
 async def test_frozen_database_is_verified(database: Path) -> None:
-    writer, others = backends("aesgcm")
-    async with Database(f"sqlite:///{database}", writer, others) as db:
+    async with Database(f"sqlite:///{database}", *backends(NAME)) as db:
         found = await verify(db)
     assert found.bad == found.unchecked == 0
     assert found.sessions == len(CONTENTS["sessions"])

@@ -6,24 +6,30 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
 from google.adk.events import Event
 from google.adk.sessions import InMemorySessionService, Session
 from google.genai import types
 
-from adk_secure_sessions import (
-    EncryptedSessionService,
-    EncryptedSessionWrapper,
-    SecureSessionError,
-)
+from adk_secure_sessions import EncryptedSessionService, EncryptedSessionWrapper
 from adk_secure_sessions.formats.memory_items import COLLECTION_NAME
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, verify
 from tests import format_reader
-from tests.vector_databases import Json, backends, copies_of, load, roots
+from tests.vector_databases import (
+    Json,
+    assert_read_as_named,
+    assert_used_as_named,
+    backends,
+    cases_of,
+    change,
+    copies_of,
+    each_case,
+    load,
+    roots,
+)
 
 CONTENTS = load("integrations.json")
-CASES: list[Json] = load("integration_rejections.json")["cases"]
+CASES = cases_of("integration_rejections.json")
 ROOTS = roots("integrations.json")
 BACKENDS = backends("integrations.json")
 database = copies_of("integrations.sql")
@@ -103,10 +109,7 @@ def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> No
 
 def changed(database: Path, case: Json) -> tuple[Json, tuple[str, str, str]]:
     """Change the database as the case says; return the stored session, and the ids to ask for."""
-    with closing(sqlite3.connect(database)) as connection:
-        for statement in case.get("sql", ()):
-            assert connection.execute(statement).rowcount, "nothing was changed"
-        connection.commit()
+    change(database, case)
     original = CONTENTS["sessions"][case.get("session", 0)]["stored"]
     stored = copy.deepcopy(original)
     for path, value in case.get("set", ()):
@@ -118,11 +121,7 @@ def changed(database: Path, case: Json) -> tuple[Json, tuple[str, str, str]]:
     return stored, ids_of(original)
 
 
-def name_of(case: Json) -> str:
-    return str(case["name"])
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@each_case(CASES)
 async def test_change_is_rejected_as_named(database: Path, case: Json) -> None:
     stored, ids = changed(database, case)
 
@@ -140,18 +139,5 @@ async def test_change_is_rejected_as_named(database: Path, case: Json) -> None:
             else:
                 reader.wrapped_session(stored, *ids)
 
-    if case["expect"] == "ok":
-        await use()
-        read()
-        return
-    with pytest.raises(SecureSessionError) as info:
-        await use()
-    assert type(info.value).__name__ == case["expect"]
-    with pytest.raises(format_reader.Refused):
-        read()
-
-
-def test_cases_are_named_apart_and_have_both_outcomes() -> None:
-    names = [case["name"] for case in CASES]
-    assert len(set(names)) == len(names)
-    assert {case["expect"] == "ok" for case in CASES} == {True, False}
+    await assert_used_as_named(case, use)
+    assert_read_as_named(case, read)

@@ -28,7 +28,6 @@ from adk_secure_sessions import (
     EncryptedSessionWrapper,
     EncryptionBackend,
     FernetBackend,
-    NoOpBackend,
     Packing,
 )
 from adk_secure_sessions.formats.records import PADDED, ZLIB, padme
@@ -41,6 +40,7 @@ from adk_secure_sessions.migration import PlaintextFallbackService, migrate
 from tests import format_reader
 from tests.cli.support import run
 from tests.drivers import each_driver, server, url
+from tests.maintenance.support import plaintext_backend
 from tests.migration.lookups import MemoryLookup
 from tests.migration.memory_source import MemorySource
 
@@ -58,12 +58,6 @@ PADDED_ONLY: dict[str, Any] = {"packing": Packing(padding="padme")}
 BOTH: dict[str, Any] = {"packing": Packing("zlib", "padme")}
 OPTIONS: list[dict[str, Any]] = [{}, COMPRESSED, PADDED_ONLY, BOTH]
 IDS = ["plain", "compressed", "padded", "both"]
-
-
-def no_op() -> NoOpBackend:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return NoOpBackend()
 
 
 def file(path: Path) -> str:
@@ -169,7 +163,7 @@ async def test_every_service_reads_what_a_service_has_packed(
 @pytest.mark.parametrize("backend", [AesGcmBackend, FernetBackend, None])
 async def test_every_backend_packs(tmp_path: Path, backend: Any) -> None:
     def made() -> EncryptionBackend:
-        return backend(KEY) if backend else no_op()
+        return backend(KEY) if backend else plaintext_backend()
 
     async with service_on(file(tmp_path), made(), **BOTH) as service:
         await write(service)
@@ -185,7 +179,7 @@ async def test_flags_say_what_each_record_needs(tmp_path: Path) -> None:
         [({}, 0), (COMPRESSED, ZLIB), (PADDED_ONLY, PADDED), (BOTH, ZLIB | PADDED)]
     ):
         database = f"sqlite+aiosqlite:///{tmp_path / str(number)}.db"
-        async with service_on(database, no_op(), **options) as service:
+        async with service_on(database, plaintext_backend(), **options) as service:
             await write(service)
         found = flags_of(database)
         short = flag & PADDED
@@ -249,9 +243,9 @@ async def test_services_with_and_without_options_share_a_database(url: URL) -> N
 
 
 async def test_service_without_options_writes_values_without_flags(tmp_path: Path) -> None:
-    async with service_on(file(tmp_path), no_op(), **BOTH) as service:
+    async with service_on(file(tmp_path), plaintext_backend(), **BOTH) as service:
         await write(service)
-    async with service_on(file(tmp_path), no_op()) as service:
+    async with service_on(file(tmp_path), plaintext_backend()) as service:
         session = await get(service)
         await service.append_event(session, event(LONG, overlay="x", **{"user:name": "short"}))
     found = flags_of(file(tmp_path))
@@ -266,14 +260,14 @@ async def test_service_without_options_writes_values_without_flags(tmp_path: Pat
 async def test_artifacts_and_memory_are_packed_with_their_service(tmp_path: Path) -> None:
     part = types.Part(inline_data=types.Blob(mime_type="text/plain", data=b"stored"))
     who = {**WHO, "filename": "note.txt"}
-    async with service_on(file(tmp_path), no_op(), **BOTH) as service:
+    async with service_on(file(tmp_path), plaintext_backend(), **BOTH) as service:
         await write(service)
         await EncryptedMemoryService(service).add_session_to_memory(await get(service))
         artifacts = EncryptedArtifactService(service, tmp_path / "blobs")
         await artifacts.save_artifact(**who, artifact=part, custom_metadata={"why": LONG})
     assert {flag & PADDED for flag in flags_of(file(tmp_path))["event"]} == {PADDED}
     assert flags_of(file(tmp_path))["event"].count(ZLIB | PADDED) == 4, "events, memory, artifact"
-    async with service_on(file(tmp_path), no_op()) as service:
+    async with service_on(file(tmp_path), plaintext_backend()) as service:
         found = await EncryptedMemoryService(service).search_memory(**USER, query="pill")
         assert len(found.memories) == 1
         loaded = await EncryptedArtifactService(service, tmp_path / "blobs").load_artifact(**who)
@@ -311,13 +305,13 @@ async def test_wrapper_packs_and_reads(tmp_path: Path) -> None:
 
 
 async def test_rotation_keeps_the_flags_of_every_record(tmp_path: Path) -> None:
-    async with service_on(file(tmp_path), no_op(), **PADDED_ONLY) as service:
+    async with service_on(file(tmp_path), plaintext_backend(), **PADDED_ONLY) as service:
         await write(service)
-    async with service_on(file(tmp_path), no_op(), **COMPRESSED) as service:
+    async with service_on(file(tmp_path), plaintext_backend(), **COMPRESSED) as service:
         await service.append_event(await get(service), event(LONG, **{"app:motd": LONG + "!"}))
     before = flags_of(file(tmp_path))
     assert (before["app"], before["user"]) == ([ZLIB], [PADDED])
-    async with Database(file(tmp_path), no_op()) as db:
+    async with Database(file(tmp_path), plaintext_backend()) as db:
         assert (await rotate_data(db)).problems == ()
     assert flags_of(file(tmp_path)) == before
 
@@ -332,7 +326,7 @@ def source() -> MemorySource:
 
 
 async def test_migrate_packs_what_it_copies(tmp_path: Path, source: MemorySource) -> None:
-    async with Database(file(tmp_path), no_op(), **BOTH) as db:
+    async with Database(file(tmp_path), plaintext_backend(), **BOTH) as db:
         done = await migrate(source, db)
         assert (done.copied, done.bad) == (1, 0)
     found = flags_of(file(tmp_path))
@@ -340,14 +334,14 @@ async def test_migrate_packs_what_it_copies(tmp_path: Path, source: MemorySource
     assert found.pop("witness") == [0, 0, 0]
     both = [ZLIB | PADDED]
     assert found == {"app": both, "user": both, "session": [PADDED], "snapshot": both}
-    async with service_on(file(tmp_path), no_op()) as service:
+    async with service_on(file(tmp_path), plaintext_backend()) as service:
         assert (await get(service)).state["notes"] == LONG * 2
 
 
 async def test_fallback_packs_the_session_that_it_copies(tmp_path: Path) -> None:
     source = MemoryLookup()
     source.put("ada", "visit", texts=[LONG, "short"], state={"notes": LONG * 2})
-    encrypted = service_on(file(tmp_path), no_op(), **BOTH)
+    encrypted = service_on(file(tmp_path), plaintext_backend(), **BOTH)
     async with PlaintextFallbackService(encrypted, source) as service:
         session = await service.get_session(**WHO)
         assert session is not None
@@ -356,19 +350,17 @@ async def test_fallback_packs_the_session_that_it_copies(tmp_path: Path) -> None
     assert flags_of(file(tmp_path))["snapshot"] == [ZLIB | PADDED]
 
 
-@pytest.fixture
-def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_migrate_packs_what_it_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
+    async def fill() -> None:
+        plain = f"sqlite+aiosqlite:///{tmp_path}/plain.db"
+        async with service_on(plain, plaintext_backend()) as service:
+            await write(service)
 
-async def _fill_plain(path: Path) -> None:
-    async with service_on(f"sqlite+aiosqlite:///{path / 'plain.db'}", no_op()) as service:
-        await write(service)
-
-
-@pytest.mark.usefixtures("_directory")
-def test_command_migrate_packs_what_it_copies(tmp_path: Path) -> None:
-    asyncio.run(_fill_plain(tmp_path))
+    asyncio.run(fill())
     said = run(
         "migrate", "copy", "--from", "sqlite:///plain.db", "--from-backend", "no-op",
         "--to", "sqlite:///sessions.db", "--backend", "no-op",

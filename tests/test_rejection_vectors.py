@@ -1,6 +1,5 @@
 """vectors/rejections.json: databases that the service and the reader must reject."""
 
-import json
 import shutil
 import sqlite3
 from contextlib import closing
@@ -11,50 +10,36 @@ import pytest
 from google.adk.events import Event
 from google.adk.sessions.base_session_service import GetSessionConfig
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    DecryptionError,
-    EncryptedSessionService,
-    FernetBackend,
-    SecureSessionError,
-)
+from adk_secure_sessions import EncryptedSessionService
 from tests import format_reader
+from tests.vector_databases import (
+    Json,
+    assert_read_as_named,
+    assert_used_as_named,
+    backends,
+    cases_of,
+    change,
+    copies_of,
+    each_case,
+    load,
+    roots,
+)
 
-VECTORS = Path(__file__).parent / "vectors"
-Json = dict[str, Any]
-CASES: list[Json] = json.loads((VECTORS / "rejections.json").read_text(encoding="utf-8"))["cases"]
-DATABASE: Json = json.loads((VECTORS / "database.json").read_text(encoding="utf-8"))
-ROOTS = [bytes.fromhex(root["root_key"]) for root in DATABASE["root_keys"]]
-ANY_SESSION = [DATABASE["sessions"][0][name] for name in ("app_name", "user_id", "session_id")]
+CASES = cases_of("rejections.json")
+ROOTS, BACKENDS = roots("database.json"), backends("database.json")
+ANY_SESSION = [
+    load("database.json")["sessions"][0][name] for name in ("app_name", "user_id", "session_id")
+]
+original = copies_of("database.sql")
 AES = 1
 
 
-def name_of(case: Json) -> str:
-    return str(case["name"])
-
-
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vector") / "sessions.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((VECTORS / "database.sql").read_text(encoding="utf-8"))
-    return path
-
-
 @pytest.fixture
-def database(unchanged: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def database(original: Path, case: Json) -> Path:
     """The database of the case."""
-    path = tmp_path / "sessions.db"
-    shutil.copy(unchanged, path)
-    shutil.copy(unchanged, path.with_name("before.db"))
-    with closing(sqlite3.connect(path)) as connection:
-        for statement in request.getfixturevalue("case")["sql"]:
-            before = connection.total_changes
-            connection.execute(statement)
-            is_definition = statement.startswith(("CREATE", "DROP", "ALTER"))
-            assert is_definition or connection.total_changes > before, "nothing was changed"
-        connection.commit()
-    return path
+    shutil.copy(original, original.with_name("before.db"))
+    change(original, case)
+    return original
 
 
 def ids(case: Json) -> dict[str, Any]:
@@ -64,35 +49,27 @@ def ids(case: Json) -> dict[str, Any]:
 
 async def use(path: Path, case: Json) -> None:
     """Do with the service what the case says."""
-    backends = AesGcmBackend(ROOTS[0]), [FernetBackend(ROOTS[1])]
-    async with EncryptedSessionService(f"sqlite:///{path}", *backends) as service:
+    async with EncryptedSessionService(f"sqlite:///{path}", *BACKENDS) as service:
         if case["when"] == "list":
             who = ids(case)
             del who["session_id"]
             assert (await service.list_sessions(**who)).sessions
         elif case["when"] == "append":
-            await _append(path, service, case)
+            # To the session as it was before the case, so that the append itself must notice.
+            before = f"sqlite:///{path.with_name('before.db')}"
+            async with EncryptedSessionService(before, *BACKENDS) as other:
+                session = await other.get_session(**ids(case))
+            assert session is not None
+            await service.append_event(session, Event(author="user", timestamp=1_800_000_000.0))
         else:
             config = GetSessionConfig(num_recent_events=1) if case["when"] == "last" else None
             assert await service.get_session(**ids(case), config=config)
 
 
-async def _append(path: Path, service: EncryptedSessionService, case: Json) -> None:
-    """Append to the session as it was before the case, so that the append itself must notice."""
-    session = await _loaded(path.with_name("before.db"), case)
-    await service.append_event(session, Event(author="user", timestamp=1_800_000_000.0))
-
-
-async def _loaded(path: Path, case: Json) -> Any:
-    backends = AesGcmBackend(ROOTS[0]), [FernetBackend(ROOTS[1])]
-    async with EncryptedSessionService(f"sqlite:///{path}", *backends) as service:
-        return await service.get_session(**ids(case))
-
-
 def read(path: Path, case: Json) -> None:
     """Do with the reader what the case says; a reader appends nothing."""
     with closing(sqlite3.connect(path)) as connection:
-        reader = format_reader.Database(connection, *ROOTS)
+        reader = format_reader.Database(connection, *ROOTS.values())
         app_name, user_id, session_id = ids(case).values()
         if case["when"] == "list":
             assert reader.listing(app_name, user_id)
@@ -103,33 +80,19 @@ def read(path: Path, case: Json) -> None:
             assert reader.current_key(AES, app_name, user_id) != case["not_with"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@each_case(CASES)
 async def test_service_rejects_the_database_as_named(database: Path, case: Json) -> None:
-    if case["expect"] == "ok":
-        await use(database, case)
-        return
-    with pytest.raises(SecureSessionError) as info:
-        await use(database, case)
-    assert type(info.value).__name__ == case["expect"]
-    if "reason" in case:
-        assert isinstance(info.value, DecryptionError)
-        assert info.value.reason == case["reason"]
+    await assert_used_as_named(case, lambda: use(database, case))
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@each_case(CASES)
 def test_reader_written_from_the_page_alone_rejects_the_database(
     database: Path, case: Json
 ) -> None:
-    if case["expect"] == "ok":
-        read(database, case)
-        return
-    with pytest.raises(format_reader.Refused) as info:
-        read(database, case)
-    is_flags = isinstance(info.value, format_reader.UnknownFlags)
-    assert is_flags == (case.get("reason") == "unknown flags")
+    assert_read_as_named(case, lambda: read(database, case))
 
 
-@pytest.mark.parametrize("case", [one for one in CASES if "not_with" in one], ids=name_of)
+@each_case([one for one in CASES if "not_with" in one])
 async def test_new_records_are_not_encrypted_with_the_named_key(database: Path, case: Json) -> None:
     before = _records(database)
     await use(database, case)
@@ -142,9 +105,3 @@ def _records(path: Path) -> set[bytes]:
     with closing(sqlite3.connect(path)) as connection:
         query = "SELECT state FROM secure_sessions UNION ALL SELECT event FROM secure_events"
         return {record for (record,) in connection.execute(query)}
-
-
-def test_cases_are_named_apart_and_have_both_outcomes() -> None:
-    names = [case["name"] for case in CASES]
-    assert len(set(names)) == len(names)
-    assert {case["expect"] == "ok" for case in CASES} == {True, False}

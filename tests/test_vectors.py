@@ -1,12 +1,9 @@
 """The known answers under vectors/: old records stay readable, bad ones are rejected as named."""
 
-import json
+import asyncio
 import struct
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +14,6 @@ from adk_secure_sessions import (
     EncryptionBackend,
     FernetBackend,
     KeyProvider,
-    NoOpBackend,
     PassphraseKey,
     SecureSessionError,
     StaticKey,
@@ -37,15 +33,8 @@ from adk_secure_sessions.keys.data_keys import (
 )
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
 from tests import format_reader
-
-VECTORS = Path(__file__).parent / "vectors"
-Json = dict[str, Any]
-
-
-def load(name: str) -> Json:
-    found: Json = json.loads((VECTORS / name).read_text(encoding="utf-8"))
-    return found
-
+from tests.maintenance.support import plaintext_backend
+from tests.vector_databases import Json, each_case, load
 
 RECORDS, KEYS = load("records.json"), load("keys.json")
 SEALED = [case for case in RECORDS["cases"] if "nonce" in case or "iv" in case]
@@ -61,19 +50,16 @@ LISTS = {
 }
 
 
-def name_of(case: Json) -> str:
-    return str(case["name"])
-
-
-def assert_outcome(case: Json, opened: "Opened", plaintext: str) -> None:
+def assert_outcome(case: Json, attempt: Callable[[], bytes], plaintext: str) -> None:
     if case["expect"] == "ok":
-        assert opened.error is None
-        assert opened.plaintext == bytes.fromhex(plaintext)
-    else:
-        assert type(opened.error).__name__ == case["expect"]
+        assert attempt().hex() == plaintext
+        return
+    with pytest.raises(SecureSessionError) as info:
+        attempt()
+    assert type(info.value).__name__ == case["expect"]
     if "reason" in case:
-        assert isinstance(opened.error, DecryptionError)
-        assert opened.error.reason == case["reason"]
+        assert isinstance(info.value, DecryptionError)
+        assert info.value.reason == case["reason"]
 
 
 def after_flags(case: Json) -> str:
@@ -81,26 +67,6 @@ def after_flags(case: Json) -> str:
     text: str = case.get("plaintext", "00")
     assert text[:2] == "00"
     return text[2:]
-
-
-class Opened:
-    """Keeps the plaintext, or the error, of an attempt to decrypt something."""
-
-    plaintext: bytes | None = None
-    error: Exception | None = None
-
-    def __enter__(self) -> "Opened":
-        return self
-
-    def __exit__(self, _type: object, error: object, _traceback: object) -> bool:
-        self.error = error if isinstance(error, SecureSessionError) else None
-        return self.error is not None
-
-
-def no_op_backend() -> NoOpBackend:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return NoOpBackend()
 
 
 # --- the files themselves ------------------------------------------------------------------------
@@ -125,7 +91,7 @@ def test_names_are_unique_and_both_outcomes_occur(kind: str) -> None:
 BACKENDS: dict[int, EncryptionBackend] = {
     1: AesGcmBackend(bytes(32)),
     2: FernetBackend(bytes(32)),
-    3: no_op_backend(),
+    3: plaintext_backend(),
 }
 
 
@@ -153,20 +119,17 @@ def context_of(case: Json) -> bytes:
     return records.context(texts, *(part["int"] for part in case["context"] if "int" in part))
 
 
-@pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
+@each_case(RECORDS["cases"])
 def test_record_opens_or_is_rejected_as_named(case: Json) -> None:
     keys = known_keys(case["accept"])
-    with Opened() as opened:
-        opened.plaintext = keys.open(
-            bytes.fromhex(case["owner"]), context_of(case), bytes.fromhex(case["record"])
-        )
-    assert_outcome(case, opened, after_flags(case))
+    owner, record = bytes.fromhex(case["owner"]), bytes.fromhex(case["record"])
+    assert_outcome(case, lambda: keys.open(owner, context_of(case), record), after_flags(case))
 
 
 PACKED = [case for case in RECORDS["cases"] if "packed" in case]
 
 
-@pytest.mark.parametrize("case", PACKED, ids=name_of)
+@each_case(PACKED)
 def test_packed_record_is_encrypted_again_as_it_is(case: Json) -> None:
     keys, owner, context = (
         known_keys(case["accept"]),
@@ -185,12 +148,12 @@ def test_each_backend_has_a_record_of_each_flags() -> None:
     assert made == {(f"{i:02x}", f"{flags:02x}") for i in BACKENDS for flags in (1, 4, 5)}
 
 
-@pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
+@each_case(RECORDS["cases"])
 def test_context_is_joined_as_the_vector_says(case: Json) -> None:
     assert context_of(case).hex() == case["context_hex"]
 
 
-@pytest.mark.parametrize("case", RECORDS["cases"], ids=name_of)
+@each_case(RECORDS["cases"])
 def test_reader_written_from_the_page_alone_agrees_on_the_record(case: Json) -> None:
     keys = {key["id"]: key for key in RECORDS["keys"]}
     stored = bytes.fromhex(case["record"])
@@ -228,7 +191,7 @@ def drawing_from(case: Json) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", SEALED, ids=name_of)
+@each_case(SEALED)
 def test_sealing_with_the_fixed_nonce_gives_exactly_the_record(case: Json) -> None:
     (key,) = (key["key"] for key in RECORDS["keys"] if key["id"] == case["key_id"])
     cipher = BACKENDS[case["backend"]].cipher(bytes.fromhex(key))
@@ -247,12 +210,12 @@ def test_every_backend_and_every_purpose_has_a_vector_to_encrypt() -> None:
 # --- keys ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", KEYS["root_keys"], ids=name_of)
+@each_case(KEYS["root_keys"])
 def test_root_key_gives_the_key_id(case: Json) -> None:
     assert StaticKey(bytes.fromhex(case["root_key"])).key_id == case["root_key_id"]
 
 
-@pytest.mark.parametrize("case", KEYS["root_keys"], ids=name_of)
+@each_case(KEYS["root_keys"])
 async def test_root_key_gives_the_wrapping_key(case: Json) -> None:
     wrapped = await StaticKey(bytes.fromhex(case["root_key"])).wrap(b"key", b"context")
     wrapping = Aes256Gcm(bytes.fromhex(case["wrapping_key"]))
@@ -265,7 +228,7 @@ def provider_of(case: Json) -> KeyProvider:
     return StaticKey(bytes.fromhex(case["root_key"])) if "root_key" in case else NO_OP_ROOT
 
 
-NO_OP_ROOT: KeyProvider = no_op_backend().root_key
+NO_OP_ROOT: KeyProvider = plaintext_backend().root_key
 
 
 def master_row(case: Json) -> MasterKeyRow:
@@ -273,16 +236,18 @@ def master_row(case: Json) -> MasterKeyRow:
     return MasterKeyRow(**columns | {"wrapped": bytes.fromhex(case["wrapped"])})
 
 
-@pytest.mark.parametrize("case", KEYS["master_keys"], ids=name_of)
-async def test_master_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
+@each_case(KEYS["master_keys"])
+def test_master_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     row, where = master_row(case), bytes.fromhex(case["associated_data"])
     assert row.context(bytes.fromhex(case["database_id"])) == where
-    with Opened() as opened:
-        opened.plaintext = await provider_of(case).unwrap(row.wrapped, where)
-    assert_outcome(case, opened, case.get("master_key", ""))
+
+    def unwrap() -> bytes:
+        return asyncio.run(provider_of(case).unwrap(row.wrapped, where))
+
+    assert_outcome(case, unwrap, case.get("master_key", ""))
 
 
-@pytest.mark.parametrize("case", WRAPPED, ids=name_of)
+@each_case(WRAPPED)
 async def test_wrapping_with_the_fixed_nonce_gives_exactly_the_wrap(case: Json) -> None:
     draws = [bytes.fromhex(case["nonce"])]
     iterations, lanes, memory = 3, 4, 65536
@@ -310,32 +275,31 @@ def masters() -> dict[int, Aes256Gcm]:
     return {int(key_id): Aes256Gcm(bytes.fromhex(key)) for key_id, key in KEYS["masters"].items()}
 
 
-@pytest.mark.parametrize("case", KEYS["data_keys"], ids=name_of)
+@each_case(KEYS["data_keys"])
 def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     row, database_id = data_row(case), bytes.fromhex(case["database_id"])
     assert row.context(database_id).hex() == case["associated_data"]
     keyring = Keyring(database_id, BlindIndex(bytes(32)), masters(), None)
-    with Opened() as opened:
+
+    def unwrap() -> bytes:
         staged = StagedKeys(DataKeys(keyring, BACKENDS, 1, 100))
         staged.load([row], ())
         # A rejected data key raises when a record names it.
         staged.key_of(row.owner, records.build_header(row.backend_id, row.id))
-    if case["expect"] == "ok":
-        _, master_id = records.parse_header(row.wrapped)
-        opened.plaintext = records.open_record(
-            row.wrapped, row.context(database_id), masters()[master_id]
-        )
-    assert_outcome(case, opened, case.get("data_key", ""))
+        master = masters()[records.parse_header(row.wrapped)[1]]
+        return records.open_record(row.wrapped, row.context(database_id), master)
+
+    assert_outcome(case, unwrap, case.get("data_key", ""))
 
 
-@pytest.mark.parametrize("case", KEYS["tags"], ids=name_of)
+@each_case(KEYS["tags"])
 def test_tag_is_the_one_in_the_vector(case: Json) -> None:
     index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
     purpose, *names = case["context"]
     assert getattr(index, purpose)(*names).hex() == case["tag"]
 
 
-@pytest.mark.parametrize("case", KEYS["migration"], ids=name_of)
+@each_case(KEYS["migration"])
 def test_mac_of_an_import_is_the_one_in_the_vector(case: Json) -> None:
     index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
     purpose, *of = case["texts"]
@@ -346,7 +310,7 @@ def test_mac_of_an_import_is_the_one_in_the_vector(case: Json) -> None:
     assert mac.hex() == case["mac"]
 
 
-@pytest.mark.parametrize("case", KEYS["state_index"], ids=name_of)
+@each_case(KEYS["state_index"])
 def test_tags_of_an_indexed_value_are_those_in_the_vector(case: Json) -> None:
     master = bytes.fromhex(KEYS["index_master"])
     index, names = BlindIndex(master), (case["app_name"], case["key"])
