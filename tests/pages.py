@@ -120,6 +120,25 @@ def _run(example: Example) -> None:
     RUNNERS[block["language"]](page, str(block["source"]), block.get("title"))
 
 
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Serve an ASGI application with uvicorn; yield its address, such as `127.0.0.1:8000`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            deadline = time.monotonic() + _PATIENCE
+            while not server.started:
+                assert thread.is_alive(), "it ended at once"
+                assert time.monotonic() < deadline, "it does not answer"
+                time.sleep(0.01)
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(_PATIENCE)
+
+
 class Page:
     """A reader of one page: directory, namespace, environment and servers."""
 
@@ -265,23 +284,7 @@ class Page:
         (name,) = command[1:]
         module, _, attribute = name.partition(":")
         app = getattr(importlib.import_module(module), attribute)
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._addresses[_ADDRESS] = f"127.0.0.1:{listener.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="warning"))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-
-        def stop() -> None:
-            server.should_exit = True
-            thread.join(_PATIENCE)
-            listener.close()
-
-        self._stack.callback(stop)
-        deadline = time.monotonic() + _PATIENCE
-        while not server.started:
-            assert thread.is_alive(), f"{line!r} ended at once"
-            assert time.monotonic() < deadline, f"{line!r} does not answer"
-            time.sleep(0.01)
+        self._addresses[_ADDRESS] = self._stack.enter_context(served(app))
 
     def _own(self, command: list[str], line: str) -> None:
         otherwise: list[str] = []

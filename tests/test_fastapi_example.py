@@ -1,19 +1,14 @@
 """The application that docs/adk-commands.md shows, where things go wrong."""
 
 import asyncio
-import socket
 import sqlite3
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from adk_secure_sessions import WrongKeyError, generate_key
@@ -87,27 +82,8 @@ async def test_altered_session_is_told_to_the_log_and_not_to_the_caller(
 # --- over HTTP -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def served(app: FastAPI) -> Iterator[str]:
-    """Serve *app* on the loopback interface; yield its address, such as `127.0.0.1:8000`."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="warning"))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            deadline = time.monotonic() + 60
-            while not server.started:
-                assert time.monotonic() < deadline
-                assert thread.is_alive()
-                time.sleep(0.01)
-            yield f"127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(60)
-
-
 async def test_concurrent_requests_for_one_session_are_answered_with_409(path: Path) -> None:
-    with served(application()) as address:
+    with pages.served(application()) as address:
         async with httpx.AsyncClient(base_url=f"http://{address}") as http:
             for _ in range(2):  # the first time, they also create the session
                 responses = await asyncio.gather(

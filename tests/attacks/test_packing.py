@@ -1,7 +1,6 @@
 """Compressed and padded records: what their lengths tell, bombs, and flags that do not fit."""
 
 import sqlite3
-import warnings
 import zlib
 from collections import Counter
 from contextlib import closing
@@ -15,7 +14,6 @@ from adk_secure_sessions import (
     AesGcmBackend,
     DecryptionError,
     EncryptedSessionService,
-    NoOpBackend,
     Packing,
     Reason,
     TamperedError,
@@ -49,6 +47,7 @@ from tests.attacks.support import (
 )
 from tests.attacks.support import Database as Attacked
 from tests.attacks.world import ALL_SESSIONS, LONG, PACKED, VISIT
+from tests.maintenance.support import plaintext_backend
 
 __all__ = ["url"]
 
@@ -143,10 +142,7 @@ async def test_flags_that_an_attacker_changes_in_plaintext_records_never_give_an
     url: str,
 ) -> None:
     """`NoOpBackend` authenticates nothing: its records can be changed, but not be mistaken."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        backend = NoOpBackend()
-    async with EncryptedSessionService(url, backend) as service:
+    async with EncryptedSessionService(url, plaintext_backend()) as service:
         session = await service.create_session(**WHO)
         await service.append_event(session, event("said"))
         with closing(sqlite3.connect(url.partition(":///")[2])) as connection:

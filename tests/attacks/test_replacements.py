@@ -2,9 +2,6 @@
 
 import json
 import secrets
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -12,7 +9,6 @@ from adk_secure_sessions import (
     AesGcmBackend,
     EncryptedSessionService,
     FernetBackend,
-    NoOpBackend,
     PlaintextRefusedError,
     SecureSessionError,
     TamperedError,
@@ -33,6 +29,7 @@ from tests.attacks.support import (
     rejection,
 )
 from tests.attacks.world import BOB, KEY, START, VISIT, new_event
+from tests.maintenance.support import plaintext_backend
 
 HEADER = 13
 KEY_ID = slice(5, HEADER)
@@ -52,18 +49,6 @@ def forged_plaintext(cell: Cell) -> bytes:
         "base": STATE_JSON,
     }
     return forged.get(cell.name, b"")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # NoOpBackend's, when it is made
-        yield
-
-
-def no_op() -> NoOpBackend:
-    with quiet():
-        return NoOpBackend()
 
 
 @also_on("fernet", "mariadb", cases=["BLOB-event"])
@@ -108,7 +93,7 @@ async def test_no_op_record_under_our_key_id_is_rejected_even_where_no_op_is_lis
 ) -> None:
     """Listing NoOpBackend allows its own records; those of other backends stay protected."""
     cell.store(db, b"AKS\x02\x03" + cell.stored(db)[KEY_ID] + forged_plaintext(cell))
-    async with db.service(additional_backends=[no_op()]) as service:
+    async with db.service(additional_backends=[plaintext_backend()]) as service:
         assert type(await rejection(get, service, db, cell.who)) is TamperedError
 
 
@@ -169,7 +154,7 @@ async def test_record_of_a_backend_that_is_no_longer_listed_is_rejected(db: Data
 
 
 async def test_record_of_no_op_is_rejected_where_it_is_not_listed(db: Database) -> None:
-    async with EncryptedSessionService(db.url, no_op(), [db.backend()]) as service:
+    async with EncryptedSessionService(db.url, plaintext_backend(), [db.backend()]) as service:
         session = db.session(VISIT)
         await service.append_event(session, new_event(20, {"step": 20}))
     await assert_rejected(db, only(get, append, list_user), PlaintextRefusedError)
@@ -177,7 +162,7 @@ async def test_record_of_no_op_is_rejected_where_it_is_not_listed(db: Database) 
 
 async def test_database_that_no_op_made_is_rejected_by_an_encrypting_backend(db: Database) -> None:
     db.define(*(f"DROP TABLE {table}" for table in db.dump()))
-    async with EncryptedSessionService(db.url, no_op()) as service:
+    async with EncryptedSessionService(db.url, plaintext_backend()) as service:
         await service.create_session(**VISIT._asdict())
     before = db.dump()
     async with db.service() as service:
@@ -190,7 +175,7 @@ async def test_database_that_no_op_made_is_rejected_by_an_encrypting_backend(db:
 
 async def test_database_that_we_made_is_rejected_by_no_op_alone(db: Database) -> None:
     before = db.dump()
-    async with db.service(no_op()) as service:
+    async with db.service(plaintext_backend()) as service:
         with pytest.raises(Exception, match="wrapped by root key"):
             await service.prepare_tables()
         with pytest.raises(Exception, match="wrapped by root key"):

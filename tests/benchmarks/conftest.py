@@ -1,7 +1,6 @@
 """Fixtures for a whole run: one event loop, one set of databases, one set of results."""
 
-import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -21,14 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--results", type=Path, help="write the results to this JSON file")
     group.addoption("--update", type=Path, help="replace the measured figures in this JSON file")
     group.addoption("--compare", type=Path, help="list the changes since this file of results")
-
-
-@pytest.fixture(autouse=True)
-def _frozen_again() -> Iterator[None]:
-    """Exempt what was imported from garbage collection again, which `gc_paused` ends."""
-    yield
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
 
 
 @pytest.fixture(scope="session")

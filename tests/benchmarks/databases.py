@@ -1,6 +1,5 @@
 """Create the databases to measure on, open the services on them, and measure their size."""
 
-import warnings
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,11 +15,11 @@ from adk_secure_sessions import (
     Caches,
     EncryptedSessionService,
     FernetBackend,
-    NoOpBackend,
 )
 from tests import servers
 from tests.benchmarks.floor_postgresql import PostgresFloor
 from tests.benchmarks.floor_sqlite import SqliteFloor
+from tests.maintenance.support import plaintext_backend
 
 # The sides of a comparison: our service with each backend, ADK's services, and the floor.
 OURS, FERNET, NO_OP = "aesgcm", "fernet", "no-op"
@@ -63,22 +62,16 @@ async def _open(side: str, url: sa.URL) -> BaseSessionService:
     if side == FERNET:
         return EncryptedSessionService(url, FernetBackend(_KEY))
     if side == NO_OP:
-        return _no_op_service(url)
+        return EncryptedSessionService(url, plaintext_backend())
     if side == ADK:
         return DatabaseSessionService(url.render_as_string(hide_password=False))
     if side == ADK_SQLITE:
         return SqliteSessionService(str(url.database))
-    async with _no_op_service(url) as service:  # creates the floor's tables
-        await service.prepare_tables()
+    async with EncryptedSessionService(url, plaintext_backend()) as service:
+        await service.prepare_tables()  # of the floor
     if url.get_backend_name() == "sqlite":
         return SqliteFloor(Path(str(url.database)))
     return await PostgresFloor.connect(url)
-
-
-def _no_op_service(url: sa.URL) -> EncryptedSessionService:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning that NoOpBackend stores plaintext
-        return EncryptedSessionService(url, NoOpBackend())
 
 
 class Databases:

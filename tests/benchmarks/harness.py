@@ -32,7 +32,7 @@ def gc_paused() -> Iterator[None]:
     """Turn automatic garbage collection off, and exempt all current objects from explicit calls.
 
     A full collection of the objects that importing ADK creates takes longer than most operations
-    measured here, and would slow down one side at random.
+    measured here, and would slow down one side at random.  They stay exempt afterwards.
     """
     gc.collect()
     gc.freeze()
@@ -41,7 +41,6 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 async def interleave(

@@ -14,20 +14,11 @@ from tests.benchmarks.plan import DIRECTIONS, SIZES
 from tests.benchmarks.results import Figure, Results
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.parametrize("size", SIZES)]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-@each_backend
-def test_encrypt_only(results: Results, backend: str, size: str) -> None:
-    measure(results, "encrypt", backend, size)
-
-
-@each_backend
-def test_decrypt_only(results: Results, backend: str, size: str) -> None:
-    measure(results, "decrypt", backend, size)
-
-
-def measure(results: Results, direction: str, backend: str, size: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_one_direction(results: Results, direction: str, backend: str, size: str) -> None:
     [values] = time_runs({backend: cipher_operation(backend, direction, SIZES[size])}).values()
     results.store(f"{direction} only/{backend}/{size}", Figure.of(values, "s"))
     results.log(cipher_line(results.figures, direction, f"{backend}/{size}"))
