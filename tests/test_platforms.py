@@ -78,8 +78,8 @@ def test_service_uri_keeps_windows_paths(path: str) -> None:
 
 @pytest.mark.parametrize("path", WINDOWS_PATHS)
 def test_windows_path_is_a_directory_of_artifacts_and_no_url(path: str) -> None:
-    ArtifactStore(path).blobs("p")
-    assert Path(path, "p").is_dir()
+    ArtifactStore(path).prepare(create=True)
+    assert Path(path).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ async def test_directory_by_two_names_is_the_same_database(tmp_path: Path) -> No
         f"sqlite:///{tmp_path}/private/var/sessions.db", backend
     ) as service:
         assert await service.get_session(app_name="clinic", user_id="ada", session_id="s")
-    ArtifactStore(tmp_path / "var" / "artifacts").blobs("p")
+    ArtifactStore(tmp_path / "var" / "artifacts").prepare(create=True)
 
 
 # --- functions that Windows does not have --------------------------------------------------------

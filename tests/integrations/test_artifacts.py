@@ -290,7 +290,7 @@ async def test_bad_input_stores_nothing(
         await ours.save_artifact(**WHO, session_id="s", filename="x" * 1025, artifact=text)
     with pytest.raises(ConfigurationError):
         EncryptedArtifactService(sessions, "ftp://x")
-    assert list((tmp_path / "blobs").rglob("*/*/*")) == []
+    assert list((tmp_path / "blobs").iterdir()) == []
 
 
 async def pieces(*data: bytes, then: Exception | None = None) -> AsyncIterator[bytes]:

@@ -25,6 +25,11 @@ def store(
     """A store that uses descriptors, and one that uses paths, as on Windows."""
     if request.param == "paths":
         monkeypatch.setattr(blob_directory, "_HAS_DESCRIPTORS", False)
+    return opened(tmp_path)
+
+
+def opened(tmp_path: Path) -> BlobStore:
+    (tmp_path / "blobs" / PREFIX).mkdir(parents=True)
     return ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
 
 
@@ -136,8 +141,6 @@ async def test_link_in_place_of_the_prefix_is_not_followed(
     for call in calls:
         with pytest.raises(ArtifactStoreError, match="symbolic link"):
             await call()
-    with pytest.raises(ArtifactStoreError, match="symbolic link"):
-        ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
     assert [path.name for path in moved.iterdir()] == [NAME]
     assert (moved / NAME / "0").read_bytes() == CONTENT
 
@@ -158,7 +161,7 @@ async def test_directory_that_the_operator_gave_may_be_a_link(
 async def test_blob_that_becomes_a_link_during_its_deletion_is_not_followed(
     tmp_path: Path, victim: Path
 ) -> None:
-    store = ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
+    store = opened(tmp_path)
     await put(store)
     path, real = tmp_path / "blobs" / PREFIX / NAME, blob_directory._deletable
 

@@ -49,8 +49,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     if request.param == "s3":
         server = request.getfixturevalue("server")
         return ArtifactStore(server.url("team"), options=server.options).blobs(PREFIX)
-    where = tmp_path / "blobs" if request.param == "directory" else "memory://"
-    return ArtifactStore(where).blobs(PREFIX)
+    return ArtifactStore(tmp_path if request.param == "directory" else "memory://").blobs(PREFIX)
 
 
 @pytest.fixture
@@ -185,8 +184,8 @@ async def test_foreign_objects_are_not_listed(tmp_path: Path, server: s3.Server)
     server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/{new_name()}/x/0", Body=b"x")
     assert await listed(ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)) == []
     directory = ArtifactStore(tmp_path).blobs(PREFIX)
+    (tmp_path / PREFIX / "folder").mkdir(parents=True)
     (tmp_path / PREFIX / "readme.txt").write_text("x")
-    (tmp_path / PREFIX / "folder").mkdir()
     assert await listed(directory) == []
 
 
@@ -463,8 +462,9 @@ def mode(path: Path) -> int:
 
 
 async def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
-    name = new_name()
-    await ArtifactStore(tmp_path / "new" / "blobs").blobs(PREFIX).put_stream(name, pieces_of(b"x"))
+    name, store = new_name(), ArtifactStore(tmp_path / "new" / "blobs")
+    store.prepare(create=True)
+    await store.blobs(PREFIX).put_stream(name, pieces_of(b"x"))
     path = tmp_path / "new"
     for part in ("blobs", PREFIX, name):
         assert mode(path) == 0o700
@@ -472,10 +472,20 @@ async def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     assert (mode(path), mode(path / "0")) == (0o700, 0o600)
 
 
-async def test_mode_of_a_directory_that_exists_stays(tmp_path: Path) -> None:
+def test_mode_of_a_directory_that_exists_stays(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
-    ArtifactStore(tmp_path).blobs(PREFIX)
-    assert (mode(tmp_path), mode(tmp_path / PREFIX)) == (0o750, 0o700)
+    ArtifactStore(tmp_path).prepare(create=True)
+    assert mode(tmp_path) == 0o750
+
+
+async def test_missing_directory_is_not_created_by_a_write(tmp_path: Path) -> None:
+    """The disk that has it may not be mounted any more."""
+    store = ArtifactStore(tmp_path / "gone")
+    with pytest.raises(ArtifactStoreError, match="not a directory"):
+        await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"x"))
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        store.prepare(create=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
@@ -489,7 +499,7 @@ async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> 
 
     with mock.patch("os.fsync", fsync):
         await store.put_stream(name, pieces_of(b"x"))
-    assert synced == [f"{PREFIX}/{name}/0", f"{PREFIX}/{name}", PREFIX]
+    assert synced == [f"{PREFIX}/{name}/0", f"{PREFIX}/{name}", PREFIX, "."]
 
 
 @pytest.mark.parametrize(
@@ -505,7 +515,7 @@ async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> 
 async def test_failure_of_the_file_system_is_our_error(
     tmp_path: Path, code: int, text: str, retryable: bool
 ) -> None:
-    store = ArtifactStore(tmp_path / "needle").blobs(PREFIX)
+    store = ArtifactStore(tmp_path).blobs("needle")
     with (
         mock.patch("os.fsync", side_effect=OSError(code, "needle")),
         pytest.raises(ArtifactStoreError, match=text) as info,
@@ -519,13 +529,13 @@ async def test_failure_of_the_file_system_is_our_error(
 def test_file_where_the_directory_should_be_is_our_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArtifactStoreError, match="not a directory"):
-        ArtifactStore(tmp_path / "file").blobs(PREFIX)
+        ArtifactStore(tmp_path / "file").prepare(create=True)
 
 
 async def test_link_in_place_of_a_blob_is_not_followed(tmp_path: Path) -> None:
     name, store = new_name(), ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
     (tmp_path / "secret").write_text("content")
-    (tmp_path / "blobs" / PREFIX / name).mkdir()
+    (tmp_path / "blobs" / PREFIX / name).mkdir(parents=True)
     (tmp_path / "blobs" / PREFIX / name / "0").symlink_to(tmp_path / "secret")
     with pytest.raises(SecureSessionError):
         await read(store, name, 7)
@@ -537,7 +547,7 @@ async def test_link_in_place_of_a_blob_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 async def test_pipe_in_place_of_a_blob_does_not_stop_the_reader(tmp_path: Path) -> None:
     name, store = new_name(), ArtifactStore(tmp_path).blobs(PREFIX)
-    (tmp_path / PREFIX / name).mkdir()
+    (tmp_path / PREFIX / name).mkdir(parents=True)
     os.mkfifo(tmp_path / PREFIX / name / "0")
     with pytest.raises(SecureSessionError):
         await read(store, name, 7)
@@ -545,7 +555,7 @@ async def test_pipe_in_place_of_a_blob_does_not_stop_the_reader(tmp_path: Path) 
 
 async def test_what_a_killed_writer_left_is_listed_and_deleted(tmp_path: Path) -> None:
     store, empty, partial = ArtifactStore(tmp_path).blobs(PREFIX), "0" * 32, "1" * 32
-    (tmp_path / PREFIX / empty).mkdir()
+    (tmp_path / PREFIX / empty).mkdir(parents=True)
     (tmp_path / PREFIX / partial).mkdir()
     (tmp_path / PREFIX / partial / "0").write_bytes(b"half")
     os.utime(tmp_path / PREFIX / partial / "0", (1000, 1000))
@@ -560,10 +570,11 @@ async def test_relative_directory_stays_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store, name = ArtifactStore("blobs").blobs(PREFIX), new_name()
-    await store.put_stream(name, pieces_of(b"x"))
+    store, name = ArtifactStore("blobs"), new_name()
+    store.prepare(create=True)
+    await store.blobs(PREFIX).put_stream(name, pieces_of(b"x"))
     monkeypatch.chdir("/")
-    assert await store.size(name) == 1
+    assert await store.blobs(PREFIX).size(name) == 1
 
 
 # --- opening -------------------------------------------------------------------------------------
@@ -573,12 +584,13 @@ def test_file_urls_and_paths_are_directories(tmp_path: Path) -> None:
     from obstore.store import LocalStore
 
     names: list[Path | str] = [str(tmp_path / "a b"), tmp_path / "a b", (tmp_path / "a b").as_uri()]
-    for number, store in enumerate(names):
-        opened = ArtifactStore(store).blobs(f"p{number}")
-        assert isinstance(opened, BlobDirectory)
-        assert (tmp_path / "a b" / f"p{number}").is_dir()
-    ArtifactStore(LocalStore(tmp_path)).blobs("p")
-    assert (tmp_path / "p").is_dir()
+    for store in names:
+        assert isinstance(ArtifactStore(store).blobs("p"), BlobDirectory)
+        ArtifactStore(store).prepare(create=True)
+        (tmp_path / "a b").rmdir()
+    local = ArtifactStore(LocalStore(tmp_path))
+    assert isinstance(local.blobs("p"), BlobDirectory)
+    local.prepare(create=False)
 
 
 REJECTED: dict[str, tuple[Any, str]] = {

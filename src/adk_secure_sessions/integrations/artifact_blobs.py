@@ -148,7 +148,7 @@ async def stored_wrongly(
     """
     size = listed.get(blob.name)
     if size is None:
-        size = await place.blobs(blob.prefix, create=False).size(blob.name)
+        size = await place.blobs(blob.prefix).size(blob.name)
     if size == encrypted_size(blob.size):
         return None
     if size:
@@ -202,7 +202,7 @@ async def purge_blobs(
     """
     if older_than < _MIN_AGE:
         raise ConfigurationError("older_than of blobs must be at least 48 hours")
-    blobs = await blobs_of_database(db, store, create=not dry_run)
+    blobs = await blobs_of_database(db, as_artifact_store(store))
     # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
     # mark of a blob whose row is deleted in the meantime is not withdrawn.
     written = {blob.name: blob.modified async for blob in blobs.list()}
@@ -244,16 +244,10 @@ async def purge_blobs(
     return done
 
 
-async def blobs_of_database(db: Database, store: AnyStore, *, create: bool = False) -> BlobStore:
-    """Open the part of *store* that contains the blobs of *db*.
-
-    If *create* is True, create the part's directory: a copy of a database has none after
-    `separate`.  A missing directory of the whole store is an error in any case.
-    """
-    prefix = (await Collections(db.unit).database_id()).hex()
-    place = as_artifact_store(store)
-    blobs = place.blobs(prefix, create=False)
-    return place.blobs(prefix) if create else blobs
+async def blobs_of_database(db: Database, place: ArtifactStore) -> BlobStore:
+    """Open the part of *place* that contains the blobs of *db*."""
+    place.prepare(create=False)
+    return place.blobs((await Collections(db.unit).database_id()).hex())
 
 
 async def artifacts_of(

@@ -27,7 +27,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     version_count,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import AnyStore, as_artifact_store
+from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, init
 from adk_secure_sessions.migration.source_walk import (
     Finding,
@@ -114,10 +114,14 @@ async def migrate_artifacts(
         ArtifactStoreError: The store or the source failed.
     """
     began = time.monotonic()
-    if action == "copy" and not dry_run:
+    place = as_artifact_store(store)
+    if action != "copy":
+        place.prepare(create=False)
+    elif not dry_run:
+        place.prepare(create=True)
         await init(db)
         await db.imports.prepare_imports()  # from now on, `erase-user` stores tombstones
-    run = _ArtifactRun(db, store, action, dry_run, show_ids, await db.is_new())
+    run = _ArtifactRun(db, place, action, dry_run, show_ids, await db.is_new())
     async with Workers(_AT_ONCE, _BYTES) as workers:
         async for one in source.artifacts():
             size = max((version.size for version in one.versions), default=0)
@@ -144,7 +148,7 @@ class _ArtifactRun:
     def __init__(
         self,
         db: Database,
-        store: AnyStore,
+        store: ArtifactStore,
         action: Action,
         dry_run: bool,
         show_ids: bool,
@@ -155,7 +159,7 @@ class _ArtifactRun:
         self.finished: Fingerprints = Fingerprints()  # equal artifacts, and those of erased users
         self._db = db
         self._collections = Collections(db.unit)
-        self._store = as_artifact_store(store)
+        self._store = store
         self._action = action
         self._dry_run = dry_run
         self._is_new = is_new and action == "copy"
@@ -224,7 +228,7 @@ class _ArtifactRun:
     async def _has_content(self, version: SourceVersion, copy: Version) -> bool:
         if copy.blob is None:
             return True
-        content = self._store.blobs(copy.blob.prefix, create=False).read(copy.blob)
+        content = self._store.blobs(copy.blob.prefix).read(copy.blob)
         return await _digest(_content(version)) == await _digest(content)
 
 

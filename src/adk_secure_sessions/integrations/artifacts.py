@@ -108,7 +108,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         self._collections = session_service.collections
         self._recording = session_service._recording
         self._store = as_artifact_store(store)
-        self._store.blobs("0" * 32)  # a directory that cannot be created is an error now
+        self._store.prepare(create=True)
 
     @property
     def stores_plaintext(self) -> bool:

@@ -60,13 +60,10 @@ class BlobDirectory(BlobStore):
     Directories get the mode 0700, and files 0600.
     """
 
-    def __init__(self, root: Path, prefix: str, *, create: bool = True) -> None:
-        """Use the directory *prefix* in *root*; if *create* is True, create both."""
+    def __init__(self, root: Path, prefix: str) -> None:
+        """Use the directory *prefix* in *root*, an absolute path; create it with the first file."""
         super().__init__(prefix)
-        # The process may change its working directory.
-        self._directory = (root / prefix).absolute()
-        if create:
-            _translating(lambda: _make_prefix(self._directory))
+        self._directory = root / prefix
 
     async def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
         await _in_thread(lambda: _write(self._directory, folder, name, data, replace=replace))
@@ -128,6 +125,19 @@ class _Folder:
         """Open the directory *name*; raise an OSError if *name* is a link or a file."""
         return _opened(self._path / name, flags, self)
 
+    @contextmanager
+    def made(self, name: str) -> "Iterator[_Folder]":
+        """Open the directory *name*; create it if it is missing, and then flush this directory."""
+        is_new = True
+        try:
+            os.mkdir(self.at(name), 0o700, dir_fd=self.descriptor)
+        except FileExistsError:
+            is_new = False
+        with self.child(name) as child:
+            yield child
+        if is_new:
+            self.sync()
+
     def entries(self) -> "list[os.DirEntry[str]]":
         """Return the entries, whose methods work only while this directory is open."""
         with os.scandir(self._path if self.descriptor is None else self.descriptor) as entries:
@@ -183,15 +193,12 @@ def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
         yield prefix
 
 
-def _make_prefix(directory: Path) -> None:
-    """Create *directory* and its missing parents; raise an OSError if it is a link or a file."""
-    _make_directory(directory)
-    with _prefix(directory, _PASS):
-        pass
+def make_directory(directory: Path) -> None:
+    """Create *directory* and its missing parents, and flush them to the disk."""
+    _translating(lambda: _make_directory(directory))
 
 
 def _make_directory(directory: Path) -> None:
-    """Create *directory* and its missing parents, and flush them to the disk."""
     if directory.is_dir():
         return
     _make_directory(directory.parent)
@@ -206,31 +213,24 @@ def _make_directory(directory: Path) -> None:
 def _write(
     directory: Path, folder: str, file_name: str, data: bytes, *, replace: bool = False
 ) -> None:
-    """Write a new file in *folder*, which may be missing; flush it and its directories."""
+    """Write a new file in *folder*; create missing directories; flush all of them to the disk."""
     flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
-    if not replace:
-        flags |= os.O_EXCL
-    is_new = True
-    with _prefix(directory) as prefix:
-        try:
-            os.mkdir(prefix.at(folder), 0o700, dir_fd=prefix.descriptor)
-        except FileExistsError:
-            is_new = False
-        with prefix.child(folder) as opened_folder:
-            if replace:  # a new file has a new time, on every file system
-                _unlink(opened_folder, file_name)
-            # The file needs no temporary name: nothing reads it before a record names the blob.
-            opened = os.open(
-                opened_folder.at(file_name), flags, 0o600, dir_fd=opened_folder.descriptor
-            )
-            with open(opened, "wb", buffering=0) as file:
-                view = memoryview(data)
-                while view:
-                    view = view[file.write(view) :]
-                os.fsync(file.fileno())
-            opened_folder.sync()
-        if is_new:
-            prefix.sync()
+    flags |= 0 if replace else os.O_EXCL
+    with (
+        _opened(directory.parent) as root,
+        root.made(directory.name) as prefix,
+        prefix.made(folder) as opened_folder,
+    ):
+        if replace:  # a new file has a new time, on every file system
+            _unlink(opened_folder, file_name)
+        # The file needs no temporary name: nothing reads it before a record names the blob.
+        opened = os.open(opened_folder.at(file_name), flags, 0o600, dir_fd=opened_folder.descriptor)
+        with open(opened, "wb", buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        opened_folder.sync()
 
 
 def _read(directory: Path, name: str, number: int, size: int, start: int, stop: int) -> bytes:

@@ -75,7 +75,7 @@ async def rotate_data_and_blobs(
         SecureSessionError: See `rotate_data`.
     """
     place = as_artifact_store(store)
-    blobs = await blobs_of_database(db, place, create=not dry_run)
+    blobs = await blobs_of_database(db, place)
     stored = {blob.name: blob.size async for blob in blobs.list()} if dry_run else {}
     run = _BlobRotationRun(db, blobs, place, stored, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
@@ -158,7 +158,7 @@ class _BlobRotationRun(DataRotationRun):
 
     async def _copied(self, old: Blob) -> Blob:
         """Copy the content of *old* to a new blob, and check that it decrypts."""
-        source = self._place.blobs(old.prefix, create=False)
+        source = self._place.blobs(old.prefix)
         new = await self._store.write(source.read(old))
         try:
             async for _ in self._store.read(new):

@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, TamperedError
 from adk_secure_sessions.formats.blobs import check_size
-from adk_secure_sessions.integrations.blob_directory import BlobDirectory
+from adk_secure_sessions.integrations.blob_directory import BlobDirectory, make_directory
 from adk_secure_sessions.integrations.blob_store import (
     DELETED,
     NUMBER,
@@ -81,7 +81,6 @@ class ArtifactStore(KeyMaterial):
             raise ConfigurationError("timeout (in seconds) must be above 0")
         self._timeout = timeout
         self._directory: Path | None = None
-        self._made: set[str] = set()  # the prefixes whose directories this object has created
         self._remote: ObjectStore | None = None
         if isinstance(store, str | os.PathLike):
             self._directory = _directory_of(store)
@@ -95,7 +94,7 @@ class ArtifactStore(KeyMaterial):
         from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
         if isinstance(store, LocalStore) and store.prefix is not None:
-            self._directory = Path(store.prefix)
+            self._directory = Path(store.prefix).absolute()
         elif isinstance(store, S3Store | GCSStore | AzureStore | MemoryStore):
             self._remote = store
         else:
@@ -104,23 +103,26 @@ class ArtifactStore(KeyMaterial):
                 "MemoryStore or LocalStore of obstore"
             )
 
-    def blobs(self, prefix: str, *, create: bool = True) -> BlobStore:
-        """Open the blobs under *prefix*; each database has its own prefix.
+    def prepare(self, *, create: bool) -> None:
+        """Create the directory of the store, or check that it exists; do nothing for a bucket.
 
-        If *create* is False, a missing directory of the whole store raises ConfigurationError, and
-        the directory of *prefix* is not created.  Raises ArtifactStoreError if the directory cannot
-        be created.
+        Raises:
+            ConfigurationError: *create* is False, and the directory does not exist.
+            ArtifactStoreError: The directory cannot be created.
         """
+        if self._directory is not None and create:
+            make_directory(self._directory)
+        elif self._directory is not None and not self._directory.is_dir():
+            raise ConfigurationError("the directory of artifacts does not exist: check its path")
+
+    def blobs(self, prefix: str) -> BlobStore:
+        """Open the blobs under *prefix*; each database has its own prefix."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", prefix):
             raise ValueError("a prefix is 1 to 64 letters, digits, _ and -")
         if self._remote is not None:
             return _Bucket(self._remote, prefix, self._timeout)
         assert self._directory is not None
-        if not create and not self._directory.is_dir():
-            raise ConfigurationError("the directory of artifacts does not exist: check its path")
-        found = BlobDirectory(self._directory, prefix, create=create and prefix not in self._made)
-        self._made |= {prefix} if create else set()
-        return found
+        return BlobDirectory(self._directory, prefix)
 
 
 # What the functions that take a store accept; a path or a store of obstore needs no options.
@@ -140,7 +142,7 @@ def _directory_of(store: "str | os.PathLike[str]") -> Path | None:
     if not separator:
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", text):
             raise ConfigurationError("the URL of an artifact store has :// after its scheme")
-        return Path(text)
+        return Path(text).absolute()  # the process may change its working directory
     if scheme.lower() != "file":
         return None
     parts = urlsplit(text)
