@@ -205,14 +205,6 @@ async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -
         assert await listed(store) == []
 
 
-async def test_name_that_is_not_a_blobs_is_an_error(store: BlobStore) -> None:
-    for name in ("", "a", "../../etc/passwd", "0" * 31, "A" * 32, "0" * 33):
-        calls = [store.size(name), store.delete(name), store.mark(name), store.unmark(name)]
-        for call in (*calls, store.put_stream(name, pieces_of(b"x")), read(store, name, 1)):
-            with pytest.raises(ValueError, match="32 lower-case"):
-                await call
-
-
 # --- what was changed in the store ---------------------------------------------------------------
 
 

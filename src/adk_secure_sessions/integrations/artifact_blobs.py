@@ -10,7 +10,7 @@ withdraws the mark there before that.
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -126,7 +126,7 @@ async def check_blobs(
                 continue
             named.add(blob.name)
             row = f"{found.at.session_row}, {version.item}"
-            listed = stored if blob.prefix == blobs.prefix else {}
+            listed = stored.get(blob.name) if blob.prefix == blobs.prefix else None
             if problem := await stored_wrongly(place, blob, listed):
                 done.missing += 1
                 problem = problem.about(f"its blob {blob.name}")
@@ -140,13 +140,12 @@ async def check_blobs(
 
 
 async def stored_wrongly(
-    place: ArtifactStore, blob: Blob, listed: Mapping[str, int]
+    place: ArtifactStore, blob: Blob, size: int | None = None
 ) -> TamperedError | None:
     """Return an error if *blob* is missing or has another length.
 
-    *listed* are the sizes of blobs under the same prefix, which may have been stored since.
+    *size* is that of the listed blob; None if the blob was not listed.
     """
-    size = listed.get(blob.name)
     if size is None:
         size = await place.blobs(blob.prefix).size(blob.name)
     if size == encrypted_size(blob.size):

@@ -17,10 +17,11 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial, wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import await_to_end
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
@@ -36,6 +37,7 @@ from adk_secure_sessions.integrations.blob_store import (
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -47,45 +49,22 @@ _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _PASS = getattr(os, "O_PATH", 0)
 # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-# The errors that `open` raises if a link or a socket is in the place of a blob or an object, or if
-# a file is in the place of a blob.
-_REPLACED = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
+# The errors that `open` raises if a link, a directory or a socket is in the place of an object, or
+# a link or a file in the place of a blob.
+_REPLACED = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _HAS_DESCRIPTORS = os.open in os.supports_dir_fd and os.scandir in os.supports_fd  # not on Windows
 
 
-class BlobDirectory(BlobStore):
-    """Stores the objects of blobs as files `NAME/K` in one directory, and marks as `deleted/NAME`.
+def _in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Run a method in a thread, and wait until it has ended, even if the caller is cancelled."""
 
-    Directories get the mode 0700, and files 0600.
-    """
+    @wraps(call)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        work = partial(_translating, partial(call, *args, **kwargs))
+        return await await_to_end(asyncio.get_running_loop().run_in_executor(None, work), None)
 
-    def __init__(self, root: Path, prefix: str) -> None:
-        """Use the directory *prefix* in *root*, an absolute path; create it with the first file."""
-        super().__init__(prefix)
-        self._directory = root / prefix
-
-    async def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
-        await _in_thread(lambda: _write(self._directory, folder, name, data, replace=replace))
-
-    async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
-        return await _in_thread(lambda: _read(self._directory, name, number, size, start, stop))
-
-    async def _delete(self, name: str) -> None:
-        await _in_thread(lambda: _delete(self._directory, name))
-
-    async def _unmark(self, name: str) -> None:
-        await _in_thread(lambda: _unmark(self._directory, name))
-
-    async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
-        for found in await _in_thread(lambda: _objects(self._directory, folder)):
-            yield found
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Run *call* in a thread, and wait until it has ended, even if the caller is cancelled."""
-    loop = asyncio.get_running_loop()
-    return await await_to_end(loop.run_in_executor(None, _translating, call), None)
+    return run
 
 
 def _translating(call: Callable[[], T]) -> T:
@@ -105,6 +84,114 @@ def _translating(call: Callable[[], T]) -> T:
         code = errno.errorcode.get(number or 0, "an error")
         text, retryable = f"the file system failed ({code}); check the disk", True
     raise ArtifactStoreError(f"the directory of artifacts: {text}", retryable=retryable)
+
+
+class BlobDirectory(BlobStore):
+    """Stores the objects of blobs as files `NAME/K` in one directory, and marks as `deleted/NAME`.
+
+    Directories get the mode 0700, and files 0600.
+    """
+
+    def __init__(self, root: Path, prefix: str) -> None:
+        """Use the directory *prefix* in *root*, an absolute path; create it with the first file."""
+        super().__init__(prefix)
+        self._root = root
+
+    @contextmanager
+    def _folder(self, flags: int = os.O_RDONLY) -> "Iterator[_Folder]":
+        """Open the directory; follow links in the path of *root*, which the operator has chosen."""
+        with _opened(self._root, _PASS) as root, root.child(self.prefix, flags) as prefix:
+            yield prefix
+
+    @_in_thread
+    def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
+        # Create missing directories, and flush them and the file to the disk.
+        flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
+        flags |= 0 if replace else os.O_EXCL
+        with (
+            _opened(self._root) as root,
+            root.made(self.prefix) as prefix,
+            prefix.made(folder) as opened_folder,
+        ):
+            if replace:  # a new file has a new time, on every file system
+                _unlink(opened_folder, name)
+            # The file needs no temporary name: nothing reads it before a record names the blob.
+            opened = os.open(opened_folder.at(name), flags, 0o600, dir_fd=opened_folder.descriptor)
+            with open(opened, "wb", buffering=0) as file:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) :]
+                os.fsync(file.fileno())
+            opened_folder.sync()
+
+    @_in_thread
+    def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
+        data: bytes | None = None
+        try:
+            with (
+                self._folder(_PASS) as prefix,
+                prefix.child(name, _PASS) as blob,
+                open(blob.at(str(number)), "rb", opener=blob.open_to_read) as file,
+            ):
+                status = os.fstat(file.fileno())
+                if stat.S_ISREG(status.st_mode):
+                    check_size(status.st_size, size)
+                    file.seek(start)
+                    data = file.read(stop - start)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise missing_blob("directory") from None
+            if error.errno not in _REPLACED:
+                raise
+        if data is None:
+            raise TamperedError(
+                "a blob was replaced by a link, or by something else that is not a file: find out "
+                "who can write to the directory of artifacts",
+                reason=Reason.MISMATCH,
+            )
+        check_size(len(data), stop - start)
+        return data
+
+    @_in_thread
+    def delete(self, name: str) -> None:
+        # Keep the blob's directory if it contains other files.
+        with suppress(FileNotFoundError), self._folder() as prefix, prefix.child(name) as blob:
+            for number in _deletable(blob):
+                _unlink(blob, number)
+            try:
+                os.rmdir(prefix.at(name), dir_fd=prefix.descriptor)
+            except OSError as error:
+                if error.errno not in _NOT_EMPTY or _deletable(blob):
+                    raise
+                logger.warning(
+                    "the directory of a deleted blob was not removed: it contains files that are "
+                    "not objects of the blob"
+                )
+
+    # In the next two methods, a missing directory means that nothing was stored or marked.
+
+    @_in_thread
+    def unmark(self, name: str) -> None:
+        with suppress(FileNotFoundError), self._folder() as prefix, prefix.child(DELETED) as marks:
+            _unlink(marks, name)
+            marks.sync()
+
+    @_in_thread
+    def _listed(self, folder: str | None) -> list[StoredObject]:
+        with suppress(FileNotFoundError), self._folder() as prefix:
+            if folder is not None:
+                return _objects_in(prefix, folder)
+            folders = sorted(
+                entry.name
+                for entry in prefix.entries()
+                if BLOB_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            )
+            return [found for one in folders for found in _objects_in(prefix, one)]
+        return []
+
+    async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
+        for found in await self._listed(folder):
+            yield found
 
 
 class _Folder:
@@ -143,8 +230,9 @@ class _Folder:
         with os.scandir(self._path if self.descriptor is None else self.descriptor) as entries:
             return list(entries)
 
-    def status(self, name: str = ".") -> os.stat_result:
-        return os.stat(self.at(name), dir_fd=self.descriptor, follow_symlinks=False)
+    def open_to_read(self, name: str, _flags: int) -> int:
+        """Open a file; *name* is what `at` returned."""
+        return os.open(name, os.O_RDONLY | _NO_LINK | _BINARY | _NO_WAIT, dir_fd=self.descriptor)
 
     def sync(self) -> None:
         if self.descriptor is None:
@@ -186,13 +274,6 @@ def _check_directory(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
 
-@contextmanager
-def _prefix(directory: Path, flags: int = os.O_RDONLY) -> Iterator[_Folder]:
-    """Open *directory*; follow links in the path of its parent, which the operator has chosen."""
-    with _opened(directory.parent, _PASS) as root, root.child(directory.name, flags) as prefix:
-        yield prefix
-
-
 def make_directory(directory: Path) -> None:
     """Create *directory* and its missing parents, and flush them to the disk."""
     _translating(lambda: _make_directory(directory))
@@ -210,84 +291,6 @@ def _make_directory(directory: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
 
-def _write(
-    directory: Path, folder: str, file_name: str, data: bytes, *, replace: bool = False
-) -> None:
-    """Write a new file in *folder*; create missing directories; flush all of them to the disk."""
-    flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
-    flags |= 0 if replace else os.O_EXCL
-    with (
-        _opened(directory.parent) as root,
-        root.made(directory.name) as prefix,
-        prefix.made(folder) as opened_folder,
-    ):
-        if replace:  # a new file has a new time, on every file system
-            _unlink(opened_folder, file_name)
-        # The file needs no temporary name: nothing reads it before a record names the blob.
-        opened = os.open(opened_folder.at(file_name), flags, 0o600, dir_fd=opened_folder.descriptor)
-        with open(opened, "wb", buffering=0) as file:
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
-            os.fsync(file.fileno())
-        opened_folder.sync()
-
-
-def _read(directory: Path, name: str, number: int, size: int, start: int, stop: int) -> bytes:
-    """Return bytes *start* to *stop* - 1 of an object of *name*, which must have *size* bytes."""
-    data: bytes | None = None
-    try:
-        with _prefix(directory, _PASS) as prefix, prefix.child(name, _PASS) as blob:
-            flags = os.O_RDONLY | _NO_LINK | _BINARY | _NO_WAIT
-            descriptor = os.open(blob.at(str(number)), flags, dir_fd=blob.descriptor)
-            try:
-                status = os.fstat(descriptor)
-                if stat.S_ISREG(status.st_mode):
-                    check_size(status.st_size, size)
-                    with open(descriptor, "rb", closefd=False) as file:
-                        file.seek(start)
-                        data = file.read(stop - start)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            raise missing_blob("directory") from None
-        if error.errno not in _REPLACED:
-            raise
-    if data is None:
-        raise TamperedError(
-            "a blob was replaced by a link, or by something else that is not a file: find out who "
-            "can write to the directory of artifacts",
-            reason=Reason.MISMATCH,
-        )
-    check_size(len(data), stop - start)
-    return data
-
-
-def _delete(directory: Path, name: str) -> None:
-    """Delete the objects of the blob *name*, and the blob's directory unless other files are left.
-
-    If a link is in the place of the blob's directory, delete only the link.
-    """
-    with suppress(FileNotFoundError), _prefix(directory) as prefix:
-        if stat.S_ISLNK(prefix.status(name).st_mode):
-            os.unlink(prefix.at(name), dir_fd=prefix.descriptor)  # the link, not its target
-            logger.warning("a symbolic link in the place of a deleted blob was removed")
-            return
-        with prefix.child(name) as blob:
-            for number in _deletable(blob):
-                _unlink(blob, number)
-            try:
-                os.rmdir(prefix.at(name), dir_fd=prefix.descriptor)
-            except OSError as error:
-                if error.errno not in _NOT_EMPTY or _deletable(blob):
-                    raise
-                logger.warning(
-                    "the directory of a deleted blob was not removed: it contains files that are "
-                    "not objects of the blob"
-                )
-
-
 def _unlink(folder: _Folder, name: str) -> None:
     with suppress(FileNotFoundError):  # another process has deleted the file
         os.unlink(folder.at(name), dir_fd=folder.descriptor)
@@ -302,29 +305,6 @@ def _deletable(blob: _Folder) -> list[str]:
     ]
 
 
-# In the next two functions, a missing directory means that nothing was stored or marked.
-
-
-def _unmark(directory: Path, name: str) -> None:
-    with suppress(FileNotFoundError), _prefix(directory) as prefix, prefix.child(DELETED) as marks:
-        _unlink(marks, name)
-        marks.sync()
-
-
-def _objects(directory: Path, folder: str | None) -> list[StoredObject]:
-    """Return the objects in *folder* or, if it is None, in the folders of all blobs, by name."""
-    with suppress(FileNotFoundError), _prefix(directory) as prefix:
-        if folder is not None:
-            return _objects_in(prefix, folder)
-        folders = sorted(
-            entry.name
-            for entry in prefix.entries()
-            if BLOB_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        )
-        return [found for one in folders for found in _objects_in(prefix, one)]
-    return []
-
-
 def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
     """Return the objects in the folder *name*; an empty folder counts as an object of no size.
 
@@ -336,7 +316,8 @@ def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
         with prefix.child(name) as folder:
             entries = folder.entries()
             if not entries:
-                found.append(StoredObject(name, "0", None, folder.status().st_mtime))
+                modified = os.stat(folder.at("."), dir_fd=folder.descriptor).st_mtime
+                found.append(StoredObject(name, "0", None, modified))
             for entry in entries:
                 with suppress(FileNotFoundError):  # another process has deleted it
                     status = entry.stat(follow_symlinks=False)

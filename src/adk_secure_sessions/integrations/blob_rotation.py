@@ -11,8 +11,6 @@ At any time, the rows name a complete blob, even if the run is killed between tw
 case, no row names the other blob, and `purge blobs` marks it.
 """
 
-from collections.abc import Mapping
-
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import (
     ArtifactStoreError,
@@ -76,8 +74,7 @@ async def rotate_data_and_blobs(
     """
     place = as_artifact_store(store)
     blobs = await blobs_of_database(db, place)
-    stored = {blob.name: blob.size async for blob in blobs.list()} if dry_run else {}
-    run = _BlobRotationRun(db, blobs, place, stored, dry_run=dry_run)
+    run = _BlobRotationRun(db, blobs, place, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.done
 
@@ -86,24 +83,16 @@ class _BlobRotationRun(DataRotationRun):
     """One run of `rotate_data_and_blobs`.
 
     The run re-encrypts the contents after all passes over the rows.  By then, services encrypt new
-    items with the new data keys, so an artifact that is saved later needs no re-encryption.  A dry
-    run gets the sizes of the *stored* blobs by name.
+    items with the new data keys, so an artifact that is saved later needs no re-encryption.
     """
 
     def __init__(
-        self,
-        db: Database,
-        store: BlobStore,
-        place: ArtifactStore,
-        stored: Mapping[str, int],
-        *,
-        dry_run: bool,
+        self, db: Database, store: BlobStore, place: ArtifactStore, *, dry_run: bool
     ) -> None:
         super().__init__(db, dry_run=dry_run)
         self._collections = Collections(db.unit)
         self._store = store  # for new blobs
         self._place = place
-        self._stored = stored
 
     async def _prepare(self) -> int:
         return await super()._prepare() + await self._collections.count_items()
@@ -126,7 +115,8 @@ class _BlobRotationRun(DataRotationRun):
                 continue
             try:
                 if self._dry_run:
-                    await self._check(version.blob)
+                    if problem := await stored_wrongly(self._place, version.blob):
+                        raise problem
                 else:
                     new = await self._copied(version.blob)
                     # If this fails, keep the new blob: an attempt whose answer was lost may have
@@ -150,11 +140,6 @@ class _BlobRotationRun(DataRotationRun):
                 self.done.blobs += 1
                 self.done.blob_bytes += version.blob.size
             await self._meter.advance()
-
-    async def _check(self, blob: Blob) -> None:
-        listed = self._stored if blob.prefix == self._store.prefix else {}
-        if problem := await stored_wrongly(self._place, blob, listed):
-            raise problem
 
     async def _copied(self, old: Blob) -> Blob:
         """Copy the content of *old* to a new blob, and check that it decrypts."""

@@ -11,6 +11,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ BLOB_ID = re.compile(r"[0-9a-f]{32}")
 NUMBER = re.compile(r"[0-9]{1,9}")  # of an object of a blob: its name
 DELETED = "deleted"  # the folder with the marks of deleted blobs
 _PARALLEL = 3  # objects that are uploaded at the same time
-_CLEANUP_SECONDS = 10.0  # limit for each of the two steps after a failed upload: wait, delete
+_CLEANUP_SECONDS = 20.0  # limit for the two steps after a failed upload: wait, delete
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -93,7 +94,6 @@ class BlobStore(ABC):
         If *pieces* or the store fails, or if the caller is cancelled, the objects that were already
         stored are deleted.
         """
-        _check_name(name)
         uploads: set[asyncio.Task[None]] = set()
         number = 0
         try:
@@ -111,17 +111,12 @@ class BlobStore(ABC):
 
     async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
         """Wait until *uploads* have ended, then delete the objects that they stored."""
-        if uploads:
-            # Do not cancel uploads at once: a request that was sent may still store its object.
-            await asyncio.wait(uploads, timeout=_CLEANUP_SECONDS)
-        for upload in uploads:
-            upload.cancel()
-        await asyncio.gather(*uploads, return_exceptions=True)
-        try:
+        # `purge blobs` deletes what is left.
+        with suppress(ArtifactStoreError, TimeoutError):
             async with asyncio.timeout(_CLEANUP_SECONDS):
-                await self._delete(name)
-        except (ArtifactStoreError, TimeoutError):
-            pass  # `purge blobs` deletes blobs that no record names
+                # Do not cancel uploads: a request that was sent may still store its object.
+                await asyncio.gather(*uploads, return_exceptions=True)
+                await self.delete(name)
 
     async def get_stream(
         self, name: str, size: int, start: int = 0, stop: int | None = None
@@ -132,7 +127,6 @@ class BlobStore(ABC):
         from the store: an attacker may have modified the store.  Raises TamperedError if an object
         is missing or has another length.
         """
-        _check_name(name)
         stop = size if stop is None else stop
         if start == stop:
             return
@@ -162,29 +156,13 @@ class BlobStore(ABC):
 
     async def size(self, name: str) -> int | None:
         """Return the total size of the objects of the blob *name*; None if there is no object."""
-        _check_name(name)
         async for blob in self.list(name):
             return blob.size
         return None
 
-    async def delete(self, name: str) -> None:
-        """Delete all objects of the blob *name*; if there are none, do nothing.
-
-        If a row may ever have named the blob, call `mark` instead: a copy of the database, or a
-        backup, may still name it.  Only `purge blobs` deletes a marked blob.
-        """
-        _check_name(name)
-        await self._delete(name)
-
     async def mark(self, name: str) -> None:
         """Mark the blob *name* as deleted, now; a mark that it has is replaced by a new one."""
-        _check_name(name)
         await self._put(DELETED, name, b"", replace=True)
-
-    async def unmark(self, name: str) -> None:
-        """Withdraw the mark of the blob *name*; if there is none, do nothing."""
-        _check_name(name)
-        await self._unmark(name)
 
     async def marks(self) -> dict[str, float]:
         """Return when each marked blob was marked, in seconds since 1970, by the store's clock."""
@@ -202,7 +180,7 @@ class BlobStore(ABC):
         probe = secrets.token_hex(16)
         await self.mark(probe)
         marks = await self.marks()
-        await self._unmark(probe)
+        await self.unmark(probe)
         if probe not in marks:
             raise ArtifactStoreError(
                 "the artifact store: it does not list an object that was just stored",
@@ -242,10 +220,16 @@ class BlobStore(ABC):
         """
 
     @abstractmethod
-    async def _delete(self, name: str) -> None: ...
+    async def delete(self, name: str) -> None:
+        """Delete all objects of the blob *name*; if there are none, do nothing.
+
+        If a row may ever have named the blob, call `mark` instead: a copy of the database, or a
+        backup, may still name it.  Only `purge blobs` deletes a marked blob.
+        """
 
     @abstractmethod
-    async def _unmark(self, name: str) -> None: ...
+    async def unmark(self, name: str) -> None:
+        """Withdraw the mark of the blob *name*; if there is none, do nothing."""
 
     @abstractmethod
     def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
@@ -267,8 +251,3 @@ async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
     errors = [error for upload in done if (error := upload.exception()) is not None]
     if errors:
         raise errors[0]
-
-
-def _check_name(name: str) -> None:
-    if not BLOB_ID.fullmatch(name):
-        raise ValueError("the name of a blob is 32 lower-case hex digits")

@@ -261,37 +261,26 @@ class _Bucket(BlobStore):
             return bytes(await answer.bytes_async())
 
         try:
-            data: bytes = await self._call(call)
+            try:
+                data: bytes = await self._call(call)
+            except ArtifactStoreError:
+                # If a range is not within an object, or the object is missing, some stores report
+                # an error that does not name the cause.
+                if not whole:
+                    found = await self._call(lambda: obstore.head_async(self._store, path))
+                    check_size(found["size"], size)
+                raise
         except FileNotFoundError:
             raise missing_blob("store") from None
-        except ArtifactStoreError:
-            if not whole and await self._is_missing(path, size):
-                raise missing_blob("store") from None
-            raise
         check_size(len(data), stop - start)
         return data
 
-    async def _is_missing(self, path: str, size: int) -> bool:
-        """Return whether the object is missing; raise TamperedError if it has another length.
-
-        `_get` calls this after an error: if a range is not within an object, some stores report an
-        error that does not name the cause.
-        """
-        import obstore
-
-        try:
-            answer = await self._call(lambda: obstore.head_async(self._store, path))
-        except FileNotFoundError:
-            return True
-        check_size(answer["size"], size)
-        return False
-
-    async def _delete(self, name: str) -> None:
+    async def delete(self, name: str) -> None:
         names = [one.name async for one in self._objects(name) if NUMBER.fullmatch(one.name)]
         if names:
             await self._delete_objects([self._path(name, one) for one in names])
 
-    async def _unmark(self, name: str) -> None:
+    async def unmark(self, name: str) -> None:
         await self._delete_objects([self._path(DELETED, name)])
 
     async def _delete_objects(self, paths: Sequence[str]) -> None:
