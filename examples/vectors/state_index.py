@@ -62,7 +62,7 @@ async def _write(path: Path) -> None:
             who = await db.unit.identify(CLINIC, user, session)
             found = await db.unit.run(GetSession(who, lambda *_: None))
             assert found is not None
-            rows[session] = found[0].session.id
+            rows[session] = found[0].session.row.id
     ticket = index.state_key(CLINIC, "ticket")
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(

@@ -567,7 +567,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         self, app_name: str, views: list[reads.SessionWithStates]
     ) -> ListSessionsResponse:
         views.sort(
-            key=lambda view: (view.session.updated_at, view.user_id, view.session.session_id)
+            key=lambda view: (view.session.row.updated_at, view.user_id, view.session.session_id)
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
@@ -663,7 +663,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             expected = _parse_marker(marker)
 
         def stored(new: StoredSession) -> None:
-            session.last_update_time = new.updated_at / 1_000_000
+            session.last_update_time = new.row.updated_at / 1_000_000
             session._storage_update_marker = _marker(new)
             session.state.update(event.actions.state_delta or {})
             session.events.append(event)
@@ -692,10 +692,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         same_end = [event.id for event in known] == [event.id for event in last]
         # If the application converts a session object to JSON and back, the object loses its
         # marker.  If the object was read without events, compare the time of the last update.
-        same_time = not known and stored.updated_at == microseconds(session.last_update_time)
+        same_time = not known and stored.row.updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(STALE)
-        return writes.Expected(stored.id, stored.revision)
+        return writes.Expected(stored.row.id, stored.row.revision)
 
     async def flush(self) -> None:
         """Do nothing: `append_event` returns after the event is stored."""
@@ -825,7 +825,7 @@ def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -
 
 def _marker(stored: StoredSession) -> str:
     """Return a session object's `_storage_update_marker`: the stored row id and revision."""
-    return f"{stored.id:x}.{stored.revision}"
+    return f"{stored.row.id:x}.{stored.row.revision}"
 
 
 def _parse_marker(marker: str) -> writes.Expected:
@@ -846,7 +846,7 @@ def _as_stored(value: object) -> object:
 
 def _state(view: reads.SessionWithStates) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
-    table, row = sessions.name, stored.id
+    table, row = sessions.name, stored.row.id
     try:
         own = loads(stored.overlay)
         if (snapshot := stored.snapshot) is not None and snapshot != no_state:
@@ -854,7 +854,7 @@ def _state(view: reads.SessionWithStates) -> dict[str, Any]:
             own = loads(snapshot) | own
         if view.user_state == no_state == view.app_state:
             return own  # as in most listings: a session takes 3% less time
-        table, row = users.name, stored.user_row
+        table, row = users.name, stored.row.user_row
         user = loads(view.user_state)
     except DecryptionError as error:
         raise error.located(table, row) from None
@@ -876,7 +876,7 @@ def _session(
         user_id=view.user_id,
         state=_state(view) if include_state else {},
         events=[],
-        last_update_time=stored.updated_at / 1_000_000,
+        last_update_time=stored.row.updated_at / 1_000_000,
     )
     # Set the events here and not in the call of Session(): there, pydantic would validate each
     # event again.

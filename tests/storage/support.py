@@ -28,7 +28,16 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage import queries, sealed_rows
 from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
-from adk_secure_sessions.storage.schema import NEVER, NO_SNAPSHOT, Owner, StoredSession, identify
+from adk_secure_sessions.storage.schema import (
+    NEVER,
+    NO_SNAPSHOT,
+    AppRow,
+    Owner,
+    SessionRow,
+    StoredSession,
+    UserRow,
+    identify,
+)
 
 T = TypeVar("T")
 RawRow = tuple[Any, ...]
@@ -222,35 +231,36 @@ class Stored:
         staged = StagedKeys(self.keys)
         self.key_rows = [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
         app_key, user_key = ((row.id,) for row in self.key_rows)
-        app = Owner(1, WHO.app_tag, 0, "", 5, b'{"a":1}', new_link(), app_key)
-        user = Owner(2, WHO.user_tag, 1, WHO.user_id, 7, b'{"u":1}', new_link(), user_key)
+        app_row = AppRow(1, WHO.app_tag, encode_text(WHO.app_name), 5, b"")
+        app = Owner(app_row, "", b'{"a":1}', new_link(), app_key)
+        user_row = UserRow(2, 1, WHO.user_tag, 7, b"")
+        user = Owner(user_row, WHO.user_id, b'{"u":1}', new_link(), user_key)
         self.user = user
         for owner in (app, user):
-            staged.adopt(owner.tag, owner.key_ids)
+            staged.adopt(owner.row.tag, owner.key_ids)
         links = [new_link() for _ in range(events)]
         base = NO_SNAPSHOT if snapshot is None else 0
-        session = StoredSession(
-            3, 2, WHO.session_tag, WHO.session_id, events, base, 100, 100 + events, NEVER,
-            b'{"s":1}', b"{}" if snapshot is None else snapshot,
-            links[-1] if events else NO_LINK, NO_LINK if snapshot is None else new_link(),
-            b"",
-        )  # fmt: skip
+        row = SessionRow(3, 2, WHO.session_tag, events, base, 100, 100 + events, NEVER, b"")
+        head = links[-1] if events else NO_LINK
+        session = StoredSession(row, WHO.session_id, b'{"s":1}', head=head)
+        if snapshot is not None:
+            session = session._replace(snapshot=snapshot, snapshot_link=new_link())
         self.sealing = sealing = self.attempt(staged)
         self.session = session = sealed_rows.seal_session(sealing, session)
         self._rows = [
             owner_row(sealing, app),
             owner_row(sealing, user),
-            witness_row(sealing, app.tag, app.tag, app.version, app.link),
-            witness_row(sealing, user.tag, user.tag, user.version, user.link),
-            witness_row(sealing, user.tag, session.tag, session.id, b""),
+            witness_row(sealing, app.row.tag, app.row.tag, app.version, app.link),
+            witness_row(sealing, user.row.tag, user.row.tag, user.version, user.link),
+            witness_row(sealing, user.row.tag, session.row.tag, session.row.id, b""),
             session_row(session),
         ]
         if snapshot is not None:
             sealed = sealed_rows.seal_snapshot(sealing, session).state
-            self._rows.append(raw(SNAPSHOT, [session.id, session.base_revision], sealed))
+            self._rows.append(raw(SNAPSHOT, [session.row.id, session.row.base_revision], sealed))
         texts = [(b"event %d" % seq, 100 + seq) for seq in range(events)]
-        for row in sealed_rows.seal_events(sealing, session.id, 0, texts, links, NO_LINK):
-            self._rows.append(raw(EVENT, [row.seq, row.time], row.event))
+        for one in sealed_rows.seal_events(sealing, session.row.id, 0, texts, links, NO_LINK):
+            self._rows.append(raw(EVENT, [one.seq, one.time], one.event))
 
     def reading(self) -> Attempt:
         """An attempt that has read the stored data keys."""
@@ -268,16 +278,17 @@ class Stored:
 
 
 def owner_row(attempt: Attempt, owner: Owner) -> RawRow:
-    state = sealed_rows.seal_owner(attempt, owner).state
-    if owner.is_user:
-        return raw(USER, [owner.id, owner.app_row, owner.version], owner.tag, state)
-    return raw(APP, [owner.id, owner.version], owner.tag, encode_text(WHO.app_name), state)
+    row = sealed_rows.seal_owner(attempt, owner).row
+    if isinstance(row, UserRow):
+        return raw(USER, [row.id, row.app_row, row.version], row.tag, row.state)
+    return raw(APP, [row.id, row.version], row.tag, row.app_name, row.state)
 
 
 def session_row(session: StoredSession) -> RawRow:
-    numbers = [session.id, session.user_row, session.revision, session.base_revision]
-    numbers += [session.created_at, session.updated_at, session.expires_at, session.revision - 1]
-    return raw(SESSION, numbers, session.tag, session.sealed)
+    row = session.row
+    numbers = [row.id, row.user_row, row.revision, row.base_revision]
+    numbers += [row.created_at, row.updated_at, row.expires_at, row.revision - 1]
+    return raw(SESSION, numbers, row.tag, row.state)
 
 
 def witness_row(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> RawRow:

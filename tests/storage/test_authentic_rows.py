@@ -11,6 +11,7 @@ from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.attempts import History, HistoryCache
 from adk_secure_sessions.storage.queries import Found
 from adk_secure_sessions.storage.reads import ListSessions
+from adk_secure_sessions.storage.schema import UserRow
 from adk_secure_sessions.storage.writes import CreateSession, OwnerChanges
 from tests.storage.support import (
     APP,
@@ -54,7 +55,7 @@ async def test_session_that_is_stored_twice_is_listed_once(
     with pytest.raises(TamperedError, match="secure_sessions row 3: it is stored twice"):
         await ListSessions(WHO, of_app=of_app, skip=False).attempt(stored.reading(), twice)
     views = await ListSessions(WHO, of_app=of_app, skip=True).attempt(stored.reading(), twice)
-    assert [view.session.id for view in views] == [3]
+    assert [view.session.row.id for view in views] == [3]
     assert len(caplog.records) == 1
 
 
@@ -75,7 +76,9 @@ def test_user_of_another_apps_row_gets_no_session() -> None:
         if row[0] not in (USER, EVENT, SESSION)
         and not (row[0] == WITNESS and row[BLOB] == WHO.session_tag)
     ]
-    rows.append(owner_row(stored.sealing, stored.user._replace(app_row=99)))
+    rows.append(
+        owner_row(stored.sealing, stored.user._replace(row=UserRow(2, 99, WHO.user_tag, 7, b"")))
+    )
     attempt = stored.reading()
     steps = CreateSession(WHO, {}, {}, b"{}", 500).steps(attempt, OwnerChanges(attempt))
     next(steps)

@@ -83,7 +83,7 @@ async def purge(
         before = first = now - older_than // timedelta(microseconds=1)
 
     def is_due(session: StoredSession) -> bool:
-        return session.updated_at < first or session.expires_at <= now
+        return session.row.updated_at < first or session.row.expires_at <= now
 
     times = {"before": first, "now": now}
     ((total,),) = await db.unit.read(_NUMBER_OF_DUE, times)

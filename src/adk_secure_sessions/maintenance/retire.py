@@ -233,7 +233,7 @@ async def _decrypt_owner(
         return None
     _, checked, headers = found
     if checked.is_user:
-        async for page in sessions_of(db, checked.id):
+        async for page in sessions_of(db, checked.row.id):
             for one in page:
                 who = await db.unit.identify(*one.known_ids())
                 # Only check that each event can be decrypted.

@@ -295,12 +295,12 @@ class _Verifier:
             found = await self._db.unit.run(reads.CheckLocatedSession(who, check))
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
-                with naming(snapshots.name, session.id):
+                with naming(snapshots.name, session.row.id):
                     loads(b"{}" if session.snapshot is None else session.snapshot)
-                with naming(sessions.name, session.id):
+                with naming(sessions.name, session.row.id):
                     loads(session.overlay)
                 items = [item for item in history if item is not None]
-                memory_items.check_replaced(items, 0, events.name, session.id)
+                memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)
                 if ids.is_collection:
                     self.done.collections += 1

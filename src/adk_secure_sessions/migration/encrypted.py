@@ -186,12 +186,12 @@ async def _content(db: Database, one: SourceSession) -> SessionContent | Unreada
 
 
 def _content_of(stored: StoredSession, history: Sequence[SourceEvent]) -> SessionContent:
-    with naming(snapshots.name, stored.id):
+    with naming(snapshots.name, stored.row.id):
         snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
-    with naming(sessions.name, stored.id):
+    with naming(sessions.name, stored.row.id):
         state = snapshot | loads(stored.overlay)
-    expires_at = None if stored.expires_at == NEVER else stored.expires_at
-    return SessionContent(state, history, stored.created_at, stored.updated_at, expires_at)
+    expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
+    return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
 
 
 async def stored_content(

@@ -22,22 +22,17 @@ from adk_secure_sessions.storage.queries import (
     QueryForms,
 )
 from adk_secure_sessions.storage.schema import (
-    AppRow,
     Identity,
     Owner,
-    SessionRow,
     StoredSession,
-    UserRow,
     WitnessRow,
 )
 
-R = TypeVar("R", bound=AppRow | UserRow | SessionRow)
 V = TypeVar("V", bound=Owner | StoredSession)
 
 
-class Seen(NamedTuple, Generic[R, V]):
-    """An entry of `RowCache`: a row, its version witness (None if not read) and the decrypted
-    value.
+class Seen(NamedTuple, Generic[V]):
+    """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
 
     If a later read returns exactly the same row and witness, the value is used without decrypting
     the row again.  *time* is `RowCache.time` when this process read or wrote the row.
@@ -45,7 +40,6 @@ class Seen(NamedTuple, Generic[R, V]):
     the link *head* of the session.  Otherwise, an append must first read the session.
     """
 
-    row: R
     witness: WitnessRow | None
     value: V
     time: int
@@ -113,9 +107,9 @@ class RowCache:
     """
 
     def __init__(self, limit: int, history_size: int = 0) -> None:
-        self.apps: Lru[bytes, Seen[AppRow | UserRow, Owner]] = Lru(limit)
-        self.users: Lru[bytes, Seen[AppRow | UserRow, Owner]] = Lru(limit)
-        self.sessions: Lru[bytes, Seen[SessionRow, StoredSession]] = Lru(limit)
+        self.apps: Lru[bytes, Seen[Owner]] = Lru(limit)
+        self.users: Lru[bytes, Seen[Owner]] = Lru(limit)
+        self.sessions: Lru[bytes, Seen[StoredSession]] = Lru(limit)
         self.histories: HistoryCache = HistoryCache(history_size)
         self.time: int = 0
         self.lacks_user: bool = False
@@ -126,36 +120,32 @@ class RowCache:
 
     def put(
         self,
-        kind: Lru[bytes, Seen[R, V]],
-        row: R,
+        kind: Lru[bytes, Seen[V]],
         witness: WitnessRow | None,
         value: V,
         *,
         has_proven_head: bool = False,
     ) -> None:
-        """Cache *value*, the decrypted *row*, unless a newer version of the row is cached.
+        """Cache *value*, unless a newer version of the row is cached.
 
         During a slow read, another task may have read or written a newer version.
         """
-        seen = kind.get(value.tag)
-        if seen and seen.value.id == value.id and seen.value.version > value.version:
+        tag = value.row.tag
+        seen = kind.get(tag)
+        if seen and seen.value.row.id == value.row.id and seen.value.version > value.version:
             return
-        kind.put(value.tag, Seen(row, witness, value, self.tick(), has_proven_head))
+        kind.put(tag, Seen(witness, value, self.tick(), has_proven_head))
 
-    def put_owner(self, row: AppRow | UserRow, witness: WitnessRow | None, value: Owner) -> None:
-        self.put(self.users if value.is_user else self.apps, row, witness, value)
+    def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
+        self.put(self.users if value.is_user else self.apps, witness, value)
 
     def put_session(
-        self,
-        session: StoredSession,
-        witness: WitnessRow | None,
-        *,
-        has_proven_head: bool,
+        self, session: StoredSession, witness: WitnessRow | None, *, has_proven_head: bool
     ) -> None:
         """Cache *session* like `put`, but without its snapshot, which may be large."""
         if session.has_snapshot and session.snapshot is not None:
             session = session._replace(snapshot=None)
-        self.put(self.sessions, session.row, witness, session, has_proven_head=has_proven_head)
+        self.put(self.sessions, witness, session, has_proven_head=has_proven_head)
 
     def forget_session(self, tag: bytes) -> None:
         """Remove the session with *tag* and its events, because the session is not stored."""
@@ -164,9 +154,9 @@ class RowCache:
 
     def prove_head(self, session: StoredSession) -> None:
         """Set `has_proven_head` of the cached session, if the cached row equals `session.row`."""
-        seen = self.sessions.get(session.tag)
-        if seen and seen.row == session.row and not seen.has_proven_head:
-            self.sessions.put(session.tag, seen._replace(has_proven_head=True))
+        seen = self.sessions.get(session.row.tag)
+        if seen and seen.value.row == session.row and not seen.has_proven_head:
+            self.sessions.put(session.row.tag, seen._replace(has_proven_head=True))
 
     def proven_session(self, tag: bytes) -> StoredSession | None:
         """Return the cached session if its head is proven (see `Seen`), otherwise None."""

@@ -525,11 +525,11 @@ UPDATE_WITNESS = _update(witnesses, _equal(witnesses, "at", "tag", "number"), "n
 # These three match the stored row only if all its columns are as this process has read or written
 # them.  Therefore, a row that was tampered with is not overwritten, and the next read rejects it.
 _SESSION_AT = _equal(sessions, "at")
-_CHANGED = ("revision", "base_revision", "updated_at", "expires_at", "state")
-UPDATE_SESSION = _update(sessions, _SESSION_AT, *_CHANGED)
+CHANGED_BY_APPEND = ("revision", "base_revision", "updated_at", "expires_at", "state")
+UPDATE_SESSION = _update(sessions, _SESSION_AT, *CHANGED_BY_APPEND)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.
-REPLACE_SESSION = _update(sessions, _SESSION_AT, "id", "created_at", *_CHANGED)
+REPLACE_SESSION = _update(sessions, _SESSION_AT, "id", "created_at", *CHANGED_BY_APPEND)
 DELETE_KNOWN_SESSION = sa.delete(sessions).where(*_SESSION_AT)
 UPDATE_SNAPSHOT = _update(
     snapshots,

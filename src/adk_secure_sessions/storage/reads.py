@@ -148,7 +148,7 @@ class GetSession(ReadOperation, Generic[E]):
         if session is None or user is None:
             return None
         if session.has_expired and not self._finds_expired:
-            attempt.cache.histories.drop(session.tag)
+            attempt.cache.histories.drop(session.row.tag)
             return None
         view = _with_states(session, user, app)
         if not self._caches:
@@ -175,11 +175,11 @@ class GetSession(ReadOperation, Generic[E]):
         """
         first = known.revision if known else 0
         if limit is not None:
-            first = max(0, session.revision - limit)
-        sealed_rows.check_events(session, found.events, first, session.revision - 1)
+            first = max(0, session.row.revision - limit)
+        sealed_rows.check_events(session, found.events, first, session.row.revision - 1)
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
-        link = NO_LINK if len(found.events) == session.revision else None
+        link = NO_LINK if len(found.events) == session.row.revision else None
         if known:
             link = known.link
         decoded, size, link = await _decoded(
@@ -199,9 +199,9 @@ class GetSession(ReadOperation, Generic[E]):
         """
         cache = attempt.cache.histories
         if known is None:
-            if not 0 < session.revision == len(found.events):
+            if not 0 < session.row.revision == len(found.events):
                 return await self.history(attempt, found, session)
-        elif known.row != session.id or known.revision > session.revision:
+        elif known.row != session.row.id or known.revision > session.row.revision:
             raise _DoesNotFit
         try:
             events, size = await self._decode_all(attempt, found, session, known)
@@ -209,10 +209,10 @@ class GetSession(ReadOperation, Generic[E]):
             if known is None or isinstance(error, UnknownKeyError):
                 raise
             raise _DoesNotFit from None
-        known = known or History(session.id, NO_LINK, [], [])
+        known = known or History(session.row.id, NO_LINK, [], [])
         times = [row[EVENT_TIME] for row in found.events]
         history = known.extended(session.head, times, events, size)
-        cache.keep(session.tag, history)
+        cache.keep(session.row.tag, history)
         return history.part(self._limit, self._after)
 
 
@@ -242,7 +242,7 @@ async def _decoded(
         opened, link = sealed_rows.open_events(attempt, session, rows, link)
         # A generator would take longer: it is resumed for each event.
         decoded += [
-            decode(plaintext, session.id, row[EVENT_SEQ])
+            decode(plaintext, session.row.id, row[EVENT_SEQ])
             for row, plaintext in zip(rows, opened, strict=True)
             if after is None or row[EVENT_TIME] >= after
         ]
@@ -312,9 +312,9 @@ class ListEvents(ReadOperation, Generic[E]):
         if session is None or user is None or session.has_expired:
             return None
         sealed_rows.require_app(app, user)
-        if position and position.session_row != session.id:
+        if position and position.session_row != session.row.id:
             return None
-        last = min(last, session.revision - 1)
+        last = min(last, session.row.revision - 1)
         if self._newest:
             first = max(0, last - limit)
         elif position:
@@ -324,9 +324,9 @@ class ListEvents(ReadOperation, Generic[E]):
             return await self._newest_first(attempt, session, found.events, first)
         before = position.link if position else NO_LINK
         decoded, _, link = await _decoded(attempt, session, found.events, before, self._decode)
-        if last < session.revision - 1:
+        if last < session.row.revision - 1:
             assert link is not None, "*before* is a link"
-            return Page(decoded, EventPosition(session.id, last, link))
+            return Page(decoded, EventPosition(session.row.id, last, link))
         sealed_rows.check_head(attempt, session, link)
         return Page(decoded, None)
 
@@ -342,12 +342,12 @@ class ListEvents(ReadOperation, Generic[E]):
         if len(rows) > self._limit:
             _, opened = sealed_rows.open_events(attempt, session, rows[:1], None)
             assert opened is not None, "there is a row"
-            before, link, rows = EventPosition(session.id, first, opened), opened, rows[1:]
+            before, link, rows = EventPosition(session.row.id, first, opened), opened, rows[1:]
         decoded, _, last = await _decoded(attempt, session, rows, link, self._decode)
         if self._position is None:
             sealed_rows.check_head(attempt, session, last)
         elif last != self._position.link:
-            raise sealed_rows.other_history().located(sessions.name, session.id)
+            raise sealed_rows.other_history().located(sessions.name, session.row.id)
         return Page(decoded[::-1], before)
 
 
@@ -374,7 +374,7 @@ class _Listing(ReadOperation):
         expired: bool = False,
     ) -> list[SessionWithStates]:
         """Return each session in *found*, or each collection, that has not, or has, expired."""
-        owners = {user.id: user for user in await self._users(attempt, executors, found)}
+        owners = {user.row.id: user for user in await self._users(attempt, executors, found)}
         app = sealed_rows.open_app(attempt, found)
         views = []
         tags: set[object] = set()
@@ -517,7 +517,7 @@ class ListPage(_Listing):
             views += part
         if len(views) > limit or (len(views) == limit and after is not None):
             last = views[limit - 1].session
-            after = Position(last.user_row, last.id)
+            after = Position(last.row.user_row, last.row.id)
         return Page(views[:limit], after)
 
     async def _part(
@@ -606,7 +606,7 @@ class CheckOwner(ReadOperation):
         self.header_counts = Counter()
         if owner and row:
             table = users if self._of_user else apps
-            seal = found.witnesses[owner.tag].seal
+            seal = found.witnesses[owner.row.tag].seal
             self.header_counts = _count_headers((table, row.state), (witnesses, seal))
         return owner
 

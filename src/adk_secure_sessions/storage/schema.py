@@ -474,22 +474,27 @@ class Owner(NamedTuple):
     """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
     The row shares the random value *link* with its version witness.  *key_ids* are the ids of the
-    data keys that may encrypt new records of this owner.  An app has the user id "" and the app row
-    0.
+    data keys that may encrypt new records of this owner.  An app has the user id "".
     """
 
-    id: int
-    tag: bytes
-    app_row: int
+    row: AppRow | UserRow
     user_id: str
-    version: int
     state: bytes
     link: bytes = NO_LINK
     key_ids: tuple[int, ...] = ()
 
     @property
     def is_user(self) -> bool:
-        return self.app_row != 0
+        return isinstance(self.row, UserRow)
+
+    @property
+    def app_row(self) -> int:
+        """The row id of a user's app; 0 for an app."""
+        return self.row.app_row if isinstance(self.row, UserRow) else 0
+
+    @property
+    def version(self) -> int:
+        return self.row.version
 
 
 class StoredSession(NamedTuple):
@@ -501,55 +506,39 @@ class StoredSession(NamedTuple):
     snapshot was not read.
 
     *head* is the link of the session's last event, *snapshot_link* that of the snapshot, or
-    `NO_LINK`.  *sealed* is the record in the row; an update requires that the row still contains
-    it.
+    `NO_LINK`.
     """
 
-    id: int
-    user_row: int
-    tag: bytes
+    row: SessionRow
     session_id: str
-    revision: int
-    base_revision: int
-    created_at: int
-    updated_at: int
-    expires_at: int
     overlay: bytes
-    snapshot: bytes | None
-    head: bytes
-    snapshot_link: bytes
-    sealed: bytes
+    snapshot: bytes | None = b"{}"
+    head: bytes = NO_LINK
+    snapshot_link: bytes = NO_LINK
 
     @property
     def version(self) -> int:
-        return self.revision
+        return self.row.revision
 
     @property
     def is_collection(self) -> bool:
         """Whether the row is a collection, whose events are items."""
-        return self.base_revision == COLLECTION
+        return self.row.base_revision == COLLECTION
 
     @property
     def has_expired(self) -> bool:
         """Whether the session must be treated like a deleted one, by the clock of this machine."""
-        return self.expires_at != NEVER and self.expires_at <= time.time_ns() // 1000
+        return self.row.expires_at != NEVER and self.row.expires_at <= time.time_ns() // 1000
 
     def next_expiry(self, updated_at: int) -> int:
         """Return `expires_at` after an update at *updated_at*; the lifetime stays the same."""
-        if self.expires_at == NEVER:
+        if self.row.expires_at == NEVER:
             return NEVER
-        return min(updated_at + self.expires_at - self.updated_at, NEVER - 1)
+        return min(updated_at + self.row.expires_at - self.row.updated_at, NEVER - 1)
 
     @property
     def has_snapshot(self) -> bool:
-        return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
-
-    @property
-    def row(self) -> SessionRow:
-        return SessionRow(
-            self.id, self.user_row, self.tag, self.revision, self.base_revision, self.created_at,
-            self.updated_at, self.expires_at, self.sealed,
-        )  # fmt: skip
+        return self.row.base_revision not in (NO_SNAPSHOT, COLLECTION)
 
 
 class SessionWithStates(NamedTuple):

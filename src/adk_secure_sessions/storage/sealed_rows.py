@@ -86,9 +86,9 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
         return None
     _reject_second(found.users, users.name)
     user = open_user_row(attempt, found, row)
-    if user.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
+    if user.row.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
         raise TamperedError(
-            "not the requested user", reason=Reason.WRONG_OWNER, table=users.name, row=user.id
+            "not the requested user", reason=Reason.WRONG_OWNER, table=users.name, row=user.row.id
         )
     return user
 
@@ -104,25 +104,21 @@ def _open_owner(
     """Return the decrypted *row* of an app or a user; the cached one if nothing has changed."""
     cache = attempt.cache.users if column is USERS else attempt.cache.apps
     seen, witness = cache.get(row.tag), found.witnesses.get(row.tag)
-    if seen and seen.row == row and seen.witness == witness:
+    if seen and seen.value.row == row and seen.witness == witness:
         owner = seen.value
     else:
-        app_row, user_id = 0, ""
+        user_id = ""
         with naming(column.table.name, row.id):
             context = column.context((attempt.who.app_name,), row)
             rest = attempt.keys.open(row.tag, context, row.state)
             if isinstance(row, UserRow):
-                app_row = row.app_row
                 user_id, rest = records.split_id(rest)
             fields = records.split_owner(rest)
             _check_witness(attempt, found, row.tag, row.tag, row.version, fields.link)
             _reject_older(attempt, seen, row.id, row.version)
-        owner = Owner(
-            row.id, row.tag, app_row, user_id, row.version, fields.state, fields.link,
-            fields.key_ids,
-        )  # fmt: skip
-        attempt.remember(partial(attempt.cache.put_owner, row, witness, owner))
-    attempt.keys.adopt(owner.tag, owner.key_ids)
+        owner = Owner(row, user_id, fields.state, fields.link, fields.key_ids)
+        attempt.remember(partial(attempt.cache.put_owner, witness, owner))
+    attempt.keys.adopt(row.tag, owner.key_ids)
     return owner
 
 
@@ -139,9 +135,9 @@ def open_uncached(attempt: Attempt, found: Found, *, of_user: bool) -> Owner | N
 
 def require_app(app: Owner | None, user: Owner) -> Owner:
     """Return *app*; raise TamperedError if it is not the app that the user's row refers to."""
-    if app is None or app.id != user.app_row:
+    if app is None or app.row.id != user.app_row:
         raise TamperedError(
-            "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.id
+            "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.row.id
         )
     return app
 
@@ -163,10 +159,7 @@ def named_user(attempt: Attempt, found: Found) -> Owner | None:
     The user id and the row id are authenticated when a session of the user is decrypted, because
     the context of the session contains both.
     """
-    row = found.user
-    if row is None:
-        return None
-    return Owner(row.id, row.tag, row.app_row, attempt.who.user_id, row.version, b"{}")
+    return found.user and Owner(found.user, attempt.who.user_id, b"{}")
 
 
 def open_session(
@@ -186,12 +179,12 @@ def open_session(
         )
     _reject_second(found.sessions, sessions.name)
     session = open_session_row(attempt, found, user, row, with_snapshot=with_snapshot)
-    if session.tag != tag or session.session_id != attempt.who.session_id:
+    if session.row.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
             f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
             reason=Reason.WRONG_OWNER,
             table=sessions.name,
-            row=session.id,
+            row=session.row.id,
         )
     return session
 
@@ -207,17 +200,17 @@ def open_session_row(
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
-    known = seen.value if seen and seen.row == row and row.user_row == user.id else None
-    if known and found.last_seqs.get(row.id) != known.revision - 1:
+    known = seen.value if seen and seen.value.row == row and row.user_row == user.row.id else None
+    if known and found.last_seqs.get(row.id) != row.revision - 1:
         known = None
     is_complete = known is not None and (known.snapshot is not None or not with_snapshot)
     if known and seen and is_complete and seen.witness == witness:
         return known
     session = _decrypt_session(attempt, found, user, row, with_snapshot)
-    with naming(sessions.name, session.id):
-        _check_witness(attempt, found, user.tag, session.tag, session.id, b"")
-        _reject_older(attempt, seen, session.id, session.revision)
-    proven = not session.revision or bool(seen and known and seen.has_proven_head)
+    with naming(sessions.name, row.id):
+        _check_witness(attempt, found, user.row.tag, row.tag, row.id, b"")
+        _reject_older(attempt, seen, row.id, row.revision)
+    proven = not row.revision or bool(seen and known and seen.has_proven_head)
     attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
     return session
 
@@ -228,10 +221,10 @@ def _decrypt_session(
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
     with naming(sessions.name, row.id):
         context = SESSIONS.context((attempt.who.app_name, user.user_id), row)
-        plaintext = attempt.keys.open(user.tag, context, row.state)
+        plaintext = attempt.keys.open(user.row.tag, context, row.state)
         session_id, rest = records.split_id(plaintext)
         fields = records.split_session(rest)
-        if row.user_row != user.id:
+        if row.user_row != user.row.id:
             raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
         has_snapshot = row.base_revision not in (NO_SNAPSHOT, COLLECTION)
         if not has_snapshot and fields.snapshot_link != NO_LINK:
@@ -252,10 +245,8 @@ def _decrypt_session(
     if with_snapshot or not has_snapshot:
         snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
     return StoredSession(
-        row.id, row.user_row, row.tag, session_id, row.revision, row.base_revision,
-        row.created_at, row.updated_at, row.expires_at, fields.overlay, snapshot, fields.head,
-        fields.snapshot_link, row.state,
-    )  # fmt: skip
+        row, session_id, fields.overlay, snapshot, fields.head, fields.snapshot_link
+    )
 
 
 def _open_snapshot(
@@ -275,7 +266,7 @@ def _open_snapshot(
                 "it was removed, or an older row was replayed", reason=Reason.MISMATCH
             )
         context = SNAPSHOTS.context(whose.ids, snapshot)
-        own_link, state = split_link(attempt.keys.open(user.tag, context, snapshot.state))
+        own_link, state = split_link(attempt.keys.open(user.row.tag, context, snapshot.state))
         if own_link != link:
             raise TamperedError(
                 "it was replaced by the snapshot of another copy of the database",
@@ -303,7 +294,7 @@ def check_events(session: StoredSession, history: list[Row], first: int, last: i
             "added, removed or renumbered",
             reason=Reason.MISMATCH,
             table=events.name,
-            row=session.id,
+            row=session.row.id,
         )
 
 
@@ -320,7 +311,7 @@ def open_events(
     event before the first: `NO_LINK` if there is no such event, and None if that event was not
     read.  Return the plaintexts without flags and links, and the link of the last event.
     """
-    who, session_row = attempt.who, session.id
+    who, session_row = attempt.who, session.row.id
     parts = who.event_parts
     header, key = None, None
     opened = []
@@ -353,7 +344,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
     if last is None:
         return
     if last != session.head:
-        raise other_history().located(sessions.name, session.id)
+        raise other_history().located(sessions.name, session.row.id)
     attempt.remember(partial(attempt.cache.prove_head, session))
 
 
@@ -365,29 +356,24 @@ def other_history() -> TamperedError:
     )
 
 
-def seal_owner(attempt: Attempt, owner: Owner) -> AppRow | UserRow:
+def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
+    """Return *owner* with a new record in its row."""
     plaintext = records.join_owner(OwnerFields(owner.link, owner.key_ids, owner.state))
     if owner.is_user:
         plaintext = with_id(owner.user_id, plaintext)
-    row = _owner_row(attempt, owner)
-    sealed: AppRow | UserRow = _seal(attempt, owner.tag, _owner_column(owner), row, plaintext)
-    return sealed
-
-
-def _owner_row(attempt: Attempt, owner: Owner, record: bytes = b"") -> AppRow | UserRow:
-    if owner.is_user:
-        return UserRow(owner.id, owner.app_row, owner.tag, owner.version, record)
-    return AppRow(owner.id, owner.tag, encode_text(attempt.who.app_name), owner.version, record)
+    row = owner.row
+    return owner._replace(row=_seal(attempt, row.tag, _owner_column(owner), row, plaintext))
 
 
 def _owner_column(owner: Owner) -> SealedColumn[Any]:
     return USERS if owner.is_user else APPS
 
 
-def packing_of_owner(attempt: Attempt, owner: Owner, stored: bytes) -> Packing:
-    """Return how *stored*, the record in the row of *owner*, is compressed and padded."""
-    context = _owner_column(owner).context(attempt.who.ids, _owner_row(attempt, owner))
-    return packing_of(attempt.keys.open(owner.tag, context, stored, records.open_whole))
+def packing_of_owner(attempt: Attempt, owner: Owner) -> Packing:
+    """Return how the record in the row of *owner* is compressed and padded."""
+    row = owner.row
+    context = _owner_column(owner).context(attempt.who.ids, row)
+    return packing_of(attempt.keys.open(row.tag, context, row.state, records.open_whole))
 
 
 def seal_witness(
@@ -403,17 +389,18 @@ def seal_witness(
 
 
 def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
-    """Return *session* with a new record in `sealed`."""
+    """Return *session* with a new record in its row."""
     who = attempt.who
     context = records.numbered_context(who.session_parts, *SESSIONS.numbers(session.row))
     fields = SessionFields(session.head, session.snapshot_link, session.overlay)
     plaintext = with_id(who.session_id, records.join_session(fields))
     record = attempt.keys.seal(who.user_tag, context, plaintext)
-    return StoredSession(*session[:-1], record)  # `_replace` takes four times as long
+    row = SessionRow(*session.row[:-1], record)
+    return StoredSession(row, *session[1:])  # `_replace` takes four times as long
 
 
 def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
-    row = SnapshotRow(session.id, session.base_revision, b"")
+    row = SnapshotRow(session.row.id, session.row.base_revision, b"")
     plaintext = session.snapshot_link + (session.snapshot or b"{}")
     return _seal(attempt, attempt.who.user_tag, SNAPSHOTS, row, plaintext)
 
@@ -449,9 +436,9 @@ def seal_events(
 def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
     """Return a record of *event* that can replace the record in *row*, with the same links."""
     seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
-    with naming(events.name, f"{session.id}, {seq}"):
+    with naming(events.name, f"{session.row.id}, {seq}"):
         context = records.numbered_context(
-            attempt.who.event_parts, session.id, seq, row[EVENT_TIME]
+            attempt.who.event_parts, session.row.id, seq, row[EVENT_TIME]
         )
         plaintext = attempt.keys.open(attempt.who.user_tag, context, record)
     return attempt.keys.seal(attempt.who.user_tag, context, plaintext[: 2 * LINK_LENGTH] + event)
@@ -488,13 +475,13 @@ def _check_witness(
         )
 
 
-def _reject_older(attempt: Attempt, seen: Seen[Any, Any] | None, row_id: int, version: int) -> None:
+def _reject_older(attempt: Attempt, seen: Seen[Any] | None, row_id: int, version: int) -> None:
     """Raise TamperedError if a higher version of the row was cached before the attempt began.
 
     If *seen* was cached during the attempt, the attempt may have read the stored row before another
     task changed it, so a lower version is no error.
     """
-    if seen is None or seen.time > attempt.began or seen.value.id != row_id:
+    if seen is None or seen.time > attempt.began or seen.value.row.id != row_id:
         return
     newest = seen.value.version
     if version < newest:

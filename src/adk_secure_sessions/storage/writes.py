@@ -18,7 +18,7 @@ from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
-from adk_secure_sessions.formats.records import NO_LINK, new_link
+from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import queries as sql
@@ -34,6 +34,7 @@ from adk_secure_sessions.storage.schema import (
     AppRow,
     Identity,
     Owner,
+    SessionRow,
     SessionWithStates,
     StoredSession,
     UserRow,
@@ -101,7 +102,7 @@ def check_app_row(user: Owner, app_row: int) -> None:
             "it belongs to another app's row",
             reason=Reason.WRONG_OWNER,
             table=users.name,
-            row=user.id,
+            row=user.row.id,
         )
 
 
@@ -119,54 +120,52 @@ class OwnerChanges:
         for put in self._after_commit:
             put()
 
-    def app(
-        self, found: Found, app: Owner | None, delta: JsonObject, *, needs_key: bool = False
-    ) -> Owner:
+    def app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
         """Merge *delta* into the state of the app, or insert the app if *app* is None; return the
         app.
 
         If *needs_key* is True, also ensure that the app's row names a data key with which this
         process may encrypt new records.
         """
+        who = self._attempt.who
         if app is None:
-            app = self._insert(self._attempt.who.app_tag, 0, "", delta)
+            row = AppRow(new_row_key(), who.app_tag, encode_text(who.app_name), 0, b"")
+            app = self._insert(row, "", delta)
         elif delta or needs_key:
-            assert found.app is not None
-            stored = found.app.state
-            self._ensure_key(app.tag, stored)
+            self._ensure_key(app.row.tag, app.row.state)
             if delta or not self._names_current_key(app):
-                app = self._update(app, stored, delta)
+                app = self._update(app, delta)
         return app
 
-    def user(self, found: Found, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
+    def user(
+        self, user: Owner | None, app_row: int, delta: JsonObject, session: SessionRow | None
+    ) -> Owner:
         """Merge *delta* into the state of the user, or insert the user if *user* is None; return
         the user.
 
         Also ensure that the user's row names a data key with which this process may encrypt new
-        records.  *app_row* is the row id of the user's app.
+        records.  *app_row* is the row id of the user's app, *session* the row to change.
         """
+        who = self._attempt.who
         if user is None:
-            who = self._attempt.who
-            user = self._insert(who.user_tag, app_row, who.user_id, delta)
+            user = self._insert(
+                UserRow(new_row_key(), app_row, who.user_tag, 0, b""), who.user_id, delta
+            )
             found_entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += index_rows.insertion(index_rows.row_of_user(user.id), found_entries)
+            self.changes += index_rows.insertion(index_rows.row_of_user(user.row.id), found_entries)
             return user
         check_app_row(user, app_row)
-        assert found.user is not None
-        stored = found.user.state
-        self._ensure_key(user.tag, stored, *(row.state for row in found.sessions))
+        self._ensure_key(user.row.tag, user.row.state, *([session.state] if session else ()))
         if delta or not self._names_current_key(user):
-            user = self._update(user, stored, delta)
+            user = self._update(user, delta)
             changed = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += index_rows.update(index_rows.row_of_user(user.id), changed)
+            self.changes += index_rows.update(index_rows.row_of_user(user.row.id), changed)
         return user
 
-    def set_state(self, found: Found, owner: Owner, state: bytes) -> Owner:
-        """Replace the state of *owner*, the user or app of *found*; return the changed owner."""
-        row = found.user if owner.is_user else found.app
-        assert row is not None
-        self._ensure_key(owner.tag, row.state)
-        changed = self._update(owner._replace(state=state), row.state)
+    def set_state(self, owner: Owner, state: bytes) -> Owner:
+        """Replace the state of *owner*; return the changed owner."""
+        self._ensure_key(owner.row.tag, owner.row.state)
+        changed = self._update(owner._replace(state=state))
         if owner.is_user:
             self._index_user(owner, state)
         return changed
@@ -176,62 +175,59 @@ class OwnerChanges:
             return
         old = index_rows.entries(self._attempt, USER_PREFIX, loads(user.state))
         new = index_rows.entries(self._attempt, USER_PREFIX, loads(state))
-        row_id = index_rows.row_of_user(user.id)
+        row_id = index_rows.row_of_user(user.row.id)
         self.changes += index_rows.update(row_id, new)
         self.changes += index_rows.removal(row_id, old.keys() - new.keys())
 
-    def renew_key(self, owner: Owner, stored: bytes, since: int) -> bool:
+    def renew_key(self, owner: Owner, since: int) -> bool:
         """Ensure that the owner's row names only one data key, created at *since* or later
-        (microseconds UTC); return whether the row changes.  *stored* is the record in the row.
+        (microseconds UTC); return whether the row changes.
         """
+        tag = owner.row.tag
         if self._keys.created:
-            self._keys.adopt(owner.tag, self._keys.created)
-        current = self._keys.current(owner.tag)
-        is_newest = self._keys.current_is_newest(owner.tag)
+            self._keys.adopt(tag, self._keys.created)
+        current = self._keys.current(tag)
+        is_newest = self._keys.current_is_newest(tag)
         if current is None or current.created_at < since or not is_newest:
-            self._new_key(owner.tag, since)
+            self._new_key(tag, since)
         elif owner.key_ids == (current.id,):
             return False
-        self._update(owner._replace(key_ids=()), stored)
+        self._update(owner._replace(key_ids=()))
         return True
 
     def _names_current_key(self, owner: Owner) -> bool:
-        current = self._keys.current(owner.tag)
+        current = self._keys.current(owner.row.tag)
         return current is not None and current.id in owner.key_ids
 
-    def _insert(self, tag: bytes, app_row: int, user_id: str, state: JsonObject) -> Owner:
-        self._ensure_first_key(tag)
-        key_ids = self._keys.names(tag, ())
-        owner = Owner(new_row_key(), tag, app_row, user_id, 0, dumps(state), new_link(), key_ids)
-        row, witness = self._sealed(owner)
+    def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
+        self._ensure_first_key(row.tag)
+        key_ids = self._keys.names(row.tag, ())
+        owner, witness = self._sealed(Owner(row, user_id, dumps(state), new_link(), key_ids))
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
-        self.changes.append(Change(insert, parameters(row)))
+        self.changes.append(Change(insert, parameters(owner.row)))
         self.changes.append(Change(sql.INSERT_WITNESS, parameters(witness)))
         return owner
 
-    def _update(self, owner: Owner, stored: bytes, delta: JsonObject | None = None) -> Owner:
-        """Add the changes that store the next version of *owner*, whose row has the record
-        *stored*.
-        """
-        number = owner.version
+    def _update(self, owner: Owner, delta: JsonObject | None = None) -> Owner:
+        """Add the changes that store the next version of *owner*, and return it."""
+        old = owner.row
         state = dumps(loads(owner.state) | delta) if delta else owner.state
-        key_ids = self._keys.names(owner.tag, owner.key_ids)
-        owner = owner._replace(version=number + 1, state=state, link=new_link(), key_ids=key_ids)
-        row, witness = self._sealed(owner)
-        at = {"at_id": owner.id, "at_version": number, "at_state": stored}
+        key_ids = self._keys.names(old.tag, owner.key_ids)
+        row = old._replace(version=old.version + 1)
+        owner, witness = self._sealed(Owner(row, owner.user_id, state, new_link(), key_ids))
+        at = {"at_id": old.id, "at_version": old.version, "at_state": old.state}
         update = sql.UPDATE_USER if owner.is_user else sql.UPDATE_APP
-        self.changes.append(Change(update, at | {"version": row.version, "state": row.state}))
-        self.changes.append(witness_change(number, witness))
+        self.changes.append(Change(update, at | {"version": row.version, "state": owner.row.state}))
+        self.changes.append(witness_change(old.version, witness))
         return owner
 
-    def _sealed(self, owner: Owner) -> tuple[AppRow | UserRow, WitnessRow]:
-        """Return the row and the version witness of *owner*; they are cached after the commit."""
-        row = sealed_rows.seal_owner(self._attempt, owner)
-        witness = sealed_rows.seal_witness(
-            self._attempt, owner.tag, owner.tag, owner.version, owner.link
-        )
-        self._after_commit.append(partial(self._attempt.cache.put_owner, row, witness, owner))
-        return row, witness
+    def _sealed(self, owner: Owner) -> tuple[Owner, WitnessRow]:
+        """Return *owner* with a new record, and its version witness; both are cached later."""
+        owner = sealed_rows.seal_owner(self._attempt, owner)
+        tag = owner.row.tag
+        witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
+        self._after_commit.append(partial(self._attempt.cache.put_owner, witness, owner))
+        return owner, witness
 
     def _ensure_first_key(self, owner: bytes) -> None:
         """Create the first data key of an owner that has no row yet.
@@ -406,7 +402,7 @@ class CreateSession(Write[SessionWithStates]):
         owners.cache()
         session = result.session
         # If the answer to an attempt was lost, another task may have appended events since then.
-        has_no_events = session.revision == 0
+        has_no_events = session.row.revision == 0
         attempt.cache.put_session(session, self._witness, has_proven_head=has_no_events)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionWithStates]:
@@ -424,12 +420,12 @@ class CreateSession(Write[SessionWithStates]):
         stored = sealed_rows.open_session(attempt, found, user)
         if stored and user and app:
             return SessionWithStates(stored, user.user_id, app.state, user.state)
-        app = owners.app(found, app, self._app_delta)
-        changed = owners.user(found, user, app.id, self._user_delta)
-        session, rest = self._new_session(attempt, changed.id)
+        app = owners.app(app, self._app_delta)
+        changed = owners.user(user, app.row.id, self._user_delta, found.session)
+        session, rest = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, parameters(session.row))
         if changed == user:
-            row = of_unchanged_user(found, row, sql.INSERT_SESSION_OF_USER)
+            row = of_unchanged_user(user, row, sql.INSERT_SESSION_OF_USER)
         yield from apply_changes([*owners.changes, row, *rest])
         return SessionWithStates(session, changed.user_id, app.state, changed.state)
 
@@ -440,7 +436,7 @@ class CreateSession(Write[SessionWithStates]):
         known = known_owners(attempt)
         if known is None:
             return None
-        session, rest = self._new_session(attempt, known.user.id)
+        session, rest = self._new_session(attempt, known.user.row.id)
         columns = parameters(session.row) | known.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_KNOWN, columns), *rest])):
             return None
@@ -449,14 +445,14 @@ class CreateSession(Write[SessionWithStates]):
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
         who = attempt.who
-        session = StoredSession(
-            new_row_key(), user_row, who.session_tag, who.session_id, 0,
+        row = SessionRow(
+            new_row_key(), user_row, who.session_tag, 0,
             COLLECTION if who.is_collection else NO_SNAPSHOT, self._now, self._now,
-            self._expires_at, self._state, b"{}", NO_LINK, NO_LINK, b"",
+            self._expires_at, b"",
         )  # fmt: skip
-        new = NewSession.sealed(attempt, session)
+        new = NewSession.sealed(attempt, StoredSession(row, who.session_id, self._state))
         self._witness = new.witness
-        self._sent.add(session.id)
+        self._sent.add(row.id)
         return new.session, new.inserts(attempt)
 
 
@@ -476,13 +472,18 @@ class NewSession(NamedTuple):
         state, rest = session.overlay, []
         if len(state) > OVERLAY_LIMIT:
             session = session._replace(
-                snapshot=state, overlay=b"{}", base_revision=0, snapshot_link=new_link()
+                row=session.row._replace(base_revision=0),
+                snapshot=state,
+                overlay=b"{}",
+                snapshot_link=new_link(),
             )
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_keys:
             found = index_rows.entries(attempt, "", loads(state))
-            rest += index_rows.insertion(session.id, found)
-        witness = sealed_rows.seal_witness(attempt, attempt.who.user_tag, session.tag, session.id)
+            rest += index_rows.insertion(session.row.id, found)
+        witness = sealed_rows.seal_witness(
+            attempt, attempt.who.user_tag, session.row.tag, session.row.id
+        )
         return cls(sealed_rows.seal_session(attempt, session), witness, rest)
 
     def inserts(self, attempt: Attempt) -> Changes:
@@ -505,12 +506,12 @@ def known_owners(attempt: Attempt) -> KnownOwners | None:
     app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
     if not (app and user and app.witness and user.witness):
         return None
-    same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.id)
-    if not same or not attempt.keys.is_as_new_as(who.user_tag, user.row.state):
+    same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.row.id)
+    if not same or not attempt.keys.is_as_new_as(who.user_tag, user.value.row.state):
         return None
     columns = (
-        parameters(app.row, "app_")
-        | parameters(user.row, "user_")
+        parameters(app.value.row, "app_")
+        | parameters(user.value.row, "user_")
         | parameters(app.witness, "app_witness_")
         | parameters(user.witness, "user_witness_")
     )
@@ -545,8 +546,8 @@ class AppendEvent(Write[StoredSession]):
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
         owners.cache()
-        seen = attempt.cache.sessions.get(result.tag)
-        witness = seen.witness if seen and seen.value.id == result.id else None
+        seen = attempt.cache.sessions.get(result.row.tag)
+        witness = seen.witness if seen and seen.value.row.id == result.row.id else None
         attempt.cache.put_session(result, witness, has_proven_head=True)
 
     def on_commit_after_cancel(self, result: StoredSession) -> None:
@@ -569,12 +570,12 @@ class AppendEvent(Write[StoredSession]):
         found, user, session = yield from read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
-        if self._expected != (session.id, session.revision):
+        if self._expected != (session.row.id, session.row.revision):
             return (yield from self._stored_before())
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, found), user)
-            owners.app(found, app, event.app_delta)
-        owners.user(found, user, user.app_row, event.user_delta)
+            owners.app(app, event.app_delta)
+        owners.user(user, user.app_row, event.user_delta, session.row)
         step = self._advance(attempt, session)
         assert step is not None, "its snapshot was read"
         changes, updated = step
@@ -590,9 +591,13 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta or event.user_delta or event.replaced:
             return None
         known = attempt.cache.proven_session(attempt.who.session_tag)
-        if known is None or (known.id, known.revision) != self._expected or known.has_expired:
+        if (
+            known is None
+            or (known.row.id, known.row.revision) != self._expected
+            or known.has_expired
+        ):
             return None
-        return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.sealed) else None
+        return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.row.state) else None
 
     def _advance(
         self, attempt: Attempt, session: StoredSession
@@ -600,14 +605,12 @@ class AppendEvent(Write[StoredSession]):
         """Return the changes that append the event to *session*, and the updated session; None if a
         new snapshot must be written, but the old snapshot was not read.
         """
-        event, seq = self._event, session.revision
-        link = new_link()
-        new = session._replace(
-            revision=seq + 1,
-            updated_at=event.time,
-            expires_at=session.next_expiry(event.time),
-            head=link,
+        event, old, link = self._event, session.row, new_link()
+        seq = old.revision
+        row = old._replace(
+            revision=seq + 1, updated_at=event.time, expires_at=session.next_expiry(event.time)
         )
+        new = session._replace(row=row, head=link)
         changes = []
         if event.session_delta:
             new = new._replace(overlay=dumps(loads(session.overlay) | event.session_delta))
@@ -616,26 +619,23 @@ class AppendEvent(Write[StoredSession]):
                     return None
                 snapshot = dumps(loads(session.snapshot) | loads(new.overlay))
                 new = new._replace(
+                    row=row._replace(base_revision=seq + 1),
                     overlay=b"{}",
-                    base_revision=seq + 1,
                     snapshot=snapshot,
                     snapshot_link=new_link(),
                 )
-                changes.append(snapshot_change(attempt, new, session.base_revision))
+                changes.append(snapshot_change(attempt, new, old.base_revision))
                 new = new._replace(snapshot=None)  # it may be large
         new = sealed_rows.seal_session(attempt, new)
-        row = parameters(session.row, "at_")
-        row["revision"] = new.revision
-        row["base_revision"] = new.base_revision
-        row["updated_at"] = new.updated_at
-        row["expires_at"] = new.expires_at
-        row["state"] = new.sealed
-        changes.insert(0, Change(sql.UPDATE_SESSION, row))
+        values = parameters(old, "at_")
+        for name in sql.CHANGED_BY_APPEND:
+            values[name] = getattr(new.row, name)
+        changes.insert(0, Change(sql.UPDATE_SESSION, values))
         if event.session_delta and attempt.keys.keyring.indexed_keys:
             indexed = index_rows.entries(attempt, "", event.session_delta)
-            changes += index_rows.update(session.id, indexed)
+            changes += index_rows.update(old.id, indexed)
         one = (event.plaintext, event.time)
-        (stored,) = sealed_rows.seal_events(attempt, session.id, seq, [one], [link], session.head)
+        (stored,) = sealed_rows.seal_events(attempt, old.id, seq, [one], [link], session.head)
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
         self._sent[stored.event] = new
         return changes, new
@@ -644,7 +644,7 @@ class AppendEvent(Write[StoredSession]):
         """Return the changes that replace earlier items of a collection."""
         rows: dict[int, Row] = {}
         for part in sql.chunks(self._event.replaced):
-            where = {"session_row": session.id, **sql.numbered(part)}
+            where = {"session_row": session.row.id, **sql.numbered(part)}
             for row in (yield Read(sql.events_at(len(part)), where)):
                 rows[row[EVENT_SEQ]] = row
         changes = []
@@ -654,10 +654,10 @@ class AppendEvent(Write[StoredSession]):
                     "it was removed",
                     reason=Reason.MISSING,
                     table=events.name,
-                    row=f"{session.id}, {seq}",
+                    row=f"{session.row.id}, {seq}",
                 )
             record = sealed_rows.seal_replacement(attempt, session, row, item)
-            values = {"at_session_row": session.id, "at_seq": seq, "event": record}
+            values = {"at_session_row": session.row.id, "at_seq": seq, "event": record}
             changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
         return changes
 
@@ -702,7 +702,9 @@ class DeleteSession(Write[bool | None]):
             return None
         if self._condition is not None and not self._condition(session):
             return False
-        row = Change(sql.DELETE_SESSION, {"at_id": session.id, "at_revision": session.revision})
+        row = Change(
+            sql.DELETE_SESSION, {"at_id": session.row.id, "at_revision": session.row.revision}
+        )
         yield from apply_changes([row, *_deletions(attempt, session)])
         return True
 
@@ -713,14 +715,14 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     The session's row must be deleted before its events.  A concurrent append waits for the lock of
     the deleted row, then finds no row, and adds no event.
     """
-    at_row = {"at_id": session.id}
+    at_row = {"at_id": session.row.id}
     changes = [
         Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
-        Change(sql.DELETE_WITNESS, {"at_tag": session.tag}),
+        Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag}),
     ]
     if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-    return changes + index_rows.removal_of_all(attempt, session.id)
+    return changes + index_rows.removal_of_all(attempt, session.row.id)
 
 
 class RenewKey(Write[bool]):
@@ -759,8 +761,8 @@ class RenewKey(Write[bool]):
         owner = sealed_rows.open_uncached(attempt, found, of_user=self._of_user)
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
-        attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner, row.state)
-        if owners.renew_key(owner, row.state, self._since):
+        attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner)
+        if owners.renew_key(owner, self._since):
             yield from apply_changes(owners.changes)
         return True
 
@@ -782,10 +784,9 @@ class EnsureOwners(Write[StagedKeys]):
         found = Found(await executors.data.read(query, attempt.who.tags()))
         attempt.load_keys(found)
         app, user = sealed_rows.open_app(attempt, found), sealed_rows.open_user(attempt, found)
-        if found.app and found.user and app and user and user.app_row == app.id:
+        if app and user and user.app_row == app.row.id:
             keys = attempt.keys
-            has_app_key = keys.is_as_new_as(app.tag, found.app.state)
-            if has_app_key and keys.is_as_new_as(user.tag, found.user.state):
+            if all(keys.is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
                 return keys
         return await super().attempt(attempt, executors)
 
@@ -793,20 +794,19 @@ class EnsureOwners(Write[StagedKeys]):
         found = yield from read_found(attempt, sql.OWNERS)
         app = sealed_rows.open_app(attempt, found)
         user = sealed_rows.open_user(attempt, found)
-        app = owners.app(found, app, {}, needs_key=True)
-        owners.user(found, user, app.id, {})
+        app = owners.app(app, {}, needs_key=True)
+        owners.user(user, app.row.id, {}, None)
         if owners.changes:
             yield from apply_changes(owners.changes)
         return attempt.keys
 
 
-def of_unchanged_user(found: Found, insert: Change, statement: sa.Insert) -> Change:
-    """Return *insert* with *statement*, which requires that the user's row is as in *found*.
+def of_unchanged_user(user: Owner, insert: Change, statement: sa.Insert) -> Change:
+    """Return *insert* with *statement*, which requires that the user's row is unchanged.
 
     No other change of the transaction updates the user's row, so the INSERT must require that.
     """
-    assert found.user is not None
-    return Change(statement, {**insert.parameters, **parameters(found.user, "user_")})
+    return Change(statement, {**insert.parameters, **parameters(user.row, "user_")})
 
 
 def read_found(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:
@@ -828,10 +828,10 @@ def read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     session = sealed_rows.open_session(attempt, found, user)
     if session is None or user is None:
         raise MissingSession
-    last = session.revision - 1
+    last = session.row.revision - 1
     sealed_rows.check_events(session, found.events, max(last, 0), last)
     # If the session has more events, the link of the event before the last is not known.
-    before = NO_LINK if len(found.events) == session.revision else None
+    before = NO_LINK if len(found.events) == session.row.revision else None
     _, link = sealed_rows.open_events(attempt, session, found.events, before)
     sealed_rows.check_head(attempt, session, link)
     return found, user, session
@@ -853,5 +853,5 @@ def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> 
     row = sealed_rows.seal_snapshot(attempt, session)
     if replaced == NO_SNAPSHOT:
         return Change(sql.INSERT_SNAPSHOT, parameters(row))
-    where = {"at_id": session.id, "at_revision": replaced}
+    where = {"at_id": session.row.id, "at_revision": replaced}
     return Change(sql.UPDATE_SNAPSHOT, where | {"revision": row.revision, "state": row.state})

@@ -118,7 +118,7 @@ class Collections:
         """Return all collections of a user that have items, without the items."""
         who = await self._unit.identify(app_name, user_id)
         found = await self._unit.run(ListCollections(who))
-        return [Collection(one.session_id, _at(one)) for one in found if one.revision]
+        return [Collection(one.session_id, _at(one)) for one in found if one.row.revision]
 
     async def get(
         self, app_name: str, user_id: str, name: str, *, limit: int | None = None
@@ -216,7 +216,7 @@ class Collections:
 
 
 def _at(session: StoredSession) -> Expected:
-    return Expected(session.id, session.revision)
+    return Expected(session.row.id, session.row.revision)
 
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
@@ -255,33 +255,29 @@ class RewriteItems(Write[StoredSession]):
 
     def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
         owners.cache()
-        seen = self._witness if self._witness and self._witness.number == result.id else None
+        seen = self._witness if self._witness and self._witness.number == result.row.id else None
         attempt.cache.put_session(result, seen, has_proven_head=True)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        found, user, session = yield from read_proven(attempt)
-        if session.id in self._sent:
+        _, user, session = yield from read_proven(attempt)
+        if session.row.id in self._sent:
             return session
-        if self._expected != (session.id, session.revision):
+        if self._expected != (session.row.id, session.row.revision):
             raise StaleRevision
-        owners.user(found, user, user.app_row, {})
+        owners.user(user, user.app_row, {}, session.row)
         links = [new_link() for _ in self._items]
-        new = sealed_rows.seal_session(
-            attempt,
-            session._replace(
-                id=new_row_key(), revision=len(links), updated_at=self._now, head=links[-1]
-            ),
-        )
+        row = session.row._replace(id=new_row_key(), revision=len(links), updated_at=self._now)
+        new = sealed_rows.seal_session(attempt, session._replace(row=row, head=links[-1]))
         items = [(item, self._now) for item in self._items]
-        rows = sealed_rows.seal_events(attempt, new.id, 0, items, links, NO_LINK)
-        self._witness = sealed_rows.seal_witness(attempt, user.tag, new.tag, new.id)
-        self._sent.add(new.id)
+        rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
+        self._witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
+        self._sent.add(new.row.id)
         yield from apply_changes(
             [
                 replacement(session, new),
                 *owners.changes,
-                witness_change(session.id, self._witness),
-                Change(sql.DELETE_EVENTS, {"at_id": session.id}, must_match_row=False),
+                witness_change(session.row.id, self._witness),
+                Change(sql.DELETE_EVENTS, {"at_id": session.row.id}, must_match_row=False),
             ]
         )
         for first in range(0, len(rows), _ROWS_AT_ONCE):

@@ -45,6 +45,7 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     MigratedRow,
     Owner,
+    SessionRow,
     StoredSession,
     apps,
     migrated,
@@ -238,13 +239,13 @@ class _Import(Write[T]):
 
         Raises TamperedError if the stored row is older than the imported one.
         """
-        if stored.id == row.row_id and stored.version < row.number:
+        if stored.row.id == row.row_id and stored.version < row.number:
             raise TamperedError(
                 f"its version is {stored.version}, and version {row.number} was imported: an older "
                 "row was replayed",
                 reason=Reason.MISMATCH,
                 table=table,
-                row=stored.id,
+                row=stored.row.id,
             )
         status = _STATUS[hmac.compare_digest(row.source, self._source), is_untouched]
         if status is ImportStatus.OLDER and not self._replace:
@@ -316,17 +317,17 @@ class ImportSession(_Import[_Outcome]):
         if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
             return ImportStatus.DELETED, None
         if session and user and row:
-            is_untouched = (session.id, session.revision) == (row.row_id, row.number)
+            is_untouched = (session.row.id, session.row.revision) == (row.row_id, row.number)
             status = self._status(sessions.name, session, row, is_untouched=is_untouched)
             if status.is_due:
-                new = yield from self._replace_session(attempt, owners, found, user, session, row)
+                new = yield from self._replace_session(attempt, owners, user, session, row)
                 return status, new
             return status, None
         if session:
             return ImportStatus.SAME_ID, None
         if row:
             return ImportStatus.DELETED, None
-        return ImportStatus.NEW, (yield from self._create(attempt, owners, found, app, user))
+        return ImportStatus.NEW, (yield from self._create(attempt, owners, app, user))
 
     def _import_for_known(self, attempt: Attempt) -> Steps[NewSession | None]:
         """Import the session without a read, from the cached rows of its app and its user.
@@ -336,7 +337,7 @@ class ImportSession(_Import[_Outcome]):
         known = known_owners(attempt)
         if known is None:
             return None
-        new, row = self._new(attempt, known.user.id, ImportStatus.NEW)
+        new, row = self._new(attempt, known.user.row.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | known.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_KNOWN, columns),
@@ -349,17 +350,16 @@ class ImportSession(_Import[_Outcome]):
         self,
         attempt: Attempt,
         owners: OwnerChanges,
-        found: Found,
         app: Owner | None,
         user: Owner | None,
     ) -> Steps[NewSession]:
-        app = owners.app(found, app, {})
-        changed = owners.user(found, user, app.id, {})
-        new, row = self._new(attempt, changed.id, ImportStatus.NEW)
+        app = owners.app(app, {})
+        changed = owners.user(user, app.row.id, {}, None)
+        new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | {"user_tag": self.who.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
-            insert = of_unchanged_user(found, insert, sql.IMPORT_SESSION_OF_USER)
+            insert = of_unchanged_user(user, insert, sql.IMPORT_SESSION_OF_USER)
         # *mark*, the INSERT into `secure_migrated`, comes before *insert*, the INSERT of the
         # session.  On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's
         # transaction.  After *mark*, *insert* requires that the user has no tombstone.
@@ -373,23 +373,22 @@ class ImportSession(_Import[_Outcome]):
         self,
         attempt: Attempt,
         owners: OwnerChanges,
-        found: Found,
         user: Owner,
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[NewSession]:
-        owners.user(found, user, user.app_row, {})
-        new, new_row = self._new(attempt, user.id, ImportStatus.OLDER)
-        at_row = {"at_id": old.id}
+        owners.user(user, user.app_row, {}, old.row)
+        new, new_row = self._new(attempt, user.row.id, ImportStatus.OLDER)
+        at_row = {"at_id": old.row.id}
         changes = [
             replacement(old, new.session),
             *owners.changes,
-            witness_change(old.id, new.witness),
+            witness_change(old.row.id, new.witness),
             Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
         ]
         if old.has_snapshot:
             changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-        changes += index_rows.removal_of_all(attempt, old.id)
+        changes += index_rows.removal_of_all(attempt, old.row.id)
         changes += new.rest
         changes.append(_update(row, new_row))
         if not (yield from self._apply(attempt, new, changes)):
@@ -402,14 +401,14 @@ class ImportSession(_Import[_Outcome]):
         """Return a new session and its row of `secure_migrated`."""
         who = self.who
         self._links = links = [new_link() for _ in self._events]
-        session = StoredSession(
-            new_row_key(), user_row, who.session_tag, who.session_id, len(links), NO_SNAPSHOT,
-            *self._times, self._state, b"{}",
-            links[-1] if links else NO_LINK, NO_LINK, b"",
-        )  # fmt: skip
-        self._sent[session.id] = result
-        row = self._seals.row(session.tag, session.id, session.revision, self._source)
-        return NewSession.sealed(attempt, session), row
+        row = SessionRow(
+            new_row_key(), user_row, who.session_tag, len(links), NO_SNAPSHOT, *self._times, b""
+        )
+        self._sent[row.id] = result
+        head = links[-1] if links else NO_LINK
+        session = StoredSession(row, who.session_id, self._state, head=head)
+        mark = self._seals.row(row.tag, row.id, row.revision, self._source)
+        return NewSession.sealed(attempt, session), mark
 
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the events; return False if the first change matched no row.
@@ -424,7 +423,7 @@ class ImportSession(_Import[_Outcome]):
             rows = [
                 parameters(row)
                 for row in sealed_rows.seal_events(
-                    attempt, new.session.id, first, group, links, previous
+                    attempt, new.session.row.id, first, group, links, previous
                 )
             ]
             if first:
@@ -480,29 +479,27 @@ class ImportState(_Import[ImportStatus]):
                 return status
         elif owner and owner.state != b"{}" and self._source_of(owner) != self._source:
             return ImportStatus.SAME_ID
-        changed = self._set(found, app, user, owners)
-        new = self._seals.row(self._tag, changed.id, changed.version, self._source)
+        changed = self._set(app, user, owners)
+        new = self._seals.row(self._tag, changed.row.id, changed.version, self._source)
         mark = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
         yield from apply_changes([*owners.changes, mark])
         return status
 
-    def _set(
-        self, found: Found, app: Owner | None, user: Owner | None, owners: OwnerChanges
-    ) -> Owner:
+    def _set(self, app: Owner | None, user: Owner | None, owners: OwnerChanges) -> Owner:
         if not self._of_user and app is None:
-            return owners.app(found, None, loads(self._state))
-        owner = app = owners.app(found, app, {})
+            return owners.app(None, loads(self._state))
+        owner = app = owners.app(app, {})
         if self._of_user:
             if user is None:
-                return owners.user(found, None, app.id, loads(self._state))
-            check_app_row(user, app.id)
+                return owners.user(None, app.row.id, loads(self._state), None)
+            check_app_row(user, app.row.id)
             owner = user
         if self._source_of(owner) == self._source:
             return owner
-        return owners.set_state(found, owner, self._state)
+        return owners.set_state(owner, self._state)
 
     def _source_of(self, owner: Owner) -> bytes:
-        return self._seals.of_state(owner.tag, owner.state)
+        return self._seals.of_state(owner.row.tag, owner.state)
 
 
 class AddTombstone(Write[None]):

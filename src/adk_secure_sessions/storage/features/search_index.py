@@ -251,12 +251,12 @@ def _differences(
     if of_user:
         if user is None:
             return None
-        row_id = index_rows.row_of_user(user.id)
+        row_id = index_rows.row_of_user(user.row.id)
         right = index_rows.entries(attempt, USER_PREFIX, loads(user.state), keys)
     else:
         session = sealed_rows.open_session(attempt, found, user)
         if session is None:
             return None
-        row_id = session.id
+        row_id = session.row.id
         right = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
     return row_id, Differences.between(found.indexed, right, keys)
