@@ -53,7 +53,7 @@ def test_random_texts_are_found_as_by_adk(stored: list[list[str]], query: str) -
             for event in events
             if event.content
         ]
-        mine.apply([(MemoryItem(EVENTS, values), "2.0.0")], Expected(1, 1))
+        mine.apply(MemoryItem(EVENTS, values), "2.0.0")
         assert [entry.id for entry in await mine.search(query)] == [
             memory.id for memory in await memories(theirs, query)
         ]
@@ -167,9 +167,8 @@ async def test_dropped_entries_leave_the_index() -> None:
         {"id": str(n), "content": {"parts": [{"text": f"cat é{n} only{n}"}]}} for n in range(200)
     ]
     memory = UserMemory(Expected(1, 0))
-    memory.apply([(MemoryItem(EVENTS, values), "2.0.0")], Expected(1, 1))
-    drop = MemoryItem(drop={0: Dropped(range(5, 200), "0" * 32)})
-    memory.apply([(drop, "2.0.0")], Expected(1, 2))
+    memory.apply(MemoryItem(EVENTS, values), "2.0.0")
+    memory.apply(MemoryItem(drop={0: Dropped(range(5, 200), "0" * 32)}), "2.0.0")
     expected = [str(n) for n in range(5)]
     assert [entry.id for entry in await memory.search("cat only150 é150")] == expected
     assert len(memory._words) == 1 + 2 * 5, "cat, and two words of each entry"

@@ -28,7 +28,7 @@ from adk_secure_sessions.db.protocol import Conflict, Retries
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
-from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.events import dumped, encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import (
     COLLECTION_NAME,
@@ -65,9 +65,6 @@ _ITEM_BYTES = 128 * 1024
 # PostgreSQL, one statement replaces all these items, and has at most 32,767 parameters.
 _MOST_REPLACED = 100
 _LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry take three levels
-# If the new items are larger than this number of bytes, the whole memory is read again.  The reason
-# is that `_read_all` lets other tasks run between items.  Adding items to a cached memory does not.
-_READ_ALL_BYTES = 2**20
 # The first and the last possible time of an event, in seconds since 1970.  `datetime` can represent
 # one more day at both ends, because the conversion to local time may add or subtract hours.
 _FIRST_TIME, _LAST_TIME = -62_135_510_400.0, 253_402_214_400.0
@@ -365,12 +362,12 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                     else:
                         plaintexts = await _encoded(replaced.values())
                         changed = dict(zip(replaced, plaintexts, strict=True))
-                        new = await self._collections.append(
+                        await self._collections.append(
                             *address, encode_item(item.values()), expected=at, replaced=changed
                         )
                         with memory.lock:
                             if memory.at == at:
-                                memory.apply([(item, adk_version)], new)
+                                memory.apply(item, adk_version)
                         _cache_memory(cache, address, memory)
                 except (writes.StaleRevision, writes.MissingSession):
                     await retries.wait(Conflict())
@@ -391,42 +388,27 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         """Return the user's memory as it is stored now; read only items that are not cached."""
         async with self._reads.hold(address):
             memory = cache.get(address)
-            if memory is None:
-                return await self._read_all(cache, address)
-            with memory.lock:
-                at = memory.at
-            found = await self._collections.get(*address, limit=0)
-            if found is not None and found.at == at:
-                return memory
-            cache.drop(address)
+            if memory is not None:
+                with memory.lock:
+                    at = memory.at
+                found = await self._collections.get(*address, limit=0)
+                if found is not None and found.at == at:
+                    return memory
+                cache.drop(address)
+                # Otherwise, the memory was rewritten, or was erased and created again.
+                if found and found.at.session_row == at.session_row and found.size > at.revision:
+                    number = found.size - at.revision
+                    found = await self._collections.get(*address, limit=number)
+                    if found and await _applied(memory, found):
+                        _cache_memory(cache, address, memory)
+                        return memory
+            found = await self._collections.get(*address)
             if found is None:
                 return None
-            number = found.size - at.revision
-            # Otherwise, the memory was rewritten, or was erased and created again.
-            if found.at.session_row == at.session_row and number > 0:
-                found = await self._collections.get(*address, limit=number)
-                # Other processes may have changed the memory after `number` was read.
-                start = found and (found.at.session_row, found.size - number)
-                if found and start == at and sum(map(len, found.items)) <= _READ_ALL_BYTES:
-                    items = await _decoded(found)
-                    with memory.lock:
-                        if memory.at == at:  # no other thread has applied these items
-                            memory.apply(items, found.at)
-                            _cache_memory(cache, address, memory)
-                            return memory
-            return await self._read_all(cache, address)
-
-    async def _read_all(self, cache: "_Cache", address: _Address) -> UserMemory | None:
-        found = await self._collections.get(*address)
-        if found is None:
-            return None
-        memory = UserMemory(found.at)
-        pauses = LoopPauses()
-        for item in await _decoded(found):
-            memory.apply([item], found.at)
-            await pauses.pause_if_due()
-        _cache_memory(cache, address, memory)
-        return memory
+            memory = UserMemory(found.at._replace(revision=0))
+            await _applied(memory, found)
+            _cache_memory(cache, address, memory)
+            return memory
 
 
 reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
@@ -436,6 +418,20 @@ _Cache: TypeAlias = Lru[_Address, UserMemory]
 
 def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
     cache.put(address, memory, len(memory.entries) + _USER_SIZE)
+
+
+async def _applied(memory: UserMemory, found: Collection) -> bool:
+    """Apply the items of *found* to *memory*; return False if they are not its next ones."""
+    pauses = LoopPauses()
+    at = found.at._replace(revision=found.size - len(found.items))
+    for item, writer in await _decoded(found):
+        with memory.lock:
+            if memory.at != at:  # another process or thread has changed the memory
+                return False
+            memory.apply(item, writer)
+            at = memory.at
+        await pauses.pause_if_due()
+    return True
 
 
 async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
@@ -545,22 +541,17 @@ def _from_memories(
 
 def _content(content: types.Content, name: str, number: int) -> bytes:
     """Return the JSON of *content*, which errors call `name[number].content`."""
-    serializer = types.Content.__pydantic_serializer__
     try:
-        data: bytes = serializer.to_json(content, exclude_none=True, warnings="error")
+        data: bytes = types.Content.__pydantic_serializer__.to_json(
+            content, exclude_none=True, warnings="error"
+        )
         # Pydantic writes null for infinity and NaN, and U+FFFD for a lone surrogate in a key.
         if json_text.fits(data, _LEVELS) and b"null" not in data and b"\xef\xbf\xbd" not in data:
             return data
     except Exception:
         pass  # for example, lone surrogates, or values without JSON form
-    try:
-        fields = serializer.to_python(content, exclude_none=True, warnings=False)
-    except Exception:
-        fields = None
     name = f"{name}[{number}].content"
-    if fields is None:
-        raise ValueError(f"{name} holds a value of a wrong type, or a circular one")
-    data = _json(fields, name)
+    data = _json(dumped(content), name)
     try:
         validated(types.Content, json_text.loads(data))
     except ValueError:

@@ -175,14 +175,9 @@ class UserMemory:
     def with_id(self, entry_id: str) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.id == entry_id]
 
-    def apply(self, items: Iterable[tuple[MemoryItem, str]], at: writes.Expected) -> None:
-        """Apply the next items, each with the version of google-adk that wrote the item."""
-        for item, writer in items:
-            self._apply(item, writer)
-        self.at = at
-
-    def _apply(self, item: MemoryItem, writer: str) -> None:
-        number = len(self._items)
+    def apply(self, item: MemoryItem, writer: str) -> None:
+        """Apply the next item, which the version *writer* of google-adk wrote."""
+        number = self.at.revision
         for earlier, dropped in item.drop.items():
             self._drop(earlier, dropped.places)
             self._items[earlier] = self._items[earlier]._replace(replacement=dropped.replacement)
@@ -203,6 +198,7 @@ class UserMemory:
                 self._index(key, text_of(values["content"]))
         self._items.append(item._replace(add=()))
         self._keys.append(keys)
+        self.at = self.at._replace(revision=number + 1)
 
     def replaced(self, drop: dict[int, Dropped]) -> dict[int, NewItem]:
         """Return the new content of each item that has entries in *drop*, by item number."""
