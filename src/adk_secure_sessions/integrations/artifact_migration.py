@@ -7,7 +7,7 @@ source.  So the target itself tells what was copied, and a later run continues t
 import codecs
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from typing import Literal, TypeAlias
@@ -121,7 +121,8 @@ async def migrate_artifacts(
         place.prepare(create=True)
         await init(db)
         await db.imports.prepare_imports()  # from now on, `erase-user` stores tombstones
-    run = _ArtifactRun(db, place, action, dry_run, show_ids, await db.is_new())
+    is_new, findings = await db.is_new() and action == "copy", Findings(with_ids=show_ids)
+    run = _ArtifactRun(db, Collections(db.unit), place, action, dry_run, findings, is_new)
     async with Workers(_AT_ONCE, _BYTES) as workers:
         async for one in source.artifacts():
             size = max((version.size for version in one.versions), default=0)
@@ -142,27 +143,19 @@ async def migrate_artifacts(
 
 
 @hides_locals
+@dataclass(eq=False, repr=False)
 class _ArtifactRun:
     """One run of `migrate_artifacts`.  If *is_new*, the target does not exist."""
 
-    def __init__(
-        self,
-        db: Database,
-        store: ArtifactStore,
-        action: Action,
-        dry_run: bool,
-        show_ids: bool,
-        is_new: bool,
-    ) -> None:
-        self.done: ArtifactMigration = ArtifactMigration()
-        self.findings: Findings = Findings(with_ids=show_ids)
-        self.finished: Fingerprints = Fingerprints()  # equal artifacts, and those of erased users
-        self._db = db
-        self._collections = Collections(db.unit)
-        self._store = store
-        self._action = action
-        self._dry_run = dry_run
-        self._is_new = is_new and action == "copy"
+    db: Database
+    collections: Collections
+    store: ArtifactStore
+    action: Action
+    dry_run: bool
+    findings: Findings
+    is_new: bool
+    done: ArtifactMigration = field(default_factory=ArtifactMigration)
+    finished: Fingerprints = field(default_factory=Fingerprints)  # equal, or of erased users
 
     async def visit(self, one: SourceArtifact) -> None:
         try:
@@ -180,8 +173,8 @@ class _ArtifactRun:
             self.finished.add(packed(*one.stamp))
             return
         tag, name = b"", collection_name(one.session_id, one.filename)
-        if not self._is_new:
-            tag = (await self._db.unit.identify(*one.owner, name, True)).session_tag
+        if not self.is_new:
+            tag = (await self.db.unit.identify(*one.owner, name, True)).session_tag
         self.findings.add(tag, reason, *one.owner, one.session_id, one.filename)
 
     async def _visit(self, one: SourceArtifact) -> tuple[str, str]:
@@ -191,13 +184,13 @@ class _ArtifactRun:
         check_ids(*one.owner, one.session_id or "", filename=one.filename)
         name = collection_name(one.session_id, one.filename)
         stored: list[Version] = []
-        if not self._is_new:
-            state = (await self._db.imports.imported_states([one.owner])).get(one.owner)
+        if not self.is_new:
+            state = (await self.db.imports.imported_states([one.owner])).get(one.owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
-            found = await self._collections.get(*one.owner, name)
+            found = await self.collections.get(*one.owner, name)
             stored = versions_of(found) if found else []
-        copies = self._action == "copy"
+        copies = self.action == "copy"
         new = one.versions[len(stored) :]
         if new and not copies:
             return "missing", "it was not copied, or not in its latest version"
@@ -205,7 +198,7 @@ class _ArtifactRun:
             if not (_is_same(version, copy) and (copies or await self._has_content(version, copy))):
                 return "different", f"version {version.number} differs in the target"
         for version in new:
-            if not self._dry_run:
+            if not self.dry_run:
                 await self._save(one.owner, name, version)
             self.done.versions += 1
             self.done.size += version.size
@@ -214,8 +207,8 @@ class _ArtifactRun:
     async def _save(self, owner: tuple[str, str], name: str, version: SourceVersion) -> None:
         blob = None
         if version.open is not None:
-            prefix = (await self._collections.database_id()).hex()
-            blob = await self._store.blobs(prefix).write(_content(version))
+            prefix = (await self.collections.database_id()).hex()
+            blob = await self.store.blobs(prefix).write(_content(version))
         values = {"part": version.part, "metadata": version.metadata, "time": version.time}
 
         def item(found: Collection) -> bytes:
@@ -223,12 +216,12 @@ class _ArtifactRun:
                 raise _Bad("a service has saved a version in the target meanwhile")
             return encode_item(new_item(values, blob, found))
 
-        await self._collections.append(*owner, name, item)
+        await self.collections.append(*owner, name, item)
 
     async def _has_content(self, version: SourceVersion, copy: Version) -> bool:
         if copy.blob is None:
             return True
-        content = self._store.blobs(copy.blob.prefix).read(copy.blob)
+        content = self.store.blobs(copy.blob.prefix).read(copy.blob)
         return await _digest(_content(version)) == await _digest(content)
 
 

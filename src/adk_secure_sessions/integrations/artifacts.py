@@ -25,7 +25,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
-from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.formats.events import dumped, encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.integrations.artifact_versions import (
@@ -344,24 +344,18 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
 
     async def _version(self, address: _Address, number: int | None) -> Version | None:
         """Return the version *number*, or the latest if *number* is None; None if there is none."""
-        limit = 1
-        while True:
-            found = await self._collections.get(*address, limit=limit)
-            if found is None:
-                return None
-            versions, count = versions_of(found), version_count(found)
-            if number is None:
-                number = count - 1
-            if not 0 <= number < count:
-                return None
-            for version in versions:
-                if version.number == number:
-                    return version
-            # If the contents of all versions were re-encrypted equally often, one of the last
-            # `count - number` items describes the version.  If not, read all items from the item
-            # *number* on: no earlier item describes the version.
-            last = count - number
-            limit = last if limit < last else max(limit + 1, found.size - number)
+        found = await self._collections.get(*address, limit=1)
+        if found is None:
+            return None
+        (last,) = versions_of(found)
+        number = last.versions - 1 if number is None else number
+        if number == last.number:
+            return last
+        if not 0 <= number < last.versions:
+            return None
+        found = await self._collections.get(*address)
+        versions = versions_of(found) if found else []
+        return versions[number] if number < len(versions) else None
 
     async def _part(self, version: Version) -> types.Part:
         is_text = version.is_text
@@ -438,14 +432,9 @@ def _split(part: types.Part) -> tuple[JsonObject, bytes | None]:
         bare.inline_data = part.inline_data.model_copy(update={"data": None})
     elif part.text is not None:
         content, bare.text = encode_text(part.text), None
-    try:
-        dumped = bare.model_dump(exclude_none=True, warnings="error")
-    except ValueError:  # do not chain this error: its text may quote a value
-        dumped = None
-    if dumped is not None:
-        values = json_text.exact_values(dumped, _LEVELS, "artifact")
-        if _restored(values) == bare:
-            return values | ({"text": ""} if is_text else {}), content
+    values = json_text.exact_values(dumped(bare), _LEVELS, "artifact")
+    if _restored(values) == bare:
+        return values | ({"text": ""} if is_text else {}), content
     raise ValueError(
         "the artifact is not stored, because it could not be read back as it is: a field holds a "
         "value that JSON cannot represent, or that google-adk rejects"
