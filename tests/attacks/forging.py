@@ -89,4 +89,4 @@ def insert_rows(db: Database, table: str, rows: list[tuple[object, ...]]) -> Non
     with db.connect() as connection:
         for row in rows:
             slots = ", ".join("?" * len(row))
-            connection.execute(f"INSERT INTO {table} VALUES ({slots})", row)
+            connection.execute(f"REPLACE INTO {table} VALUES ({slots})", row)

@@ -4,18 +4,20 @@ The service overrides such methods when its class is made.  So each test first g
 class the method, and then loads a second copy of the module `service`.
 """
 
+import asyncio
 import importlib.util
-import os
-import subprocess
 import sys
-from collections.abc import AsyncIterator
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import google.adk.sessions
 import pytest
-from google.adk.sessions import BaseSessionService
+from google.adk.sessions import BaseSessionService, base_session_service
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, service
 from tests.attacks.world import KEY, VISIT
+from tests.processes import results
 
 
 def with_later_adk(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> Any:
@@ -101,82 +103,54 @@ def test_every_public_method_of_the_installed_adk_is_ours() -> None:
     assert names - set(vars(EncryptedSessionService)) == set()
 
 
-LATER = """
-import abc
-import asyncio
-import sys
-import google.adk.sessions
-import google.adk.sessions.base_session_service as module
-
-
-class Later(module.BaseSessionService):
-    async def fork_session(self, *, session_id):
-        print("reached")
-        return session_id
-
-    async def list_everything(self):
-        print("reached")
-        return await self.list_sessions(app_name="app")
-
-
-class Demanding(module.BaseSessionService):
-    @abc.abstractmethod
-    async def fork_session(self): ...
-
-
-def import_ours(base):
+def import_ours(base: Any) -> Any:
+    """Import the package as a process does whose google-adk has this base class."""
     for name in [name for name in sys.modules if name.startswith("adk_secure_sessions")]:
         del sys.modules[name]
     base.__name__ = "BaseSessionService"
-    module.BaseSessionService = google.adk.sessions.BaseSessionService = base
-    import adk_secure_sessions
-
-    assert issubclass(adk_secure_sessions.EncryptedSessionService, base)
-    return adk_secure_sessions
-
-
-async def call(ours):
-    class Own(ours.EncryptedSessionService):
-        async def fork_session(self, *, session_id):
-            return "own " + session_id
-
-    backend = ours.AesGcmBackend(bytes(32))
-    async with ours.EncryptedSessionService(":memory:", backend) as service:
-        await service.create_session(app_name="app", user_id="user", session_id="session")
-        assert len((await service.list_sessions(app_name="app")).sessions) == 1
-        for call in (lambda: service.fork_session(session_id="s"), service.list_everything):
-            try:
-                await call()
-            except NotImplementedError as error:
-                print("rejected", str(error).split("implement ")[1].split("()")[0])
-    async with Own(":memory:", backend) as service:
-        print(await service.fork_session(session_id="fork"))
+    base_session_service.BaseSessionService = base  # type: ignore[misc]
+    google.adk.sessions.BaseSessionService = base  # type: ignore[misc]
+    ours = importlib.import_module("adk_secure_sessions")
+    assert issubclass(ours.EncryptedSessionService, base)
+    return ours
 
 
-asyncio.run(call(import_ours(Later)))
-ours = import_ours(Demanding)
-try:
-    ours.EncryptedSessionService(":memory:", ours.AesGcmBackend(bytes(32)))
-except TypeError as error:
-    print("demanded", "fork_session" in str(error))
-"""
+def use_with_later_adk(say: Callable[[object], None]) -> None:
+    class Later(BaseSessionService):
+        async def fork_session(self, *, session_id: str) -> str:
+            say("reached")
+            return session_id
+
+        async def list_everything(self) -> object:
+            say("reached")
+            return await self.list_sessions(app_name="app")
+
+    class Demanding(BaseSessionService):
+        @abstractmethod
+        async def fork_session(self) -> None: ...
+
+    async def call(ours: Any) -> None:
+        class Own(ours.EncryptedSessionService):  # type: ignore[misc]
+            async def fork_session(self, *, session_id: str) -> str:
+                return "own " + session_id
+
+        backend = ours.AesGcmBackend(KEY)
+        async with ours.EncryptedSessionService(":memory:", backend) as service:
+            await service.create_session(**VISIT._asdict())
+            assert len((await service.list_sessions(app_name=VISIT.app_name)).sessions) == 1
+            for method in (lambda: service.fork_session(session_id="s"), service.list_everything):
+                with pytest.raises(NotImplementedError) as rejected:
+                    await method()
+                say(str(rejected.value).split("implement ")[1].split("()")[0])
+        async with Own(":memory:", backend) as service:
+            say(await service.fork_session(session_id="fork"))
+
+    asyncio.run(call(import_ours(Later)))
+    ours = import_ours(Demanding)
+    with pytest.raises(TypeError, match="fork_session"):
+        ours.EncryptedSessionService(":memory:", ours.AesGcmBackend(KEY))
 
 
 def test_later_adk_with_more_methods_is_rejected_from_the_start() -> None:
     """In a process of its own, whose base class has them before we are imported."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LATER],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "rejected fork_session",
-        "rejected list_everything",
-        "own fork",
-        "demanded True",
-    ]
+    assert results((use_with_later_adk,)) == [["fork_session", "list_everything", "own fork"]]

@@ -7,6 +7,7 @@ from google.adk.sessions import Session
 
 from adk_secure_sessions import TamperedError
 from tests.attacks.databases import also_on
+from tests.attacks.forging import insert_rows
 from tests.attacks.support import (
     APP,
     HISTORY,
@@ -109,12 +110,6 @@ async def delete_session_of(db: Database, who: SessionIds) -> tuple[Rows, Sessio
     return rows, db.session(who)
 
 
-def replay_rows(db: Database, rows: Rows, table: str) -> None:
-    for row in rows[table]:
-        with db.connect() as connection:
-            connection.execute(f"REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
-
-
 async def recreate(db: Database, who: SessionIds, events: int) -> None:
     async with db.service() as service:
         session = await service.create_session(**who._asdict(), state={"created": "again"})
@@ -124,19 +119,19 @@ async def recreate(db: Database, who: SessionIds, events: int) -> None:
 
 async def test_row_of_a_deleted_session_replayed_is_rejected(db: Database) -> None:
     rows, _ = await delete_session_of(db, VISIT)
-    replay_rows(db, rows, "secure_sessions")
+    insert_rows(db, "secure_sessions", rows["secure_sessions"])
     await assert_rejected(db, SESSION, TamperedError)
 
 
 async def test_witness_of_a_deleted_session_replayed_is_detected(db: Database) -> None:
     rows, _ = await delete_session_of(db, VISIT)
-    replay_rows(db, rows, "secure_witnesses")
+    insert_rows(db, "secure_witnesses", rows["secure_witnesses"])
     await assert_rejected(db, SESSION_BY_ID, TamperedError)
 
 
 async def test_events_of_a_deleted_session_replayed_do_not_return(db: Database) -> None:
     rows, _ = await delete_session_of(db, VISIT)
-    replay_rows(db, rows, "secure_events")
+    insert_rows(db, "secure_events", rows["secure_events"])
     async with db.service() as service:
         assert await get(service, db, VISIT) is None
         await service.create_session(**VISIT._asdict())
@@ -157,7 +152,7 @@ async def test_row_of_a_deleted_session_without_events_is_rejected(
         await service.delete_session(**who._asdict())
         if created_again:
             await service.create_session(**who._asdict(), state={"new": "7Qx"})
-    replay_rows(db, {"secure_sessions": row}, "secure_sessions")
+    insert_rows(db, "secure_sessions", row)
     async with db.service() as service:
         for operation in (get, get_last, list_user, list_app, delete):
             assert type(await rejection(operation, service, db, who)) is TamperedError
@@ -171,7 +166,7 @@ async def test_row_of_a_former_session_of_the_same_id_is_rejected(
 ) -> None:
     rows, _ = await delete_session_of(db, VISIT)
     await recreate(db, VISIT, events)
-    replay_rows(db, rows, table)
+    insert_rows(db, table, rows[table])
     impact = SESSION if table == "secure_sessions" else SESSION_BY_ID
     await assert_rejected(db, impact, TamperedError)
 
@@ -181,7 +176,7 @@ async def test_row_of_a_former_session_under_the_new_key_is_rejected(db: Databas
     await recreate(db, VISIT, 4)
     new = db.value("SELECT max(id) FROM secure_sessions")
     db.run("DELETE FROM secure_sessions WHERE id = :new", new=new)
-    replay_rows(db, rows, "secure_sessions")
+    insert_rows(db, "secure_sessions", rows["secure_sessions"])
     db.run("UPDATE secure_sessions SET id = :new WHERE id = :visit", new=new)
     await assert_rejected(db, SESSION, TamperedError)
 

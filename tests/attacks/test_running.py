@@ -21,6 +21,7 @@ from tests.attacks.cells import (
     by_name,
 )
 from tests.attacks.databases import also_on
+from tests.attacks.forging import insert_rows
 from tests.attacks.support import (
     Database,
     OlderCopy,
@@ -164,9 +165,7 @@ async def test_row_rolled_back_after_it_was_read_is_rejected(db: Database, cell:
         (row,) = db.rows(f"SELECT * FROM {cell.table} WHERE {cell.where}")
         await append_delta(run.service, run.session, {"step": 1, "user:step": 1, "app:step": 1})
         assert await run.service.get_session(**VISIT._asdict()) == run.session
-        with db.connect() as connection:
-            slots = ", ".join("?" * len(row))
-            connection.execute(f"REPLACE INTO {cell.table} VALUES ({slots})", row)
+        insert_rows(db, cell.table, [row])
         await assert_read_rejected(db, run)
         await assert_append_rejected(db, run, {"user:step": 2, "app:step": 2})
 

@@ -101,8 +101,14 @@ async def imported(
     )
 
 
-async def read(service: BaseSessionService, session_id: str = "s") -> Session | None:
+async def find(service: BaseSessionService, session_id: str = "s") -> Session | None:
     return await service.get_session(app_name=APP, user_id=USER, session_id=session_id)
+
+
+async def read(service: BaseSessionService, session_id: str = "s") -> Session:
+    found = await find(service, session_id)
+    assert found is not None
+    return found
 
 
 async def is_clean(db: Database) -> bool:
@@ -120,15 +126,12 @@ async def test_imported_session_is_like_one_that_a_service_wrote(
         await service.append_event(written, one)
     assert await imported(store, state=state, of=past) is ImportStatus.NEW
     found, other = await read(service), await read(service, written.id)
-    assert found is not None
-    assert other is not None
     assert found.events == other.events
     assert found.state == other.state == state
     assert found.last_update_time == other.last_update_time
     await service.append_event(found, event("more", delta={"k": 2, "user:u": 3}))
     assert (await rotate_data(db)).bad == 0
     found = await read(service)
-    assert found is not None
     assert len(found.events) == 4
     assert found.state == {**state, "k": 2, "user:u": 3}
     assert await is_clean(db)
@@ -152,9 +155,7 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
     assert (one.row.number, one.is_untouched, one.row.is_tombstone) == (3, True, False)
     assert (one.has_source("1"), one.has_source("2")) == (False, True)
     found = await read(service)
-    assert found is not None
     assert (found.events, found.state) == (second, {})
-    assert before is not None
     with pytest.raises(Exception, match="session"):  # it was loaded before
         await service.append_event(before, event("late"))
     await service.append_event(found, event("more"))
@@ -164,7 +165,6 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
     await create(service, session_id="own")
     assert await imported(store, "own", replace=True) is ImportStatus.SAME_ID
     again = await read(service)
-    assert again is not None
     assert len(again.events) == 4
     assert await is_clean(db)
 
@@ -188,7 +188,6 @@ async def test_states_are_set_exactly(
     await rotate_data(db)  # changes the versions of the rows, and no state
     assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.OLDER
     found = await read(service)
-    assert found is not None
     assert found.state == {"app:a": {"x": 1, "y": 2}, "app:b": 2, "user:d": 1}
     await service.append_event(found, event(delta={"user:d": 2, "app:b": 3}))
     assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.MOVED_ON
@@ -209,7 +208,6 @@ async def test_session_of_several_requests_is_one_import(
     await imported(store, of=history(1))
     assert await imported(store, of=past, version="2", replace=True) is ImportStatus.OLDER
     found = await read(service)
-    assert found is not None
     assert found.events == past
     await service.append_event(found, event("more"))
     assert await is_clean(db)
@@ -234,7 +232,6 @@ async def test_import_after_a_lost_answer_is_stored_once(
         await again.import_state((APP, USER), b'{"k":2}', replace=True)
         assert await is_clean(db)
     found = await read(service)
-    assert found is not None
     assert len(found.events) == 3
     assert found.state == {"user:k": 2}
 
@@ -257,9 +254,8 @@ async def test_imported_session_expires(
             APP, USER, name, state=b"{}", events=[], created_at=0, updated_at=now - 10,
             source_version="1", expires_at=expires_at,
         )  # fmt: skip
-    assert await read(service, "expired") is None
+    assert await find(service, "expired") is None
     session = await read(service, "later")
-    assert session is not None
     await service.append_event(session, event("goes on", timestamp=now / 1_000_000))
     assert (await purge(db)).deleted == 1
     assert await is_clean(db)
@@ -274,7 +270,7 @@ async def test_cancelled_import_is_whole_or_absent(
         await asyncio.sleep(number * 0.001)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        found = await read(service, f"s{number}")
+        found = await find(service, f"s{number}")
         assert found is None or len(found.events) == 40
         result = await imported(store, f"s{number}", of=history(40))
         assert result is (ImportStatus.UNCHANGED if found else ImportStatus.NEW)

@@ -306,8 +306,8 @@ class Conversations(RuleBasedStateMachine):
         self._services = [self._open(0), self._open(1)]
         self._run(self._services[0].prepare_tables())
         return multiple(
-            self.create(0, "ada", "s", {"a": 1, "user:a": 1}, None, APP),
-            self.create(1, "ünï\ud800", "s", {"app:a": 2}, timedelta(days=1), APP),
+            self.create_session(0, "ada", "s", {"a": 1, "user:a": 1}, None, APP),
+            self.create_session(1, "ünï\ud800", "s", {"app:a": 2}, timedelta(days=1), APP),
         )
 
     def teardown(self) -> None:
@@ -332,17 +332,6 @@ class Conversations(RuleBasedStateMachine):
         app=apps,
     )
     def create_session(
-        self,
-        which: int,
-        user: str,
-        session_id: str,
-        state: dict[str, Any],
-        lifetime: timedelta | None,
-        app: str,
-    ) -> Any:
-        return self.create(which, user, session_id, state, lifetime, app)
-
-    def create(
         self,
         which: int,
         user: str,
