@@ -7,9 +7,7 @@ events more in each session.
 """
 
 import asyncio
-import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +61,7 @@ from tests.attacks.world import (
     SessionIds,
     append_all,
 )
+from tests.sqlite_files import execute, settle
 
 _APPENDS = (append, append_user_state, append_app_state, append_large)
 MIDDLE = Impact((get, get_after, get_last_three), (NOTES, BOB, CAROL))
@@ -90,14 +89,8 @@ def written_again(copy: OlderCopy, times: int) -> OlderCopy:
 
     with ThreadPoolExecutor(1) as pool:  # a loop of its own
         pool.submit(asyncio.run, write()).result()
-    settle(copy)
+    settle(copy.path)
     return copy
-
-
-def settle(copy: OlderCopy) -> None:
-    """Merge the write-ahead log, which a closing connection may leave, into the file."""
-    with closing(sqlite3.connect(copy.path)) as connection:
-        assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
 
 
 class Row(NamedTuple):
@@ -198,11 +191,9 @@ async def test_data_key_of_another_copy_encrypts_nothing(other: OlderCopy) -> No
     async with Maintained(f"sqlite:///{other.path}", db.backend()) as theirs:
         await rotate_data(theirs)
         await rotate_data(theirs)
-    with closing(sqlite3.connect(other.path)) as connection:
-        keys = connection.execute(
-            "SELECT * FROM secure_data_keys WHERE generation = "
-            "(SELECT max(generation) FROM secure_data_keys)"
-        ).fetchall()
+    newest = "(SELECT max(generation) FROM secure_data_keys)"
+    query = f"SELECT * FROM secure_data_keys WHERE generation = {newest}"
+    keys = execute(other.path, query)
     assert len(keys) == 5
     insert_rows(db, "secure_data_keys", keys)
     inserted = {row[0] for row in keys}
@@ -257,7 +248,7 @@ async def _append_to_copy(other: OlderCopy) -> None:
         session = await theirs.get_session(**VISIT._asdict())
         assert session is not None
         await append_delta(theirs, session, {"step": 100})
-    settle(other)
+    settle(other.path)
 
 
 async def test_longer_session_row_with_made_up_events_does_not_stop_a_service_for_good(

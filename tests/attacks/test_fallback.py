@@ -4,9 +4,8 @@ The source is in memory: the attacker changes its attributes.  The encrypted dat
 file, which the attacker changes with SQL.
 """
 
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,13 @@ from adk_secure_sessions import (
 from adk_secure_sessions.maintenance import Database, erase_user
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from tests.migration.lookups import APP, MemoryLookup, said
+from tests.sqlite_files import execute, value
 
 BACKEND = AesGcmBackend(bytes(range(32)))
 ADA: dict[str, Any] = {"app_name": APP, "user_id": "ada"}
 VISIT: dict[str, Any] = {**ADA, "session_id": "visit"}
 OTHER: dict[str, Any] = {**ADA, "session_id": "other"}
+FEATURES = "SELECT value FROM secure_meta WHERE name = 'features'"
 MARK = "DELETE FROM secure_meta WHERE name = 'migration'"
 
 
@@ -50,26 +51,12 @@ class Target:
         async with EncryptedSessionService(self.url, BACKEND) as service:
             yield service
 
-    def run(self, statement: str, *values: object) -> int:
-        """Run the attacker's statement, which must concern rows."""
-        with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
-            changed = connection.execute(statement, values).rowcount
-        assert changed, "the attack changed nothing"
-        return changed
-
-    def features(self) -> str:
-        """The stored list of features, with its MAC."""
-        with closing(sqlite3.connect(self.path)) as connection:
-            query = "SELECT value FROM secure_meta WHERE name = 'features'"
-            ((found,),) = connection.execute(query).fetchall()
-        return str(found)
-
     async def forget(self, *ids: str) -> None:
         """Delete the row of `secure_migrated` of a user or a session."""
         async with Database(self.url, BACKEND) as db:
             index = (await db.keys()).keyring.index
         tag = index.user(*ids) if len(ids) == 2 else index.session(*ids)
-        assert self.run("DELETE FROM secure_migrated WHERE tag = ?", tag) == 1
+        execute(self.path, "DELETE FROM secure_migrated WHERE tag = ?", [tag])
 
 
 @pytest.fixture
@@ -172,7 +159,7 @@ async def test_replayed_list_of_features_does_not_hide_the_source_from_an_erasur
     target = Target(tmp_path / "erased.db", source)
     async with target.plain_service() as plain:
         await plain.prepare_tables()
-    older = target.features()
+    older = value(target.path, FEATURES)
     async with target.service() as service:
         if is_empty:
             await service._imports.prepare_imports()
@@ -180,12 +167,12 @@ async def test_replayed_list_of_features_does_not_hide_the_source_from_an_erasur
             session = await service.get_session(**OTHER)
             assert session is not None
             await service.append_event(session, said("more", 2))
-    newer = target.features()
+    newer = value(target.path, FEATURES)
     assert older != newer
-    target.run("UPDATE secure_meta SET value = ? WHERE name = 'features'", older)
+    execute(target.path, "UPDATE secure_meta SET value = ? WHERE name = 'features'", [older])
     async with Database(target.url, BACKEND) as db:
         assert (await erase_user(db, APP, "ada")).was_migrated
-    assert target.features() == newer  # the erasure has added the feature again
+    assert value(target.path, FEATURES) == newer  # the erasure has added the feature again
     async with target.service() as service:
         assert (await service.list_sessions(app_name=APP)).sessions == []
 
@@ -210,11 +197,11 @@ async def test_modified_row_of_a_copy_is_rejected(target: Target, change: str) -
     async with Database(target.url, BACKEND) as db:
         tag = (await db.keys()).keyring.index.session(APP, "ada", "visit")
     if change == "tag":  # the row of another owner
-        target.run("DELETE FROM secure_migrated WHERE tag = ?", tag)
+        execute(target.path, "DELETE FROM secure_migrated WHERE tag = ?", [tag])
         first = "tag = (SELECT min(tag) FROM secure_migrated)"
-        target.run(f"UPDATE secure_migrated SET tag = ? WHERE {first}", tag)
+        execute(target.path, f"UPDATE secure_migrated SET tag = ? WHERE {first}", [tag])
     else:
-        target.run(f"UPDATE secure_migrated SET {change} WHERE tag = ?", tag)
+        execute(target.path, f"UPDATE secure_migrated SET {change} WHERE tag = ?", [tag])
     async with target.service() as service:
         calls: list[Any] = [
             lambda: service.get_session(**VISIT),
@@ -272,13 +259,13 @@ async def test_deleted_row_of_a_user_brings_back_an_erased_user(target: Target) 
 
 async def test_removed_session_does_not_fall_back_to_the_source(target: Target) -> None:
     for table in ("secure_sessions", "secure_events"):
-        target.run(f"DELETE FROM {table}")
+        execute(target.path, f"DELETE FROM {table}")
     async with target.service() as service:
         with pytest.raises(TamperedError):  # its version witness is still there
             await service.get_session(**VISIT)
     async with Database(target.url, BACKEND) as db:
         tag = (await db.keys()).keyring.index.session(APP, "ada", "visit")
-    target.run("DELETE FROM secure_witnesses WHERE tag = ?", tag)
+    execute(target.path, "DELETE FROM secure_witnesses WHERE tag = ?", [tag])
     async with target.service() as service:
         assert await service.get_session(**VISIT) is None
 
@@ -287,7 +274,8 @@ async def test_removed_session_does_not_fall_back_to_the_source(target: Target) 
 
 
 async def test_forged_mark_is_rejected(target: Target) -> None:
-    target.run("INSERT INTO secure_meta VALUES ('migration', 'complete ' || ?)", "00" * 16)
+    forged = "INSERT INTO secure_meta VALUES ('migration', ?)"
+    execute(target.path, forged, ["complete " + "00" * 16])
     async with target.service() as service:
         with pytest.raises(WrongKeyError):
             await service.get_session(**OTHER)
@@ -303,7 +291,7 @@ async def test_removed_mark_switches_the_fallback_on_again(
     source.put("ada", "planted", ["forged"])
     async with target.service() as service:
         assert await service.get_session(**ADA, session_id="planted") is None
-    target.run(MARK)
+    execute(target.path, MARK)
     async with target.plain_service() as plain:
         assert await plain.get_session(**ADA, session_id="planted") is None
     async with target.service() as service:
@@ -318,26 +306,23 @@ async def test_replayed_mark_that_was_withdrawn_ends_the_fallback_again(
     source.put("ada", "third", ["not copied"])
     async with target.service() as service:
         await service._imports.complete_migration()
-    with closing(sqlite3.connect(target.path)) as connection:
-        query = "SELECT value FROM secure_meta WHERE name = 'migration'"
-        ((mark,),) = connection.execute(query).fetchall()
+    mark = value(target.path, "SELECT value FROM secure_meta WHERE name = 'migration'")
     async with target.service() as service:
         assert await service._imports.withdraw_migration()
     async with target.service() as service:
         assert await service.get_session(**OTHER) is not None
-    target.run("INSERT INTO secure_meta VALUES ('migration', ?)", mark)
+    execute(target.path, "INSERT INTO secure_meta VALUES ('migration', ?)", [mark])
     async with target.service() as service:
         assert await service.get_session(**ADA, session_id="third") is None
 
 
 async def test_removed_table_or_feature_is_rejected(target: Target) -> None:
-    target.run("UPDATE secure_meta SET value = '-' || substr(value, instr(value, ' ')) "
+    execute(target.path, "UPDATE secure_meta SET value = '-' || substr(value, instr(value, ' ')) "
                "WHERE name = 'features'")  # fmt: skip
     async with target.service() as service:
         with pytest.raises(WrongKeyError):
             await service.get_session(**VISIT)
-    with closing(sqlite3.connect(target.path)) as connection:
-        connection.execute("DROP TABLE secure_migrated")
+    execute(target.path, "DROP TABLE secure_migrated")
     async with target.service() as service:
         with pytest.raises((WrongKeyError, ConfigurationError)):
             await service.get_session(**VISIT)

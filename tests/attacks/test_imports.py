@@ -1,8 +1,6 @@
 """Attacks on `secure_migrated`, which says what `migrate` must not copy again, or replace."""
 
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +18,7 @@ from adk_secure_sessions.maintenance import Database, erase_user, verify
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SourceEvent
 from adk_secure_sessions.storage.writes import DeleteSession
 from tests.maintenance.support import APP, OLD, event
+from tests.sqlite_files import execute, value
 
 COPIED, DELETED, BURIED = "copied", "deleted", "buried"
 USER = "ada"
@@ -42,21 +41,15 @@ class Victim(NamedTuple):
         return EncryptedSessionService(f"sqlite:///{self.path}", AesGcmBackend(OLD))
 
     def run(self, statement: str, **values: object) -> None:
-        with closing(sqlite3.connect(self.path)) as connection:
-            assert connection.execute(statement, values).rowcount, "no row was met"
-            connection.commit()
+        execute(self.path, statement, values)
 
     def row(self, tag: bytes, table: str = "secure_migrated") -> tuple[object, ...]:
-        with closing(sqlite3.connect(self.path)) as connection:
-            query = f"SELECT * FROM {table} WHERE tag = ?"
-            (row,) = connection.execute(query, (tag,)).fetchall()
-        return tuple(row)
+        (row,) = execute(self.path, f"SELECT * FROM {table} WHERE tag = ?", [tag])
+        return row
 
     def put(self, row: tuple[object, ...], table: str = "secure_migrated") -> None:
-        with closing(sqlite3.connect(self.path)) as connection:
-            slots = ", ".join("?" * len(row))
-            connection.execute(f"REPLACE INTO {table} VALUES ({slots})", row)
-            connection.commit()
+        slots = ", ".join("?" * len(row))
+        execute(self.path, f"REPLACE INTO {table} VALUES ({slots})", row)
 
 
 async def copy_session(
@@ -257,9 +250,7 @@ async def test_replayed_list_of_features_does_not_hide_imports(
     async with EncryptedSessionService(f"sqlite:///{path}", AesGcmBackend(OLD)) as service:
         await service.prepare_tables()
     fresh = Victim(path, {})
-    with closing(sqlite3.connect(path)) as connection:
-        query = "SELECT value FROM secure_meta WHERE name = 'features'"
-        ((older,),) = connection.execute(query).fetchall()
+    older = value(path, "SELECT value FROM secure_meta WHERE name = 'features'")
     async with fresh.maintained() as db:
         await copy_session(db.imports, COPIED)
     fresh.run("UPDATE secure_meta SET value = :older WHERE name = 'features'", older=older)
@@ -279,21 +270,18 @@ async def test_made_up_or_replayed_mark_of_a_complete_migration_is_rejected(
 ) -> None:
     async with another.maintained() as db:
         await db.imports.complete_migration()
-    with closing(sqlite3.connect(another.path)) as connection:
-        query = "SELECT value FROM secure_meta WHERE name = 'migration'"
-        ((theirs,),) = connection.execute(query).fetchall()
+    theirs = value(another.path, "SELECT value FROM secure_meta WHERE name = 'migration'")
     assert not await store.migration_end()
     insert = "REPLACE INTO secure_meta VALUES ('migration', :value)"
-    for value in (theirs, "complete", "complete " + "0" * 32):
-        victim.run(insert, value=value)
+    for forged in (theirs, "complete", "complete " + "0" * 32):
+        victim.run(insert, value=forged)
         with pytest.raises(WrongKeyError, match="`migration` of secure_meta was tampered with"):
             await store.migration_end()
     assert await problems(victim) != []
 
 
 async def test_removed_table_of_imports_is_noticed(victim: Victim) -> None:
-    with closing(sqlite3.connect(victim.path)) as connection:
-        connection.execute("DROP TABLE secure_migrated")
+    victim.run("DROP TABLE secure_migrated")
     for opened in (victim.maintained(), victim.service()):
         async with opened:
             with pytest.raises(ConfigurationError, match="secure_migrated was removed"):

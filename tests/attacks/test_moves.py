@@ -45,30 +45,24 @@ def swap(db: Database, table: str, column: str, one: str, other: str) -> None:
         db.run(f"UPDATE {table} SET {column} = :value WHERE rowid = :key", value=value, key=key)
 
 
+# With its tag, by which it is found, a row gets all that belongs to the other one.
+COLUMNS = pytest.mark.parametrize("column", ["state", "tag"])
+
+
 @also_on("fernet", "mariadb")
-async def test_states_of_two_users_swapped_are_rejected(db: Database) -> None:
-    swap(db, "secure_users", "state", "id = :alice", "id = :bob")
+@COLUMNS
+async def test_states_or_rows_of_two_users_swapped_are_rejected(db: Database, column: str) -> None:
+    swap(db, "secure_users", column, "id = :alice", "id = :bob")
     await assert_rejected(db, USER._replace(unaffected=()), *MISPLACED)
     await assert_rejected(db, USER._replace(unaffected=()), *MISPLACED, who=BOB)
 
 
-async def test_rows_of_two_users_swapped_are_rejected(db: Database) -> None:
-    """Everything but the tag, by which a row is found."""
-    swap(db, "secure_users", "tag", "id = :alice", "id = :bob")
-    await assert_rejected(db, USER._replace(unaffected=()), *MISPLACED)
-    await assert_rejected(db, USER._replace(unaffected=()), *MISPLACED, who=BOB)
-
-
-async def test_states_of_two_sessions_of_one_user_swapped_are_rejected(db: Database) -> None:
-    swap(db, "secure_sessions", "state", "id = :visit", "id = :notes")
-    impact = SESSION._replace(unaffected=(BOB,))
-    await assert_rejected(db, impact, TamperedError)
-    await assert_rejected(db, impact, TamperedError, who=NOTES)
-
-
-@also_on("mariadb")
-async def test_tags_of_two_sessions_of_one_user_swapped_are_rejected(db: Database) -> None:
-    swap(db, "secure_sessions", "tag", "id = :visit", "id = :notes")
+@also_on("mariadb", cases=["tag"])
+@COLUMNS
+async def test_states_or_rows_of_two_sessions_of_one_user_swapped_are_rejected(
+    db: Database, column: str
+) -> None:
+    swap(db, "secure_sessions", column, "id = :visit", "id = :notes")
     impact = SESSION._replace(unaffected=(BOB,))
     await assert_rejected(db, impact, TamperedError)
     await assert_rejected(db, impact, TamperedError, who=NOTES)
@@ -146,13 +140,9 @@ async def test_data_key_given_to_another_user_is_rejected(db: Database) -> None:
     await assert_rejected(db, USER._replace(unaffected=()), TamperedError, who=BOB)
 
 
-async def test_wrapped_master_keys_swapped_are_rejected(db: Database) -> None:
-    swap(db, "secure_keyring", "wrapped", DATA_MASTER.where, INDEX_MASTER.where)
-    await assert_rejected(db, DATABASE, WrongKeyError)
-
-
-async def test_master_keys_that_swap_their_purpose_are_rejected(db: Database) -> None:
-    swap(db, "secure_keyring", "purpose", DATA_MASTER.where, INDEX_MASTER.where)
+@pytest.mark.parametrize("column", ["wrapped", "purpose"])
+async def test_master_keys_that_swap_a_column_are_rejected(db: Database, column: str) -> None:
+    swap(db, "secure_keyring", column, DATA_MASTER.where, INDEX_MASTER.where)
     await assert_rejected(db, DATABASE, WrongKeyError)
 
 

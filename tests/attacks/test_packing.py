@@ -1,9 +1,7 @@
 """Compressed and padded records: what their lengths tell, bombs, and flags that do not fit."""
 
-import sqlite3
 import zlib
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,7 @@ from tests.attacks.support import (
 from tests.attacks.support import Database as Attacked
 from tests.attacks.world import ALL_SESSIONS, LONG, PACKED, VISIT
 from tests.maintenance.support import plaintext_backend
+from tests.sqlite_files import execute, settle, value
 
 __all__ = ["url"]
 
@@ -103,14 +102,15 @@ async def test_malformed_record_is_rejected_named_and_left_as_it_is(
         assert before <= _records(url, where), "what is malformed is never overwritten"
 
 
+def file(url: str) -> Path:
+    return Path(url.partition(":///")[2])
+
+
 def _records(url: str, where: str) -> set[bytes]:
     column = "event" if where == "event" else "state"
-    with closing(sqlite3.connect(url.partition(":///")[2])) as connection:
-        rows = connection.execute(
-            f"SELECT {column} FROM {TABLES[where]} WHERE length({column}) > 0"
-        ).fetchall()
+    query = f"SELECT {column} FROM {TABLES[where]} WHERE length({column}) > 0"
     # Of two users or sessions, the first is the other one's.
-    return {rows[-1][0]}
+    return {execute(file(url), query)[-1][0]}
 
 
 @pytest.mark.parametrize("where", TABLES)
@@ -145,20 +145,18 @@ async def test_flags_that_an_attacker_changes_in_plaintext_records_never_give_an
     async with EncryptedSessionService(url, plaintext_backend()) as service:
         session = await service.create_session(**WHO)
         await service.append_event(session, event("said"))
-        with closing(sqlite3.connect(url.partition(":///")[2])) as connection:
-            ((record,),) = connection.execute("SELECT event FROM secure_events").fetchall()
-            for value in range(256):
-                changed = record[:13] + bytes([value]) + record[14:]
-                with connection:
-                    connection.execute("UPDATE secure_events SET event = ?", (changed,))
-                if value == 0:
-                    assert await service.get_session(**WHO)
-                    continue
-                with pytest.raises(DecryptionError) as info:
-                    await service.get_session(**WHO)
-                is_known = value in (1, 4, 5)
-                reason = Reason.MALFORMED if is_known else Reason.UNKNOWN_FLAGS
-                assert info.value.reason is reason, value
+        record = value(file(url), "SELECT event FROM secure_events")
+        for flags in range(256):
+            changed = record[:13] + bytes([flags]) + record[14:]
+            execute(file(url), "UPDATE secure_events SET event = ?", [changed])
+            if flags == 0:
+                assert await service.get_session(**WHO)
+                continue
+            with pytest.raises(DecryptionError) as info:
+                await service.get_session(**WHO)
+            is_known = flags in (1, 4, 5)
+            reason = Reason.MALFORMED if is_known else Reason.UNKNOWN_FLAGS
+            assert info.value.reason is reason, flags
 
 
 # --- the world of the other attacks --------------------------------------------------------------
@@ -247,8 +245,7 @@ async def test_record_of_a_copy_that_was_packed_otherwise_is_rejected(
             said = event("agent", step=50, long=LONG)
             said.id = "same"
             await service.append_event(session, said)
-        with closing(sqlite3.connect(one.path)) as connection:
-            assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+        settle(one.path)
     where, impact = FORKED[table]
     column = "event" if table == "event" else "state"
     lengths = [
@@ -274,11 +271,8 @@ async def length_of(url: str, text: str, **options: Any) -> int:
     async with EncryptedSessionService(url, AesGcmBackend(KEY), **options) as service:
         session = await service.create_session(app_name="app", user_id="user")
         await service.append_event(session, event("user", said=text, **secret))
-    with closing(sqlite3.connect(url.partition(":///")[2])) as connection:
-        rows = connection.execute(
-            "SELECT length(event) FROM secure_events ORDER BY session_row DESC"
-        )
-        length: int = next(rows)[0]
+    query = "SELECT length(event) FROM secure_events ORDER BY session_row DESC LIMIT 1"
+    length: int = value(file(url), query)
     return length
 
 

@@ -20,6 +20,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, drop_index, fill_index, status, verify
 from tests.maintenance.support import OLD, event
+from tests.sqlite_files import execute, value
 
 CLINIC, BANK = "clinic", "bank"
 MARK = 2**63 - 1
@@ -32,7 +33,7 @@ class Victim:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: dict[str, int] = {}
-        self.tags: dict[str, bytes] = {}
+        self.tags: dict[str, Any] = {}
 
     @property
     def url(self) -> str:
@@ -48,15 +49,10 @@ class Victim:
         return Database(self.url, AesGcmBackend(OLD))
 
     def run(self, statement: str) -> None:
-        with closing(sqlite3.connect(self.path)) as connection:
-            cursor = connection.execute(statement, self.rows | self.tags)
-            assert cursor.rowcount, "no row was met: such an attack proves nothing"
-            connection.commit()
+        execute(self.path, statement, {**self.rows, **self.tags})
 
     def value(self, query: str) -> Any:
-        with closing(sqlite3.connect(self.path)) as connection:
-            ((value,),) = connection.execute(query, self.rows | self.tags).fetchall()
-            return value
+        return value(self.path, query, {**self.rows, **self.tags})
 
     async def build(self) -> None:
         async with self.service() as service:
@@ -86,9 +82,8 @@ class Victim:
             self.tags["ticket"] = index.state_key(CLINIC, "ticket")
             self.tags["mrn"] = index.state_key(CLINIC, "user:mrn")
             self.tags["bank_ticket"] = index.state_key(BANK, "ticket")
-            for name, value in (("first", VALUE), ("second", "2")):
-                text = f'"{value}"'.encode()
-                self.tags[name] = index.state_value(CLINIC, "ticket", text)
+            for name, text in (("first", VALUE), ("second", "2")):
+                self.tags[name] = index.state_value(CLINIC, "ticket", f'"{text}"'.encode())
             self.tags["of_ada"] = index.state_value(CLINIC, "user:mrn", b'"A"')
 
 
@@ -197,12 +192,10 @@ async def test_replayed_row_finds_no_session(victim: Victim) -> None:
 
 
 async def test_session_that_is_named_twice_is_found_once(victim: Victim) -> None:
-    with closing(sqlite3.connect(victim.path)) as connection:
-        connection.execute("ALTER TABLE secure_state_index RENAME TO old_table")
-        connection.execute("CREATE TABLE secure_state_index (row_id, key_tag, value_tag)")
-        for _ in range(2):
-            connection.execute("INSERT INTO secure_state_index SELECT * FROM old_table")
-        connection.commit()
+    victim.run("ALTER TABLE secure_state_index RENAME TO old_table")
+    victim.run("CREATE TABLE secure_state_index (row_id, key_tag, value_tag)")
+    for _ in range(2):
+        victim.run("INSERT INTO secure_state_index SELECT * FROM old_table")
     async with victim.service() as service:
         assert await found(service, VALUE) == {"one"}
         assert await found(service, "B", "user:mrn") == {"two", "without"}
@@ -305,7 +298,7 @@ async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_k
         old = (
             f"collections {keyring.index.mac('features', keyring.database_id, 'collections').hex()}"
         )
-    victim.tags["old"] = old  # type: ignore[assignment]
+    victim.tags["old"] = old
     victim.run("UPDATE secure_meta SET value = :old WHERE name = 'features'")
     async with victim.service(indexed_state_keys=[]) as service:
         with pytest.raises(WrongKeyError, match="state-index"):
@@ -322,8 +315,7 @@ async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_k
 
 
 async def test_removed_table_is_rejected(victim: Victim) -> None:
-    with closing(sqlite3.connect(victim.path)) as connection:
-        connection.execute("DROP TABLE secure_state_index")
+    victim.run("DROP TABLE secure_state_index")
     async with victim.service() as service:
         with pytest.raises(ConfigurationError, match="secure_state_index was removed"):
             await service.prepare_tables()

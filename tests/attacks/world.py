@@ -14,11 +14,9 @@ options has stored.
 
 import asyncio
 import functools
-import sqlite3
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +32,7 @@ from adk_secure_sessions import (
     FernetBackend,
     Packing,
 )
+from tests.sqlite_files import settle, value
 
 KEY = bytes(range(32))
 SECRET = "7Qx"
@@ -141,13 +140,10 @@ async def append_all(
 
 
 def _newest(path: Path, table: str) -> int:
-    with closing(sqlite3.connect(path)) as connection:  # ids ascend within a process
-        newest: int = connection.execute(f"SELECT max(id) FROM {table}").fetchone()[0]
-        return newest
+    newest: int = value(path, f"SELECT max(id) FROM {table}")  # ids ascend within a process
+    return newest
 
 
 def _content(path: Path) -> bytes:
-    """The whole file: first merge the write-ahead log, which a closing connection may leave."""
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+    settle(path)
     return path.read_bytes()
