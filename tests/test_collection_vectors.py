@@ -1,14 +1,11 @@
 """vectors/collections.*: a database with collections, for the service and the page's reader."""
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.maintenance import Database, verify
-from tests import format_reader
 from tests.vector_databases import (
     Json,
     assert_read_as_named,
@@ -19,13 +16,12 @@ from tests.vector_databases import (
     copies_of,
     each_case,
     load,
-    roots,
+    reader_of,
 )
 
 DATABASE = load("collections.json")
 COLLECTIONS: list[Json] = DATABASE["collections"]
 CASES = cases_of("collection_rejections.json")
-ROOTS = roots("collections.json")
 BACKENDS = backends("collections.json")
 assert COLLECTIONS, "an empty vector file must not pass as success"
 database = copies_of("collections.sql")
@@ -52,8 +48,7 @@ async def test_service_reads_the_collections_as_the_vector_says(database: Path) 
 
 
 def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(database, "collections.json") as reader:
         found = reader.contents()
         assert sorted(found["collections"], key=str) == sorted(COLLECTIONS, key=str)
         assert found["apps"] == DATABASE["apps"]
@@ -75,8 +70,7 @@ async def test_service_continues_the_collections_and_the_reader_reads_them(datab
     async with service_on(database) as service:
         for expected in COLLECTIONS:
             await service.collections.append(*who(expected), encode_item(new))
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(database, "collections.json") as reader:
         for expected in COLLECTIONS:
             found = reader.collection(*who(expected))
             assert found == expected | {"items": [*expected["items"], new]}
@@ -111,8 +105,7 @@ async def use(path: Path, case: Json) -> None:
 def read(path: Path, case: Json) -> None:
     """Do with the reader what the case says."""
     app, user, name = case["of"]
-    with closing(sqlite3.connect(path)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(path, "collections.json") as reader:
         if case["when"] == "list":
             reader.listing(app, user)
         elif case["when"] == "get session":

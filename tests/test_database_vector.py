@@ -15,7 +15,8 @@ from google.adk.sessions import Session
 from adk_secure_sessions import EncryptedSessionService, SecureSessionError
 from tests import format_reader
 from tests.pages import DOCS
-from tests.vector_databases import Json, backends, copies_of, load, roots
+from tests.sqlite_files import execute, value
+from tests.vector_databases import Json, backends, copies_of, load, reader_of, roots
 
 DATABASE = load("database.json")
 ROOTS = roots("database.json")
@@ -41,8 +42,8 @@ def scoped(expected: Json) -> Json:
     )
     return {
         **expected["state"],
-        **{f"app:{key}": value for key, value in app.items()},
-        **{f"user:{key}": value for key, value in user.items()},
+        **{f"app:{key}": of_app for key, of_app in app.items()},
+        **{f"user:{key}": of_user for key, of_user in user.items()},
     }
 
 
@@ -55,11 +56,15 @@ def assert_is(session: Session | None, expected: Json, *, with_events: bool = Tr
     assert session.events == [Event.model_validate(event) for event in events]
 
 
+async def assert_all_are(service: EncryptedSessionService) -> None:
+    for expected in DATABASE["sessions"]:
+        assert_is(await service.get_session(**who(expected)), expected)
+
+
 @pytest.mark.parametrize("writer", list(ROOTS))
 async def test_service_reads_the_database_as_the_vector_says(database: Path, writer: str) -> None:
     async with service_on(database, writer) as service:
-        for expected in DATABASE["sessions"]:
-            assert_is(await service.get_session(**who(expected)), expected)
+        await assert_all_are(service)
         for app in DATABASE["apps"]:
             name = app["app_name"]
             there = [one for one in DATABASE["sessions"] if one["app_name"] == name]
@@ -73,8 +78,8 @@ async def test_service_reads_the_database_as_the_vector_says(database: Path, wri
 
 
 def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        found = format_reader.Database(connection, *ROOTS.values()).contents()
+    with reader_of(database, "database.json") as reader:
+        found = reader.contents()
     for kind, contents in found.items():
         by_name = sorted(contents, key=json.dumps)
         assert by_name == sorted(DATABASE[kind], key=lambda one: json.dumps(one))
@@ -83,8 +88,7 @@ def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> No
 def test_reader_written_from_the_page_alone_merges_states_as_the_service_does(
     database: Path,
 ) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(database, "database.json") as reader:
         for expected in DATABASE["sessions"]:
             found = reader.session(**who(expected))
             assert found is not None
@@ -217,8 +221,8 @@ def tamper(path: Path, statements: str) -> None:
 async def test_service_and_reader_reject_a_database_on_opening(database: Path, name: str) -> None:
     tamper(database, UNUSABLE[name])
     await assert_rejected_by_service(database)
-    with closing(sqlite3.connect(database)) as connection, pytest.raises(format_reader.Refused):
-        format_reader.Database(connection, *ROOTS.values())
+    with pytest.raises(format_reader.Refused), reader_of(database, "database.json"):
+        pass
 
 
 @pytest.mark.parametrize("name", TAMPERED)
@@ -229,10 +233,8 @@ async def test_service_and_reader_reject_tampered_rows(database: Path, name: str
 
 
 def assert_rejected_by_reader(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
-        with pytest.raises(format_reader.Refused):
-            reader.contents()
+    with reader_of(path, "database.json") as reader, pytest.raises(format_reader.Refused):
+        reader.contents()
 
 
 @pytest.mark.parametrize("name", TAMPERED_PARENTS)
@@ -241,8 +243,7 @@ async def test_service_and_reader_reject_a_session_whose_parents_were_tampered_w
 ) -> None:
     tamper(database, TAMPERED_PARENTS[name])
     await assert_rejected_by_service(database)
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(database, "database.json") as reader:
         for expected in DATABASE["sessions"]:
             with pytest.raises(format_reader.Refused):
                 reader.session(**who(expected))
@@ -259,16 +260,15 @@ async def test_service_and_reader_reject_rows_that_were_rolled_back(
     delta = {"app:new": 1, "user:new": 1, "new": "x" * 9000}
     actions = EventActions(state_delta=delta)
     event = Event(author="nurse", timestamp=1_800_000_000.0, actions=actions)
-    with closing(sqlite3.connect(database)) as connection:
-        older = connection.execute(f"SELECT * FROM {table}").fetchall()
+    older = execute(database, f"SELECT * FROM {table}")
     async with service_on(database, "aesgcm") as service:
         session = await service.get_session(**who(archive))
         assert session is not None
         await service.append_event(session, event)
-    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
-        assert format_reader.Database(connection, *ROOTS.values()).contents()
-        parameters = ", ".join("?" * len(older[0]))
-        connection.executemany(f"REPLACE INTO {table} VALUES ({parameters})", older)
+    with reader_of(database, "database.json") as reader:
+        assert reader.contents()
+    for row in older:
+        execute(database, f"REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
     await assert_rejected_by_service(database)
     assert_rejected_by_reader(database)
 
@@ -280,28 +280,23 @@ async def test_rows_that_belong_to_nothing_are_ignored(database: Path) -> None:
         "INSERT INTO secure_meta VALUES ('unknown', '1')"
     )
     tamper(database, statements)
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(database, "database.json") as reader:
         found = [reader.session(**who(expected)) for expected in DATABASE["sessions"]]
         assert all(found)
     async with service_on(database, "aesgcm") as service:
-        for expected in DATABASE["sessions"]:
-            assert_is(await service.get_session(**who(expected)), expected)
+        await assert_all_are(service)
 
 
 def add_master(path: Path, purpose: str, key: bytes) -> None:
     """Insert a master key, as somebody can who has the root key."""
     root = ROOTS["aesgcm"]
     name = f"key:{format_reader.expand(root, b'adk-secure-sessions/v1/key-id', 8).hex()}"
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        (text,) = connection.execute(
-            "SELECT value FROM secure_meta WHERE name = 'database_id'"
-        ).fetchone()
-        where = format_reader.context("master-key", bytes.fromhex(text), purpose, name, 1, 2)
-        wrapping_key = format_reader.expand(root, b"adk-secure-sessions/v1/wrap")
-        body = AESGCM(wrapping_key).encrypt(bytes(12), key, b"\x01" + where)
-        row = (1, purpose, name, 2, b"\x01" + bytes(12) + body)
-        connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", row)
+    database_id = value(path, "SELECT value FROM secure_meta WHERE name = 'database_id'")
+    where = format_reader.context("master-key", bytes.fromhex(database_id), purpose, name, 1, 2)
+    wrapping_key = format_reader.expand(root, b"adk-secure-sessions/v1/wrap")
+    body = AESGCM(wrapping_key).encrypt(bytes(12), key, b"\x01" + where)
+    row = (1, purpose, name, 2, b"\x01" + bytes(12) + body)
+    execute(path, "INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", row)
 
 
 @pytest.mark.parametrize(("purpose", "length"), [("index", 32), ("data", 31), ("data", 0)])
@@ -310,17 +305,16 @@ def test_reader_rejects_a_master_key_that_no_writer_makes(
 ) -> None:
     """A second index master key, and master keys of another length."""
     add_master(database, purpose, os.urandom(length))
-    with closing(sqlite3.connect(database)) as connection, pytest.raises(format_reader.Refused):
-        format_reader.Database(connection, *ROOTS.values())
+    with pytest.raises(format_reader.Refused), reader_of(database, "database.json"):
+        pass
 
 
 async def test_data_master_that_wraps_nothing_is_ignored(database: Path) -> None:
     add_master(database, "data", os.urandom(32))
-    with closing(sqlite3.connect(database)) as connection:
-        assert format_reader.Database(connection, *ROOTS.values()).contents()["sessions"]
+    with reader_of(database, "database.json") as reader:
+        assert reader.contents()["sessions"]
     async with service_on(database, "aesgcm") as service:
-        for expected in DATABASE["sessions"]:
-            assert_is(await service.get_session(**who(expected)), expected)
+        await assert_all_are(service)
 
 
 @pytest.fixture
@@ -344,8 +338,7 @@ async def test_split_database_is_read_as_before(split: tuple[Path, Path]) -> Non
     data, keys = (f"sqlite:///{path}" for path in split)
     both = backends("database.json")
     async with EncryptedSessionService(data, *both, key_db_url=keys) as service:
-        for expected in DATABASE["sessions"]:
-            assert_is(await service.get_session(**who(expected)), expected)
+        await assert_all_are(service)
     with closing(sqlite3.connect(split[0])) as one, closing(sqlite3.connect(split[1])) as other:
         found = format_reader.Database(one, *ROOTS.values(), keys=other).contents()
         for alone in (one, other):
@@ -356,12 +349,10 @@ async def test_split_database_is_read_as_before(split: tuple[Path, Path]) -> Non
 
 def test_database_covers_the_format(database: Path) -> None:
     """Two backends, two generations of a data key, a snapshot, a session without events."""
-    with closing(sqlite3.connect(database)) as connection:
-
-        def one(sql: str) -> Any:
-            return connection.execute(sql).fetchone()[0]
-
-        assert one("SELECT count(DISTINCT substr(event, 5, 1)) FROM secure_events") == 2
-        assert one("SELECT max(generation) FROM secure_data_keys") == 1
-        assert one("SELECT count(*) FROM secure_bases") == 1
-        assert one("SELECT count(*) FROM secure_sessions WHERE revision = 0") >= 1
+    for count, query in (
+        (2, "SELECT count(DISTINCT substr(event, 5, 1)) FROM secure_events"),
+        (1, "SELECT max(generation) FROM secure_data_keys"),
+        (1, "SELECT count(*) FROM secure_bases"),
+    ):
+        assert value(database, query) == count, query
+    assert value(database, "SELECT count(*) FROM secure_sessions WHERE revision = 0") >= 1

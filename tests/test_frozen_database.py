@@ -13,8 +13,7 @@ from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, verify
-from tests import format_reader
-from tests.vector_databases import Json, backends, load, roots
+from tests.vector_databases import Json, backends, load, reader_of, roots
 
 FROZEN = Path(__file__).parent / "vectors" / "format2"
 SHA_256 = "0e5f121dc6820e6eae6e93a75c57dabcc18f732ddb23777e19bb3c276360c51f"
@@ -92,8 +91,8 @@ async def test_events_are_appended_to_the_frozen_database(database: Path, writer
             assert session is not None
             assert [event.id for event in session.events][len(expected["events"]) :] == ["new"]
             assert session.state.items() >= delta.items()
-    with closing(sqlite3.connect(database)) as connection:
-        found = format_reader.Database(connection, *ROOTS.values()).contents()
+    with reader_of(database, NAME) as reader:
+        found = reader.contents()
     assert len(found["sessions"]) == len(CONTENTS["sessions"]) + 1
 
 
@@ -106,7 +105,7 @@ async def test_frozen_database_is_verified(database: Path) -> None:
 
 
 def test_reader_written_from_the_page_alone_reads_the_frozen_database(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        found = format_reader.Database(connection, *ROOTS.values()).contents()
+    with reader_of(database, NAME) as reader:
+        found = reader.contents()
     for kind, contents in found.items():
         assert sorted(contents, key=json.dumps) == sorted(CONTENTS[kind], key=json.dumps)

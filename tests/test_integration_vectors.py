@@ -1,8 +1,6 @@
 """vectors/integrations.*: memories, and sessions that another service stores."""
 
 import copy
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from adk_secure_sessions import EncryptedSessionService, EncryptedSessionWrapper
 from adk_secure_sessions.formats.memory_items import COLLECTION_NAME
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, verify
-from tests import format_reader
 from tests.vector_databases import (
     Json,
     assert_read_as_named,
@@ -25,12 +22,11 @@ from tests.vector_databases import (
     copies_of,
     each_case,
     load,
-    roots,
+    reader_of,
 )
 
 CONTENTS = load("integrations.json")
 CASES = cases_of("integration_rejections.json")
-ROOTS = roots("integrations.json")
 BACKENDS = backends("integrations.json")
 database = copies_of("integrations.sql")
 
@@ -94,8 +90,7 @@ async def test_services_read_what_the_vector_says(database: Path) -> None:
 
 
 def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(database, "integrations.json") as reader:
         for memory in CONTENTS["memories"]:
             found = reader.memory(memory["app_name"], memory["user_id"])
             assert found == {name: memory[name] for name in ("deleted", "entries")}
@@ -132,8 +127,7 @@ async def test_change_is_rejected_as_named(database: Path, case: Json) -> None:
             await read_session(database, stored, ids)
 
     def read() -> None:
-        with closing(sqlite3.connect(database)) as connection:
-            reader = format_reader.Database(connection, *ROOTS.values())
+        with reader_of(database, "integrations.json") as reader:
             if "memory" in case:
                 reader.memory(*case["memory"])
             else:

@@ -1,8 +1,6 @@
 """vectors/rejections.json: databases that the service and the reader must reject."""
 
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from google.adk.events import Event
 from google.adk.sessions.base_session_service import GetSessionConfig
 
 from adk_secure_sessions import EncryptedSessionService
-from tests import format_reader
+from tests.sqlite_files import execute
 from tests.vector_databases import (
     Json,
     assert_read_as_named,
@@ -22,11 +20,11 @@ from tests.vector_databases import (
     copies_of,
     each_case,
     load,
-    roots,
+    reader_of,
 )
 
 CASES = cases_of("rejections.json")
-ROOTS, BACKENDS = roots("database.json"), backends("database.json")
+BACKENDS = backends("database.json")
 ANY_SESSION = [
     load("database.json")["sessions"][0][name] for name in ("app_name", "user_id", "session_id")
 ]
@@ -68,8 +66,7 @@ async def use(path: Path, case: Json) -> None:
 
 def read(path: Path, case: Json) -> None:
     """Do with the reader what the case says; a reader appends nothing."""
-    with closing(sqlite3.connect(path)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(path, "database.json") as reader:
         app_name, user_id, session_id = ids(case).values()
         if case["when"] == "list":
             assert reader.listing(app_name, user_id)
@@ -102,6 +99,5 @@ async def test_new_records_are_not_encrypted_with_the_named_key(database: Path, 
 
 
 def _records(path: Path) -> set[bytes]:
-    with closing(sqlite3.connect(path)) as connection:
-        query = "SELECT state FROM secure_sessions UNION ALL SELECT event FROM secure_events"
-        return {record for (record,) in connection.execute(query)}
+    query = "SELECT state FROM secure_sessions UNION ALL SELECT event FROM secure_events"
+    return {record for (record,) in execute(path, query)}

@@ -1,7 +1,5 @@
 """vectors/state_index.*: a database with a search index, for the service and the page's reader."""
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,10 +7,10 @@ import pytest
 from adk_secure_sessions import ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, fill_index, verify
 from tests import format_reader
-from tests.vector_databases import Json, backends, copies_of, load, roots
+from tests.sqlite_files import execute
+from tests.vector_databases import Json, backends, copies_of, load, reader_of
 
 SEARCHES: list[Json] = load("state_index.json")["searches"]
-ROOTS = roots("state_index.json")
 BACKENDS = backends("state_index.json")
 CLINIC = SEARCHES[0]["app_name"]
 database = copies_of("state_index.sql")
@@ -33,8 +31,7 @@ async def test_service_finds_what_the_vector_says(database: Path) -> None:
 
 
 def test_reader_written_from_the_page_alone_finds_the_same(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
+    with reader_of(database, "state_index.json") as reader:
         for one in SEARCHES:
             arguments = (one["app_name"], one["key"], one["value"])
             if one["found"] is None:
@@ -53,8 +50,8 @@ async def test_verify_names_the_forged_rows_and_fill_corrects_them(database: Pat
         filled = await fill_index(db, CLINIC, ["ticket", "user:mrn"])
         assert (filled.written, filled.removed, filled.complete) == (3, 1, True)
         assert (await verify(db)).bad == 0
-    with closing(sqlite3.connect(database)) as connection:
-        reader = format_reader.Database(connection, *ROOTS.values())
-        rows = connection.execute("SELECT * FROM secure_state_index WHERE row_id <> ?", [2**63 - 1])
+    with reader_of(database, "state_index.json") as reader:
+        query = "SELECT * FROM secure_state_index WHERE row_id <> ?"
+        rows = execute(database, query, [2**63 - 1])
         right = [reader.indexed_rows(CLINIC, key) for key in ("ticket", "user:mrn")]
         assert set(rows) == right[0] | right[1]

@@ -2,8 +2,8 @@
 
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,13 @@ def backends(name: str, writer: str = "aesgcm") -> tuple[EncryptionBackend, list
     both: dict[str, EncryptionBackend]
     both = {"aesgcm": AesGcmBackend(keys["aesgcm"]), "fernet": FernetBackend(keys["fernet"])}
     return both.pop(writer), list(both.values())
+
+
+@contextmanager
+def reader_of(path: Path, name: str) -> Iterator[format_reader.Database]:
+    """The reader that was written from the page alone, on *path*, a copy of the database *name*."""
+    with closing(sqlite3.connect(path)) as connection:
+        yield format_reader.Database(connection, *roots(name).values())
 
 
 def copies_of(name: str) -> Any:
