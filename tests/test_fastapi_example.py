@@ -1,9 +1,7 @@
 """The application that docs/adk-commands.md shows, where things go wrong."""
 
 import asyncio
-import sqlite3
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from fastapi import FastAPI
 
 from adk_secure_sessions import WrongKeyError, generate_key
 from tests import pages
+from tests.sqlite_files import execute
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -70,9 +69,7 @@ async def test_altered_session_is_told_to_the_log_and_not_to_the_caller(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await say(application(), "one")
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("DELETE FROM secure_events WHERE seq = 0")
-        connection.commit()
+    execute(path, "DELETE FROM secure_events WHERE seq = 0")
     (response,) = await say(application(), "two")
     assert response.status_code == 500
     assert response.json() == {"detail": "the session cannot be read"}

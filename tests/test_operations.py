@@ -35,6 +35,7 @@ from adk_secure_sessions.maintenance import (
 from tests.benchmarks.report import RESULTS
 from tests.benchmarks.results import Results
 from tests.servers import MariaDB, unavailable
+from tests.sqlite_files import execute
 
 PAGE = (Path(__file__).parent.parent / "docs" / "operations-reference.md").read_text("utf-8")
 KEY = bytes(32)
@@ -61,9 +62,14 @@ async def verified(db_url: str, key_db_url: str | None = None) -> Verification:
 
 
 def vacuumed(source: Path, target: Path) -> Path:
-    with closing(sqlite3.connect(source)) as connection:
-        connection.execute("VACUUM INTO ?", [str(target)])
+    execute(source, "VACUUM INTO ?", [str(target)])
     return target
+
+
+def replace_by(source: Path, path: Path) -> None:
+    """Give *path* the contents of *source*."""
+    with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(path)) as new:
+        old.backup(new)
 
 
 # --- backups -------------------------------------------------------------------------------------
@@ -83,8 +89,7 @@ async def test_backup_made_while_a_service_writes_is_intact(tmp_path: Path, how:
             if how == "VACUUM INTO":
                 vacuumed(source, target)
                 return
-            with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
-                old.backup(new)
+            replace_by(source, target)
 
         await asyncio.gather(write(), asyncio.to_thread(copy))
     found = await verified(f"sqlite:///{target}")
@@ -153,12 +158,6 @@ async def test_drill_for_mariadb(mariadb: MariaDB, tmp_path: Path) -> None:
 
 
 # --- failover ------------------------------------------------------------------------------------
-
-
-def replace_by(standby: Path, path: Path) -> None:
-    """Give *path* the contents of *standby*, which lacks its last commits."""
-    with closing(sqlite3.connect(standby)) as source, closing(sqlite3.connect(path)) as target:
-        source.backup(target)
 
 
 @pytest.mark.parametrize("name", ["word", "user:word"])

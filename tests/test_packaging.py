@@ -1,7 +1,6 @@
 """The wheel and the source distribution hold the right files, and an index can show the README."""
 
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,10 +17,11 @@ import pytest
 pytest.importorskip("hatchling", reason="building the package needs the group dev")
 
 from hatch_build import description
+from tests.pages import ROOT
+from tests.test_project import tracked
 
 pytestmark = pytest.mark.soak  # `make dist-check` checks the files of a release
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "src" / "adk_secure_sessions"
 
@@ -60,15 +60,6 @@ def metadata(built: Built) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-def files_of_git() -> set[str]:
-    """Tracked files, and new ones that are not ignored."""
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        pytest.skip("the list of the repository's files needs git and a clone")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
-
-
 def test_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = set(archive.namelist())
@@ -87,7 +78,7 @@ def test_source_distribution_holds_the_files_of_the_repository(built: Built) -> 
         members = archive.getmembers()
     assert all(member.isfile() for member in members), "a link or a device"
     names = {member.name.partition("/")[2] for member in members}
-    assert names - {"PKG-INFO"} == files_of_git()
+    assert names - {"PKG-INFO"} == {str(path.relative_to(ROOT)) for path in tracked()}
 
 
 def test_source_distribution_builds_the_same_wheel(built: Built) -> None:

@@ -5,18 +5,13 @@ import inspect
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import adk_secure_sessions
 from release import check, sbom
-from tests.pages import name_of
-
-ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+from tests.pages import PAGES, PROJECT, ROOT, name_of
 
 
 def test_installed_version_is_the_one_in_pyproject() -> None:

@@ -3,9 +3,7 @@
 `maintenance/test_clocks.py` has the same for the commands.
 """
 
-import sqlite3
 import time
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from tests.clocks import shifted
 from tests.conformance.support import create, find, listed, rejected_as_stale, reload
 from tests.drivers import each_driver, server, url
 from tests.reliability.results import Record, database_of
+from tests.sqlite_files import execute
 
 __all__ = ["server", "url"]
 
@@ -107,11 +106,8 @@ async def test_caches_expire_after_elapsed_time_whatever_the_clock_says(
         session = await create(service)
         with shifted(days):
             # Another process erases the user; the rows return without the data key.
-            with closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
-                connection.execute(
-                    "DELETE FROM secure_data_keys WHERE owner IN (SELECT tag FROM secure_users)"
-                )
-                connection.commit()
+            of_users = "owner IN (SELECT tag FROM secure_users)"
+            execute(tmp_path / "sessions.db", f"DELETE FROM secure_data_keys WHERE {of_users}")
             assert await find(service, session) == session  # with the key that it has
             time.sleep(0.6)
             with pytest.raises(DecryptionError):
