@@ -3,12 +3,13 @@
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from contextvars import ContextVar
 from threading import Lock
 from typing import Generic, Self, TypeVar, cast
 from weakref import WeakSet, WeakValueDictionary
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -112,6 +113,14 @@ async def at_once(*awaitables: Awaitable[T]) -> list[T]:
         if isinstance(answer, BaseException):
             raise answer
     return cast("list[T]", answers)
+
+
+async def in_groups(number: int, work: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
+    """Return `await work(item)` for each of *items*, of which groups of *number* run `at_once`."""
+    remaining, results = list(items), list[T]()
+    for start in range(0, len(remaining), number):
+        results += await at_once(*map(work, remaining[start : start + number]))
+    return results
 
 
 class bound(Generic[T]):  # noqa: N801 - used like a function: `with bound(...)`

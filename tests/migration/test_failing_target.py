@@ -22,7 +22,7 @@ TEXT = "x" * 4000
 class AlmostFull(sqlite3.Connection):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.execute("PRAGMA max_page_count = 100").close()
+        self.execute("PRAGMA max_page_count = 200").close()
 
 
 def filled(sessions: int = 20, events: int = 20) -> MemorySource:

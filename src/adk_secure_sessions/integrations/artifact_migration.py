@@ -8,11 +8,11 @@ import codecs
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from typing import Literal, TypeAlias
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.integrations.artifact_sources import (
@@ -33,7 +33,6 @@ from adk_secure_sessions.migration.source_walk import (
     Finding,
     Findings,
     Fingerprints,
-    Workers,
     packed,
 )
 from adk_secure_sessions.results import Result, count, listing
@@ -123,10 +122,16 @@ async def migrate_artifacts(
         await db.imports.prepare_imports()  # from now on, `erase-user` stores tombstones
     is_new, findings = await db.is_new() and action == "copy", Findings(with_ids=show_ids)
     run = _ArtifactRun(db, Collections(db.unit), place, action, dry_run, findings, is_new)
-    async with Workers(_AT_ONCE, _BYTES) as workers:
-        async for one in source.artifacts():
-            size = max((version.size for version in one.versions), default=0)
-            await workers.start(partial(run.visit, one), min(size, _LARGEST))
+    some: list[SourceArtifact] = []
+    total = 0
+    async for one in source.artifacts():
+        size = min(max((version.size for version in one.versions), default=0), _LARGEST)
+        if len(some) == _AT_ONCE or total + size > _BYTES:
+            await at_once(*map(run.visit, some))
+            some, total = [], 0
+        some.append(one)
+        total += size
+    await at_once(*map(run.visit, some))
     done = run.done
     done.findings = tuple(run.findings.kept)
     if action == "erase-source" and done.succeeded and dry_run:

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
@@ -22,9 +22,7 @@ from adk_secure_sessions.migration.source_walk import (
     SessionPair,
     StatePair,
     Walk,
-    Workers,
     packed,
-    size_of,
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
@@ -36,10 +34,7 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
 
-# The maximum number of sessions of the target that are read at the same time, and of bytes that
-# their contents, and those of the same sessions in the source, take in memory.
-_READS = 4
-_READ_BYTES = 16 * 2**20
+_READS = 4  # the maximum number of sessions of the target that are read at the same time
 
 _MISSING = "it was not copied"
 _OLDER = "it has changed in the source since it was copied"
@@ -131,10 +126,8 @@ class ComparisonRun:
         db, done = self._db, self._done
         self.walk = Walk(self._source, db, (await db.keys()).keyring.index, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
-        async with Workers(_READS, _READ_BYTES) as workers:
-            async for sessions in self.walk.sessions():
-                for one in sessions:
-                    await workers.start(partial(self._compare, one), 2 * size_of(one.content))
+        async for sessions in self.walk.sessions():
+            await in_groups(_READS, self._compare, sessions)
         async for batch in self.walk.states():
             for state in batch:
                 await self._compare_state(state)

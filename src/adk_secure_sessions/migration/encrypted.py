@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.concurrency import at_once
+from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError, Reason
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.states import JsonObject, loads
@@ -109,13 +110,9 @@ class EncryptedSource(Source):
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
-        contents: dict[SourceSession, SessionContent | Unreadable] = {}
-        for start in range(0, len(sessions), _AT_ONCE):
-            part = sessions[start : start + _AT_ONCE]
-            found = await at_once(*(_content(self._db, one) for one in part))
-            pairs = zip(part, found, strict=True)
-            contents |= {one: content for one, content in pairs if content is not None}
-        return contents
+        found = await in_groups(_AT_ONCE, partial(_content, self._db), sessions)
+        pairs = zip(sessions, found, strict=True)
+        return {one: content for one, content in pairs if content is not None}
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""

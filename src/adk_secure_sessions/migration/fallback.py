@@ -29,7 +29,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig, ListSessi
 
 from adk_secure_sessions import audit
 from adk_secure_sessions.caches import Lru
-from adk_secure_sessions.concurrency import ClosedByWith, at_once
+from adk_secure_sessions.concurrency import ClosedByWith, in_groups
 from adk_secure_sessions.db.connect import check_read_timeout
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import states
@@ -51,7 +51,6 @@ from adk_secure_sessions.service import (
 )
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
-from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
@@ -446,15 +445,14 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return
         missing = unknown - (await self._imports.imported_states(unknown)).keys()
         found = await self._states_of(app_name, missing)
-        for part in grouped(found, lambda _: 0, _AT_ONCE, 0):
-            results = await at_once(
-                *(self._imports.import_state(one, states.encode(found[one])) for one in part)
+        results = await in_groups(
+            _AT_ONCE, lambda one: self._imports.import_state(one, states.encode(found[one])), found
+        )
+        if ImportStatus.SAME_ID in results:
+            logger.warning(
+                "a state was written without PlaintextFallbackService before it was copied: "
+                "the state in the plaintext source is not used"
             )
-            if ImportStatus.SAME_ID in results:
-                logger.warning(
-                    "a state was written without PlaintextFallbackService before it was copied: "
-                    "the state in the plaintext source is not used"
-                )
         for owner in unknown:
             cache.put(owner, True)
         self._copies += 1

@@ -1,16 +1,12 @@
 """Copy sessions and states from a source into an encrypted database."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.caches import Lru
-from adk_secure_sessions.concurrency import LoopLocks
+from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats import states
@@ -29,12 +25,9 @@ from adk_secure_sessions.migration.source_walk import (
     StatePair,
     Stop,
     Walk,
-    Workers,
-    size_of,
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
-    Ids,
     Selection,
     SessionContent,
     Source,
@@ -48,8 +41,6 @@ from adk_secure_sessions.storage.schema import MigratedRow
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
 _IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
-_IMPORT_BYTES = 16 * 2**20  # the maximum size of the contents that imports hold at the same time
-_KNOWN_OWNERS = 10_000  # the maximum number of apps and users that `_MigrationRun` remembers
 
 _DUE = (ImportStatus.NEW, ImportStatus.OLDER)
 _TIME = "one of its times, or the time of one of its events, is not a possible time"
@@ -201,8 +192,6 @@ class _MigrationRun:
 
     def __post_init__(self) -> None:
         self.is_erased = False  # whether `erase_source` may have deleted rows of the source
-        self._locks = LoopLocks()
-        self._known: Lru[Ids, bool] = Lru(_KNOWN_OWNERS)  # apps and users with an ended import
 
     async def copy(self) -> None:
         number = _IMPORTS
@@ -212,19 +201,12 @@ class _MigrationRun:
             executor = self.target.unit.executors.data
             is_server = await executor.run(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
-        async with Workers(number, _IMPORT_BYTES) as workers:
-            async for sessions in self.walk.sessions():
-                for one in sessions:
-                    await self._copy_session(one, workers)
-            await workers.finish()
-            await self._stop_if_bad(workers)
-            async for batch in self.walk.states():
-                for state in batch:
-                    await self._copy_state(state, workers)
-            await self._stop_if_bad(workers)
+        async for sessions in self.walk.sessions():
+            await in_groups(number, self._copy_session, sessions)
+        async for batch in self.walk.states():
+            await in_groups(number, self._copy_state, batch)
 
-    async def _copy_session(self, pair: SessionPair, workers: Workers) -> None:
-        await self._stop_if_bad(workers)
+    async def _copy_session(self, pair: SessionPair) -> None:
         if pair.content is None:
             if not self._is_conflict(pair, pair.status):
                 self.done.unchanged += 1
@@ -233,7 +215,7 @@ class _MigrationRun:
             await self._report_bad(pair, pair.content.reason)
         else:
             await self.limit.advance(len(pair.content.events))
-            await workers.start(partial(self._import, pair, pair.content), size_of(pair.content))
+            await self._import(pair, pair.content)
 
     async def _import(self, pair: SessionPair, content: SessionContent) -> None:
         try:
@@ -251,17 +233,16 @@ class _MigrationRun:
         elif self.writes:
             assert pair.session is not None
             try:
-                async with self._alone_if_first(*pair.ids[:2]):
-                    status = await self.target.imports.import_session(
-                        *pair.session.ids,
-                        state=state,
-                        events=content.events,
-                        created_at=content.created_at,
-                        updated_at=content.updated_at,
-                        source_version=pair.session.version,
-                        replace=is_older,
-                        expires_at=expires_at,
-                    )
+                status = await self.target.imports.import_session(
+                    *pair.session.ids,
+                    state=state,
+                    events=content.events,
+                    created_at=content.created_at,
+                    updated_at=content.updated_at,
+                    source_version=pair.session.version,
+                    replace=is_older,
+                    expires_at=expires_at,
+                )
             except ValueError as error:
                 if isinstance(error, SecureSessionError):
                     raise
@@ -294,50 +275,25 @@ class _MigrationRun:
             return copy is None
         return list(content.events[: len(copy.events)]) == list(copy.events)
 
-    async def _copy_state(self, pair: StatePair, workers: Workers) -> None:
-        await self._stop_if_bad(workers)
+    async def _copy_state(self, pair: StatePair) -> None:
+        status = pair.status
         if isinstance(pair.content, Unreadable):
             await self._report_bad(pair, pair.content.reason)
-        elif pair.content is not None and (pair.status.is_due or pair.status in CONFLICTS):
-            await workers.start(partial(self._import_state, pair, pair.content), len(pair.content))
-
-    async def _import_state(self, pair: StatePair, state: bytes) -> None:
-        status = pair.status
-        if self.writes:
-            async with self._alone_if_first(*pair.ids):
+        elif pair.content is not None and (status.is_due or status in CONFLICTS):
+            if self.writes:
                 status = await self.target.imports.import_state(
-                    pair.ids, state, replace=not self.is_erased
+                    pair.ids, pair.content, replace=not self.is_erased
                 )
-        self._is_conflict(pair, status)
-        self.done.states += status.is_due
-
-    @asynccontextmanager
-    async def _alone_if_first(self, *ids: str) -> AsyncIterator[None]:
-        """Let the first import of each app and of each user run alone.
-
-        It creates the row and the data key of the owner.  If several imports tried to
-        create them at the same time, all except one would have to begin again.
-        """
-        owners = [ids[: length + 1] for length in range(len(ids))]
-        async with AsyncExitStack() as stack:
-            for owner in owners:
-                if not self._known.get(owner):
-                    await stack.enter_async_context(self._locks.hold(owner))
-            yield
-            for owner in owners:
-                self._known.put(owner, True)
+            self._is_conflict(pair, status)
+            self.done.states += status.is_due
 
     async def _report_bad(self, pair: Pair[Any], reason: str) -> None:
         self.done.bad += 1
         self.findings.add(pair.tag, reason, *pair.ids)
+        if not self.skip_bad:
+            raise Stop
         if pair.session is not None:
             await self.meter.advance()
-
-    async def _stop_if_bad(self, workers: Workers) -> None:
-        """If a bad session or state was found, wait for the running imports, and end the run."""
-        if self.done.bad and not self.skip_bad:
-            await workers.finish()
-            raise Stop
 
     async def find_gone(self, *, delete: bool) -> None:
         """Count the sessions that have changed since, and those that the source no longer has."""

@@ -1,16 +1,15 @@
 """One walk over the sessions and states of a source, each with its status in the target.
 
-`migrate` and `compare` visit the pairs that a `Walk` yields.  `Workers` visits several
-pairs at the same time, and `Findings` lists those that need attention.
+`migrate` and `compare` visit the pairs that a `Walk` yields, and `Findings` lists those that need
+attention.
 """
 
-import asyncio
 import functools
 import secrets
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -44,8 +43,6 @@ CONFLICTS = {
     ImportStatus.SAME_ID: "the target has one with the same ids that was not copied",
 }
 GONE = "it was copied before, and the source no longer has it"
-
-_EVENT_OVERHEAD = 200  # an estimate of the memory that an event takes in addition to its bytes
 
 
 class Stop(Exception):
@@ -258,62 +255,6 @@ def encode_states(batch: States) -> dict[Ids, bytes | Unreadable]:
         except ValueError:  # the message of this error names keys of the state
             encoded[ids] = Unreadable(TOO_LARGE)
     return encoded
-
-
-def size_of(content: SessionContent | Unreadable | None) -> int:
-    """Return about how many bytes of memory *content* takes, without its state."""
-    if not isinstance(content, SessionContent):
-        return 0
-    return sum(len(one.plaintext) + _EVENT_OVERHEAD for one in content.events) + _EVENT_OVERHEAD
-
-
-class Workers:
-    """Runs coroutines at the same time: at most *number*, which together take at most *size* bytes.
-
-    The end of the `async with` block waits for them.  If one fails, the next call, or the end
-    of the block, raises its error.  If the block ends with an error, all others are cancelled.
-    """
-
-    def __init__(self, number: int, size: int) -> None:
-        self._number = number
-        self._size = size
-        self._running: dict[asyncio.Task[None], int] = {}
-        self._bytes = 0
-
-    async def start(self, work: Callable[[], Coroutine[Any, Any, None]], size: int) -> None:
-        """Wait until the limits allow *work* of *size* bytes, alone if need be, and start it."""
-        while self._running and (
-            len(self._running) >= self._number or self._bytes + size > self._size
-        ):
-            await self._wait(asyncio.FIRST_COMPLETED)
-        self._running[asyncio.create_task(work())] = size
-        self._bytes += size
-
-    async def finish(self) -> None:
-        while self._running:
-            await self._wait(asyncio.FIRST_EXCEPTION)
-
-    async def __aenter__(self) -> "Workers":
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                await self.finish()
-        finally:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
-            self._running.clear()
-
-    async def _wait(self, until: str) -> None:
-        done, _ = await asyncio.wait(self._running, return_when=until)
-        for task in done:
-            self._bytes -= self._running.pop(task)
-        # Ask each task: asyncio logs an error that nobody has asked for, with its frames.
-        failures = [error for task in done if (error := task.exception()) is not None]
-        if failures:
-            raise failures[0]
 
 
 class Fingerprints:
