@@ -181,6 +181,7 @@ async def test_erasure_that_stopped_is_continued(
         patched.setattr(shutil, "rmtree", stop)
         with pytest.raises(ArtifactStoreError, match="stopped"):
             await migrate(root, file_url, store, "erase-source")
+    (root / "apps/lab/users/ada/artifacts").mkdir(parents=True)  # left by a killed run
     assert (await migrate(root, file_url, store, "erase-source")).succeeded
     assert list(root.rglob("*")) == [root / "apps"]
 

@@ -143,6 +143,7 @@ async def migrate_artifacts(
                 done.deleted += 1
             else:
                 done.changed += 1
+        await source.clean_up()
     done.seconds = time.monotonic() - began
     return done
 

@@ -93,6 +93,10 @@ class ArtifactSource(ABC):
         await _in_thread(artifact.delete)
 
     @abstractmethod
+    async def clean_up(self) -> None:
+        """Remove what is left of deleted artifacts, also of those that a killed run has deleted."""
+
+    @abstractmethod
     def _walk(self) -> Iterator[SourceArtifact]: ...
 
 
@@ -156,7 +160,10 @@ class FileArtifacts(ArtifactSource):
             for user_id, user in _holding(app / "users", "artifacts", "sessions"):
                 for session_id, scope in ((None, user), *_holding(user / "sessions", "artifacts")):
                     for path, directory in _holding(scope / "artifacts", "versions"):
-                        yield _artifact(root, path, directory, app_name, user_id, session_id)
+                        yield _artifact(path, directory, app_name, user_id, session_id)
+
+    async def clean_up(self) -> None:
+        await _in_thread(_remove_empty, self._root / "apps")
 
 
 def _holding(root: Path, *markers: str) -> Iterator[tuple[str, Path]]:
@@ -186,7 +193,7 @@ def _directories(path: Path) -> list[Path]:
 
 
 def _artifact(
-    root: Path, path: str, directory: Path, app_name: str, user_id: str, session_id: str | None
+    path: str, directory: Path, app_name: str, user_id: str, session_id: str | None
 ) -> SourceArtifact:
     parent = directory / "versions"
     # google-adk saves a version in a directory with another name, and renames it at the end.
@@ -203,7 +210,7 @@ def _artifact(
         problem = "its metadata.json has the name of another artifact"
     if session_id is None and not name.startswith(_USER):
         name = _USER + name
-    delete = partial(_delete, parent, [one.number for one in versions], root)
+    delete = partial(_delete, parent, [one.number for one in versions])
     return SourceArtifact(app_name, user_id, session_id, name, versions, problem, delete)
 
 
@@ -242,8 +249,8 @@ def _path_of(name: str) -> str:
     return "artifact" if path == "." else path
 
 
-def _delete(parent: Path, numbers: Sequence[int], root: Path) -> None:
-    """Delete versions and unfinished versions, and then the directories that are empty.
+def _delete(parent: Path, numbers: Sequence[int]) -> None:
+    """Delete versions and unfinished versions.
 
     The latest version is first, and becomes an unfinished one at once.  So if the process stops,
     no version is missing before another one, and the next run continues.
@@ -252,10 +259,16 @@ def _delete(parent: Path, numbers: Sequence[int], root: Path) -> None:
         (parent / str(number)).rename(parent / f".{number}.deleted.pending")
     for unfinished in parent.glob(".*.pending"):
         shutil.rmtree(unfinished)
-    for directory in (parent, *parent.parents):
-        if directory == root or any(directory.iterdir()):
-            return
-        directory.rmdir()
+
+
+def _remove_empty(root: Path) -> None:
+    """Remove the empty directories below *root*: their names are ids and names of artifacts."""
+    found = [root]
+    for directory in found:
+        found += _directories(directory)
+    for directory in reversed(found[1:]):  # each one before the directory that contains it
+        if not any(directory.iterdir()):
+            directory.rmdir()
 
 
 @hides_locals
@@ -278,6 +291,9 @@ class GcsArtifacts(ArtifactSource):
     def __init__(self, bucket_name: str, client: Any = None) -> None:
         self.name: str = bucket_name
         self._client = _new_client() if client is None else client
+
+    async def clean_up(self) -> None:
+        pass  # there are no directories
 
     def _walk(self) -> Iterator[SourceArtifact]:
         # The names are sorted, so the objects of one session are adjacent.  The versions of one
