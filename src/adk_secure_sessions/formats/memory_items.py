@@ -65,21 +65,18 @@ class MemoryItem(NamedTuple):
         add = list(self.add)
         while add and add[-1] is None:
             add.pop()
-        values: JsonObject = {}
-        if self.scope is not None:
-            values["scope"] = list(self.scope)
-        if add:
-            values["add"] = add
-        if self.drop:
-            values["drop"] = {
-                str(number): {"places": list(dropped.places), "replacement": dropped.replacement}
-                for number, dropped in self.drop.items()
-            }
-        if self.deleted:
-            values["deleted"] = list(self.deleted)
-        if self.replacement is not None:
-            values["replacement"] = self.replacement
-        return values
+        drop = {
+            str(number): {"places": list(dropped.places), "replacement": dropped.replacement}
+            for number, dropped in self.drop.items()
+        }
+        values: JsonObject = {
+            "scope": list(self.scope or ()),
+            "add": add,
+            "drop": drop,
+            "deleted": list(self.deleted),
+            "replacement": self.replacement,
+        }
+        return {name: value for name, value in values.items() if value}
 
 
 def parse_item(values: JsonObject, number: int) -> MemoryItem:

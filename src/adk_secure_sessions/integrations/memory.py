@@ -43,9 +43,9 @@ from adk_secure_sessions.formats.memory_items import (
 )
 from adk_secure_sessions.integrations.memory_index import (
     Entry,
-    LoopPauses,
     NewItem,
     UserMemory,
+    paced,
 )
 from adk_secure_sessions.service import (
     EncryptedSessionService,
@@ -422,15 +422,13 @@ def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
 
 async def _applied(memory: UserMemory, found: Collection) -> bool:
     """Apply the items of *found* to *memory*; return False if they are not its next ones."""
-    pauses = LoopPauses()
     at = found.at._replace(revision=found.size - len(found.items))
-    for item, writer in await _decoded(found):
+    async for item, writer in paced(await _decoded(found)):
         with memory.lock:
             if memory.at != at:  # another process or thread has changed the memory
                 return False
             memory.apply(item, writer)
             at = memory.at
-        await pauses.pause_if_due()
     return True
 
 
@@ -438,9 +436,7 @@ async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *found*, each with the version of google-adk that wrote it."""
     row, first = found.at.session_row, found.size - len(found.items)
     items = []
-    pauses = LoopPauses()
-    for number, plaintext in enumerate(found.items, first):
-        await pauses.pause_if_due()
+    async for number, plaintext in paced(enumerate(found.items, first)):
         try:
             writer, values = json_text.read_event(plaintext)
             items.append((parse_item(values, number), writer))
@@ -473,11 +469,9 @@ def _item(
 
 async def _encoded(items: Iterable[NewItem]) -> list[bytes]:
     found = []
-    pauses = LoopPauses()
-    for item, entries in items:
+    async for item, entries in paced(items):
         add = [None if entry is None else entry.values() for entry in entries]
         found.append(encode_item(item._replace(add=add).values()))
-        await pauses.pause_if_due()
     return found
 
 
@@ -486,11 +480,9 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
         entries = sorted(memory.entries.items(), key=lambda one: one[0])
         row = memory.at.session_row
     offered: dict[RankedEntry, tuple[int, Entry]] = {}
-    pauses = LoopPauses()
-    for key, entry in entries:
+    async for key, entry in paced(entries):
         name = f"{row}.{entry.item}.{entry.place}"
         offered[RankedEntry(name, entry.text(), entry.author, entry.timestamp)] = key, entry
-        await pauses.pause_if_due()
     answer = await ranker.rank(query, list(offered))
     if not isinstance(answer, Sequence) or any(
         not isinstance(one, RankedEntry) or one not in offered for one in answer

@@ -13,10 +13,10 @@ import time
 import unicodedata
 from asyncio import sleep
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from google.adk.memory.memory_entry import MemoryEntry
 from google.adk.version import __version__ as adk_version
@@ -28,6 +28,8 @@ from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
 from adk_secure_sessions.storage import writes
+
+T = TypeVar("T")
 
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
@@ -52,16 +54,14 @@ _WORK_SECONDS = 0.005  # of work before other tasks may run
 _SCOPE_SHIFT = 40
 
 
-class LoopPauses:
-    """Lets other tasks run during long work: call `pause_if_due` after each small part of it."""
-
-    def __init__(self) -> None:
-        self._until = time.monotonic() + _WORK_SECONDS
-
-    async def pause_if_due(self) -> None:
-        if time.monotonic() > self._until:
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield *items*; let other tasks run when the work on them has taken 5 ms."""
+    until = time.monotonic() + _WORK_SECONDS
+    for item in items:
+        yield item
+        if time.monotonic() > until:
             await sleep(0)
-            self._until = time.monotonic() + _WORK_SECONDS
+            until = time.monotonic() + _WORK_SECONDS
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -250,18 +250,15 @@ class UserMemory:
         with self.lock:
             texts = list(self._texts.items()) if not query.isascii() else []
         counts: Counter[int] = Counter()
-        pauses = LoopPauses()
-        for word in words:
+        async for word in paced(words):
             inside: list[int] = []
             if not word.isascii():
-                for first in range(0, len(texts), _TEXTS_AT_ONCE):
+                async for first in paced(range(0, len(texts), _TEXTS_AT_ONCE)):
                     some = texts[first : first + _TEXTS_AT_ONCE]
                     inside += [key for key, text in some if word in text]
-                    await pauses.pause_if_due()
             with self.lock:
                 found = self._words.get(word, ())
                 counts.update({*found, *inside} if inside else found)
-            await pauses.pause_if_due()
         with self.lock:
             # An entry may have been dropped during the search.
             ranked = [(-count, key) for key, count in counts.items() if key in self.entries]
