@@ -121,12 +121,10 @@ class _BlobRotationRun(DataRotationRun):
                     new = await self._copied(version.blob)
                     # If this fails, keep the new blob: an attempt whose answer was lost may have
                     # stored the item.  If no item names the blob, `purge blobs` marks it.
-                    now, is_replaced = await self._append(ids, found, version, new)
+                    now = await self._append(ids, found, version, new)
                     if now is None:
                         return  # the artifact was deleted
                     found = now
-                    if not is_replaced:
-                        continue
                     # Another database may use blobs under another prefix.
                     if version.blob.prefix == self._store.prefix:
                         await self._store.mark(version.blob.name)
@@ -159,11 +157,11 @@ class _BlobRotationRun(DataRotationRun):
     @hides_locals
     async def _append(
         self, ids: SessionIds, found: Collection, version: Version, new: Blob
-    ) -> tuple[Collection | None, bool]:
-        """Append an item which says that *new* is now the blob of *version*.
+    ) -> Collection | None:
+        """Append an item which says that *new* is now the blob of *version*, unless another process
+        has re-encrypted the version.
 
-        Return the artifact with all its items, or None if it was deleted; and whether the item was
-        appended: another process may have re-encrypted the version.
+        Return the artifact with all its items, or None if it was deleted.
         """
         now: Collection | None = found
         # The numbers are compared, not the versions: NaN in the metadata of one equals no other.
@@ -173,9 +171,9 @@ class _BlobRotationRun(DataRotationRun):
             )
             try:
                 at = await self._collections.append(*ids[:3], item, expected=now.at)
-                return now._replace(at=at, items=(*now.items, item)), True
+                return now._replace(at=at, items=(*now.items, item))
             except (writes.MissingSession, writes.StaleRevision):
                 now = await self._collections.get(*ids[:3])
                 if now is not None and now.at.session_row != found.at.session_row:
                     now = None
-        return now, False
+        return now
