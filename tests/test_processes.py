@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.memory_index import UserMemory
+from tests.maintenance.support import query
 from tests.processes import FORKS, IMPORTED_ONCE, results, say_imported
-from tests.servers import DRIVERS, Server, for_service
+from tests.servers import DRIVERS
 
+pytestmark = pytest.mark.no_tables  # processes also create them at once
 KEY = bytes(range(32))
 APP, USER = "app", "user"
 
@@ -52,37 +54,14 @@ async def found(service: EncryptedSessionService, session_id: str) -> Session:
 
 
 on_mariadb_later = pytest.mark.parametrize(
-    "database", ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)]
+    "place",
+    ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)],
+    indirect=True,
 )
 
 
-@pytest.fixture
-def database() -> str:
-    return "sqlite"
-
-
-@pytest.fixture
-def admin_url(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> Iterator[sa.URL]:
-    """The URL of an empty database for the test's own statements."""
-    if database == "sqlite":
-        yield sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-        return
-    server: Server = request.getfixturevalue(database)
-    with server.database() as url:
-        yield url
-
-
-@pytest.fixture
-def url(admin_url: sa.URL) -> str:
-    return for_service(admin_url)
-
-
-def count(admin_url: sa.URL, table: str) -> int:
-    engine = sa.create_engine(admin_url)
-    with engine.connect() as connection:
-        (number,) = connection.exec_driver_sql(f"SELECT count(*) FROM {table}").one()
-    engine.dispose()
-    return int(number)
+def count(place: sa.URL, table: str) -> int:
+    return int(query(place, f"SELECT count(*) FROM {table}")[0][0])
 
 
 async def append_to_shared(service: EncryptedSessionService, **delta: object) -> None:
@@ -155,7 +134,7 @@ def create_twenty(say: Say, url: str, name: str) -> None:
 
 @on_mariadb_later
 async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
-    url: str, admin_url: sa.URL
+    url: str, place: sa.URL
 ) -> None:
     await asyncio.to_thread(results, *((create_twenty, url, f"p{n}") for n in range(4)))
     async with open_service(url) as service:
@@ -163,9 +142,9 @@ async def test_processes_starting_at_once_agree_on_one_keyring_and_one_data_key(
         assert sorted(session.id for session in listed.sessions) == sorted(
             f"p{p}-{n}" for p in range(4) for n in range(20)
         )
-    assert count(admin_url, "secure_keyring") == 2  # data and index
-    assert count(admin_url, "secure_data_keys") == 2  # one of the app, one of the user
-    assert count(admin_url, "secure_users") == count(admin_url, "secure_apps") == 1
+    assert count(place, "secure_keyring") == 2  # data and index
+    assert count(place, "secure_data_keys") == 2  # one of the app, one of the user
+    assert count(place, "secure_users") == count(place, "secure_apps") == 1
 
 
 UNCLOSED = {
@@ -209,7 +188,7 @@ def run_unclosed(how: str, *urls: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    "database", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)]
+    "place", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)], indirect=True
 )
 @pytest.mark.parametrize(
     "how",
@@ -341,7 +320,7 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
 # What each job says at its end: how many events it has stored, or the status of the child.
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize(
-    ("job", "said", "database"),
+    ("job", "said", "place"),
     [
         (fork_between_appends, 3, "sqlite"),
         *(pytest.param(fork_between_appends, 3, name, marks=pytest.mark.soak) for name in DRIVERS),
@@ -351,6 +330,7 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
         (search_in_a_fork_while_a_thread_has_the_locks, 0, "sqlite"),
         (fork_with_database_in_memory, 0, "sqlite"),
     ],
+    indirect=["place"],
 )
 def test_neither_the_forked_process_nor_its_parent_is_disturbed(
     url: str, job: Callable[[Say, str], None], said: int

@@ -2,7 +2,6 @@
 
 import secrets
 import time
-import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -47,6 +46,7 @@ from tests.attacks.support import (
     user_state,
 )
 from tests.attacks.world import ALL_SESSIONS, BOB, KEY, NOTES, VISIT
+from tests.benchmarks.memory import peak_memory
 
 NEW = bytes(range(32, 64))
 ALICES_TAG = "(SELECT tag FROM secure_users WHERE id = :alice)"
@@ -342,15 +342,13 @@ async def test_huge_junk_value_beside_the_keys_is_not_read(
         await get(service, db, BOB)
         where = "" if table == "secure_meta" else f"FROM {table}"
         db.run(f"INSERT INTO {table} SELECT {columns} {where} LIMIT 1")
-        tracemalloc.start()
-        try:
+
+        async def use() -> None:
             await create_another(service, db, VISIT._replace(user_id="dave"))
             async with db.service() as new:
                 await outcome(get(new, db, VISIT))
-            _, most = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert most < 8_000_000
+
+        assert await peak_memory(use) < 8_000_000
 
 
 async def test_very_many_junk_rows_beside_the_keys_are_not_all_read(aes_db: Database) -> None:
@@ -365,16 +363,13 @@ async def test_very_many_junk_rows_beside_the_keys_are_not_all_read(aes_db: Data
             "SELECT i, :owner, i + 10, 1, 0, zeroblob(100) FROM n",
             owner=columns[1],
         )
-        tracemalloc.start()
-        try:
+
+        async def use() -> None:
             async with db.service() as new:
-                for operation in (get, append):
+                for operation in (get, append, create_another):
                     assert await operation(new, db, VISIT)
-                await create_another(new, db, VISIT)
-            _, most = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert most < 15_000_000
+
+        assert await peak_memory(use) < 15_000_000
 
 
 async def test_junk_data_key_is_named_by_verify(aes_db: Database) -> None:

@@ -9,30 +9,20 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from tests.processes import Child
 from tests.reliability.results import Record
 from tests.reliability.traffic import check, longest_pause, open_service, write
-from tests.servers import DRIVERS, Server, for_service
+from tests.servers import DRIVERS
 
 PROCESSES, TASKS, PAUSE = 3, 4, 0.005
 soak = pytest.mark.soak
-
-
-@pytest.fixture
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    name: str = request.param
-    if name not in DRIVERS:
-        yield name, f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
-        return
-    server: Server = request.getfixturevalue(name)
-    with server.database() as url:
-        yield name, for_service(url)
 
 
 def kill_again_and_again(
@@ -81,18 +71,17 @@ def wait_for_lines(path: Path, lines: int) -> None:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("database", "kills"),
+    ("place", "kills"),
     [
         ("sqlite", 10),
         pytest.param("postgresql", 10, marks=soak),
         *(pytest.param(name, 200, marks=soak) for name in ("sqlite", *DRIVERS)),
     ],
-    indirect=["database"],
+    indirect=["place"],
 )
 def test_killed_writers_lose_and_double_nothing(
-    database: tuple[str, str], kills: int, tmp_path: Path, record: Record
+    place: sa.URL, url: str, kills: int, tmp_path: Path, record: Record
 ) -> None:
-    name, url = database
     journals_in = tmp_path / "journals"
     journals_in.mkdir()
 
@@ -105,7 +94,7 @@ def test_killed_writers_lose_and_double_nothing(
     journals = sorted(journals_in.glob("p*"))
     checked = asyncio.run(check(url, journals))
     record.fault(
-        f"kill -9/{name}",
+        f"kill -9/{place.get_backend_name()}",
         times=len(moments),
         acknowledged=checked.acknowledged,
         lost=checked.lost,

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events import Event
 from google.adk.sessions import InMemorySessionService
@@ -32,7 +33,6 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.migration import ServiceSource, migrate
 from tests.processes import children
 from tests.reliability.results import Record
-from tests.reliability.test_kills import database
 from tests.reliability.traffic import (
     APP,
     Checked,
@@ -41,8 +41,6 @@ from tests.reliability.traffic import (
     open_service,
     write,
 )
-
-__all__ = ["database"]
 
 SHORT, LONG = 4.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
 PROCESSES, TASKS = 2, 3
@@ -203,7 +201,7 @@ def growth(samples: list[tuple[int, int]]) -> tuple[int, int]:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("database", "seconds"),
+    ("place", "seconds"),
     [
         ("sqlite", SHORT),
         *(
@@ -211,12 +209,12 @@ def growth(samples: list[tuple[int, int]]) -> tuple[int, int]:
             for name in ("sqlite", "postgresql", "mariadb")
         ),
     ],
-    indirect=["database"],
+    indirect=["place"],
 )
 def test_traffic_with_all_maintenance_loses_nothing_and_takes_no_more_and_more(
-    database: tuple[str, str], seconds: float, tmp_path: Path, record: Record
+    place: sa.URL, url: str, seconds: float, tmp_path: Path, record: Record
 ) -> None:
-    name, url = database
+    name = place.get_backend_name()
     directory = tmp_path / "journals"
     directory.mkdir()
     is_short = seconds == SHORT
