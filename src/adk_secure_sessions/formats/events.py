@@ -204,7 +204,12 @@ def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Even
     try:
         return validated(Event, fields)  # accepts lone surrogates, which the parser rejects
     except ValueError:
-        raise ConfigurationError(
-            f"{table} row {named} was written by google-adk {writer}, and the installed google-adk "
-            f"{adk_version} cannot read it: install that version or a later one"
-        ) from None
+        raise unreadable(table, named, writer) from None
+
+
+def unreadable(table: str, row: str, writer: str) -> ConfigurationError:
+    """Return the error for a row that the version *writer* of google-adk wrote."""
+    return ConfigurationError(
+        f"{table} row {row} was written by google-adk {writer}, and the installed google-adk "
+        f"{adk_version} cannot read it: install that version or a later one"
+    )

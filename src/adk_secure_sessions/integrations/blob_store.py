@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adk_secure_sessions.concurrency import wait_ignoring_cancel
+from adk_secure_sessions.concurrency import at_once, wait_ignoring_cancel
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import (
@@ -248,6 +248,4 @@ async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
     """Wait until an upload has ended, and remove it from *uploads*; raise its error, if any."""
     done, _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
     uploads -= done
-    errors = [error for upload in done if (error := upload.exception()) is not None]
-    if errors:
-        raise errors[0]
+    await at_once(*done)

@@ -19,15 +19,15 @@ from datetime import datetime
 from typing import TypeAlias, TypeVar
 
 from google.adk.memory.memory_entry import MemoryEntry
-from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
+from adk_secure_sessions.formats.events import unreadable
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
 from adk_secure_sessions.storage import writes
+from adk_secure_sessions.storage.schema import events
 
 T = TypeVar("T")
 
@@ -113,11 +113,8 @@ class Entry:
         try:
             content = validated(types.Content, json_text.loads(self.content))
         except ValueError:
-            raise ConfigurationError(
-                f"secure_events row {session_row}, {self.item} was written by google-adk "
-                f"{self.writer}, and the installed google-adk {adk_version} cannot read it: "
-                "install that version or a later one"
-            ) from None
+            row = f"{session_row}, {self.item}"
+            raise unreadable(events.name, row, self.writer) from None
         timestamp = self.timestamp
         if not isinstance(timestamp, str | None):
             timestamp = datetime.fromtimestamp(timestamp).isoformat()  # google-adk's format

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -286,10 +287,8 @@ class _Bucket(BlobStore):
     async def _delete_objects(self, paths: Sequence[str]) -> None:
         import obstore
 
-        try:
+        with suppress(FileNotFoundError):
             await self._call(lambda: obstore.delete_async(self._store, paths))
-        except FileNotFoundError:
-            pass
 
     async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
         import obstore

@@ -127,7 +127,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
     def __init__(
         self,
         inner: BaseSessionService,
-        backend: EncryptionBackend | None = None,
+        backend: EncryptionBackend,
         *,
         key_db_url: str | sa.URL | None = None,
         additional_backends: Sequence[EncryptionBackend] = (),
@@ -142,8 +142,6 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
             raise ConfigurationError(
                 f"inner must be a session service of ADK, not {type(inner).__name__}"
             )
-        if backend is None:
-            raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
         if (key_db_url is None) == (key_db_engine is None):
             raise ConfigurationError(
                 "give exactly one of key_db_url and key_db_engine: the keys of the sessions that "
@@ -505,12 +503,8 @@ class _Records:
         session._storage_update_marker = _Marker.of(stored)
         after = config.after_timestamp if config else None
         limit = config.num_recent_events if config else None
-        # Filter again: not every service filters events, and some compare rounded times.
-        found = [one for one in stored.events if not after or one.timestamp >= after - _ROUNDING]
-        if limit is not None and not after:
-            found = found[-limit:] if limit else []
         history, seen = [], set()
-        for number, one in enumerate(found):
+        for number, one in enumerate(stored.events):
             if number % _CHUNK == _CHUNK - 1:
                 await asyncio.sleep(0)
             text = _text_of_event(one)
@@ -520,6 +514,7 @@ class _Records:
                 )
             seen.add(text)
             event = self._open_event(one, text)
+            # Filter again: not every service filters events, and some compare rounded times.
             if not after or event.timestamp >= after:
                 history.append(event)
         if limit is not None:
