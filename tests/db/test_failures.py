@@ -27,73 +27,59 @@ def by_sqlalchemy(
     return kind(None, None, driver)
 
 
+def mysql_error(code: int) -> Exception:
+    error: Exception = pymysql.err.OperationalError(code, "x")
+    return error
+
+
 ASYNCPG = asyncpg.exceptions
-MEANINGS: dict[str, tuple[Exception, type[Exception] | None]] = {
-    # PostgreSQL, by SQLSTATE
-    "23505": (ASYNCPG.UniqueViolationError("x"), UniqueViolation),
-    "23503": (ASYNCPG.ForeignKeyViolationError("x"), None),
-    "23502": (ASYNCPG.NotNullViolationError("x"), None),
-    "40001": (ASYNCPG.SerializationError("x"), Conflict),
-    "40P01": (ASYNCPG.DeadlockDetectedError("x"), Conflict),
-    "55P03": (ASYNCPG.LockNotAvailableError("x"), Conflict),
-    "57P01": (ASYNCPG.AdminShutdownError("x"), Disconnected),
-    "57P02": (ASYNCPG.CrashShutdownError("x"), Disconnected),
-    "57P03": (ASYNCPG.CannotConnectNowError("x"), Disconnected),
-    "25006": (ASYNCPG.ReadOnlySQLTransactionError("x"), Disconnected),
-    "08006": (ASYNCPG.ConnectionFailureError("x"), Disconnected),
-    "40003": (ASYNCPG.StatementCompletionUnknownError("x"), Disconnected),
-    "08003": (ASYNCPG.ConnectionDoesNotExistError("x"), Disconnected),
-    "28P01": (ASYNCPG.InvalidPasswordError("x"), None),
-    "42P01": (ASYNCPG.UndefinedTableError("x"), None),
-    "53300": (ASYNCPG.TooManyConnectionsError("x"), None),
-    "57014": (ASYNCPG.QueryCanceledError("x"), None),
-    "psycopg 23505": (psycopg.errors.UniqueViolation("x"), UniqueViolation),
-    "psycopg 40001": (psycopg.errors.SerializationFailure("x"), Conflict),
-    "psycopg 57P01": (psycopg.errors.AdminShutdown("x"), Disconnected),
-    # SQLite, by the name of its code
-    "SQLITE_CONSTRAINT_UNIQUE": (
-        sqlite_error(sqlite3.IntegrityError, "SQLITE_CONSTRAINT_UNIQUE"),
-        UniqueViolation,
+# By meaning: the classes of PostgreSQL's errors, SQLite's codes, and those of MySQL and MariaDB.
+MEANINGS: dict[type[Exception], tuple[list[type[Exception]], list[str], list[int]]] = {
+    UniqueViolation: (
+        [ASYNCPG.UniqueViolationError, psycopg.errors.UniqueViolation],
+        ["SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"],
+        [1062],
     ),
-    "SQLITE_CONSTRAINT_PRIMARYKEY": (
-        sqlite_error(sqlite3.IntegrityError, "SQLITE_CONSTRAINT_PRIMARYKEY"),
-        UniqueViolation,
+    Conflict: (
+        [
+            *(ASYNCPG.SerializationError, ASYNCPG.DeadlockDetectedError),
+            *(ASYNCPG.LockNotAvailableError, psycopg.errors.SerializationFailure),
+        ],
+        [],
+        [1205, 1213, 1020, 1412],
     ),
-    "SQLITE_CONSTRAINT_NOTNULL": (
-        sqlite_error(sqlite3.IntegrityError, "SQLITE_CONSTRAINT_NOTNULL"),
-        None,
+    Disconnected: (
+        [
+            *(ASYNCPG.AdminShutdownError, ASYNCPG.CrashShutdownError),
+            *(ASYNCPG.CannotConnectNowError, ASYNCPG.ReadOnlySQLTransactionError),
+            *(ASYNCPG.ConnectionFailureError, ASYNCPG.StatementCompletionUnknownError),
+            *(ASYNCPG.ConnectionDoesNotExistError, psycopg.errors.AdminShutdown),
+        ],
+        [],
+        [1047, 1180, 1053, 1927, 1290, 1792, 2003, 2006, 2013, 2055],
     ),
-    "SQLITE_BUSY": (sqlite_error(sqlite3.OperationalError, "SQLITE_BUSY"), None),
-    "SQLITE_FULL": (sqlite_error(sqlite3.OperationalError, "SQLITE_FULL"), None),
-    # MySQL and MariaDB, by number
-    "1062": (pymysql.err.IntegrityError(1062, "Duplicate entry"), UniqueViolation),
-    "1048": (pymysql.err.IntegrityError(1048, "Column cannot be null"), None),
-    "1205": (pymysql.err.OperationalError(1205, "Lock wait timeout"), Conflict),
-    "1213": (pymysql.err.OperationalError(1213, "Deadlock"), Conflict),
-    "1020": (pymysql.err.OperationalError(1020, "Record has changed"), Conflict),
-    "1412": (pymysql.err.OperationalError(1412, "Table definition has changed"), Conflict),
-    "1047": (pymysql.err.OperationalError(1047, "WSREP has not yet prepared"), Disconnected),
-    "1180": (pymysql.err.OperationalError(1180, "Got error 6 during COMMIT"), Disconnected),
-    "1053": (pymysql.err.OperationalError(1053, "Server shutdown"), Disconnected),
-    "1927": (pymysql.err.OperationalError(1927, "Connection was killed"), Disconnected),
-    "1290": (pymysql.err.OperationalError(1290, "read-only option"), Disconnected),
-    "1792": (pymysql.err.OperationalError(1792, "READ ONLY transaction"), Disconnected),
-    "2003": (pymysql.err.OperationalError(2003, "Can't connect"), Disconnected),
-    "2006": (pymysql.err.OperationalError(2006, "gone away"), Disconnected),
-    "2013": (pymysql.err.OperationalError(2013, "Lost connection"), Disconnected),
-    "2055": (pymysql.err.OperationalError(2055, "Lost connection"), Disconnected),
-    "1045": (pymysql.err.OperationalError(1045, "Access denied"), None),
-    "1146": (pymysql.err.ProgrammingError(1146, "no such table"), None),
+    DatabaseError: (
+        [
+            *(ASYNCPG.ForeignKeyViolationError, ASYNCPG.NotNullViolationError),
+            *(ASYNCPG.InvalidPasswordError, ASYNCPG.UndefinedTableError),
+            *(ASYNCPG.TooManyConnectionsError, ASYNCPG.QueryCanceledError),
+        ],
+        ["SQLITE_CONSTRAINT_NOTNULL", "SQLITE_BUSY", "SQLITE_FULL"],
+        [1048, 1045, 1146],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", MEANINGS)
-def test_error_of_a_driver_means(name: str) -> None:
-    driver, expected = MEANINGS[name]
-    for error in (driver, by_sqlalchemy(driver)):
-        meant = translated(error)
-        assert type(meant) is (expected or DatabaseError)
-        assert meant.__cause__ is None
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_error_of_a_driver_means(meaning: type[Exception]) -> None:
+    postgresql, sqlite, mysql = MEANINGS[meaning]
+    errors = [kind("x") for kind in postgresql] + [mysql_error(code) for code in mysql]
+    errors += [sqlite_error(sqlite3.OperationalError, name) for name in sqlite]
+    for driver in errors:
+        for error in (driver, by_sqlalchemy(driver)):
+            meant = translated(error)
+            assert type(meant) is meaning, repr(driver)
+            assert meant.__cause__ is None
 
 
 def test_operational_error_without_a_code_means_that_no_server_answered() -> None:
@@ -114,10 +100,14 @@ def test_error_of_the_operating_system_means_disconnected(error: Exception) -> N
     assert meant.error.retryable
 
 
-@pytest.mark.parametrize("name", ["23505", "42P01", "SQLITE_FULL", "1213"])
-def test_error_of_a_closed_connection_means_disconnected_whatever_else_it_says(name: str) -> None:
-    error = by_sqlalchemy(MEANINGS[name][0])
-    meant = translated(error, connection_lost=True)
+@pytest.mark.parametrize(
+    "error",
+    [ASYNCPG.UniqueViolationError("x"), ASYNCPG.UndefinedTableError("x"), mysql_error(1213)],
+)
+def test_error_of_a_closed_connection_means_disconnected_whatever_else_it_says(
+    error: Exception,
+) -> None:
+    meant = translated(by_sqlalchemy(error), connection_lost=True)
     assert isinstance(meant, Disconnected)
     assert isinstance(meant.error, DatabaseError)
 
@@ -149,37 +139,27 @@ ADVICE: dict[str, tuple[Exception, bool, str | None, str]] = {
         "free space",
     ),
     "busy": (sqlite_error(sqlite3.OperationalError, "SQLITE_BUSY"), True, "SQLITE_BUSY", "lock"),
-    "packet": (pymysql.err.OperationalError(1153, "x"), False, "1153", "max_allowed_packet"),
-    "timeout": (pymysql.err.OperationalError(1969, "x"), True, "1969", "try again"),
+    "packet": (mysql_error(1153), False, "1153", "max_allowed_packet"),
+    "timeout": (mysql_error(1969), True, "1969", "try again"),
     "pool": (sa.exc.TimeoutError("x"), True, None, "raise pool_size"),
     "unknown": (ASYNCPG.DataError("x"), False, "22000", "log of the database"),
+    # Of a cluster.
+    "unknown outcome": (
+        *(ASYNCPG.StatementCompletionUnknownError("x"), True, "40003", "read the data before"),
+    ),
+    "COMMIT": (mysql_error(1180), True, "1180", "read the data before"),
+    "joining": (mysql_error(1047), True, "1047", "connect to another node"),
     # Begins like an SQLSTATE, and is none.
-    "4025": (pymysql.err.OperationalError(4025, "x"), False, "4025", "log of the database"),
+    "4025": (mysql_error(4025), False, "4025", "log of the database"),
 }
-
-
-# Errors that end in Disconnected, and a part of what its DatabaseError says to do.
-LOST_ADVICE: dict[str, tuple[Exception, str]] = {
-    "40003": (ASYNCPG.StatementCompletionUnknownError("x"), "read the data before"),
-    "1180": (pymysql.err.OperationalError(1180, "x"), "read the data before"),
-    "1047": (pymysql.err.OperationalError(1047, "x"), "connect to another node"),
-}
-
-
-@pytest.mark.parametrize("name", LOST_ADVICE)
-def test_error_of_a_cluster_says_what_to_do(name: str) -> None:
-    error, advice = LOST_ADVICE[name]
-    meant = translated(error)
-    assert isinstance(meant, Disconnected)
-    assert isinstance(meant.error, DatabaseError)
-    assert (meant.error.retryable, meant.error.code) == (True, name)
-    assert advice in str(meant.error)
 
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_error_says_what_to_do(name: str) -> None:
     error, retryable, code, advice = ADVICE[name]
     meant = translated(error)
+    if isinstance(meant, Disconnected):
+        meant = meant.error
     assert isinstance(meant, DatabaseError)
     assert (meant.retryable, meant.code) == (retryable, code)
     assert advice in str(meant)

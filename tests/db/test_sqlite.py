@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -39,13 +39,19 @@ ALL = sa.select(TABLE.c.n).order_by(TABLE.c.n)
 
 
 @pytest.fixture(params=["file", "memory"])
-def executor(request: pytest.FixtureRequest, tmp_path: Path) -> SqliteExecutor:
-    url = "sqlite://" if request.param == "memory" else f"sqlite:///{tmp_path}/numbers.db"
-    return SqliteExecutor(sa.make_url(url), {})
+async def numbers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqliteExecutor]:
+    path = None if request.param == "memory" else f"{tmp_path}/numbers.db"
+    executor = await opened(sa.URL.create("sqlite", database=path))
+    yield executor
+    await executor.close()
 
 
-@pytest.fixture
-async def numbers(executor: SqliteExecutor) -> SqliteExecutor:
+on_file = pytest.mark.parametrize("numbers", ["file"], indirect=True)
+
+
+async def opened(url: str | sa.URL, **options: Any) -> SqliteExecutor:
+    """An executor on a database with `TABLE`."""
+    executor = SqliteExecutor(sa.make_url(url), options)
     await executor.run(TABLE.metadata.create_all, commit=True)
     return executor
 
@@ -80,7 +86,6 @@ async def test_failing_transaction_takes_only_itself_back(numbers: SqliteExecuto
     results = await asyncio.gather(*work, numbers.write(broken), return_exceptions=True)
     assert [type(result) for result in results] == [bool] * 5 + [RuntimeError]
     assert await stored(numbers) == [0, 1, 2, 3, 4]
-    await numbers.close()
 
 
 async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None:
@@ -91,9 +96,8 @@ async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None
             super().__init__(*arguments, **options)
             self.set_trace_callback(statements.append)
 
-    url = sa.make_url(f"sqlite:///{tmp_path}/numbers.db")
-    executor = SqliteExecutor(url, {"connect_args": {"factory": Traced}})
-    await executor.run(TABLE.metadata.create_all, commit=True)
+    url = f"sqlite:///{tmp_path}/numbers.db"
+    executor = await opened(url, connect_args={"factory": Traced})
     statements.clear()
     first = asyncio.ensure_future(executor.write(wait))  # meanwhile the others queue up
     await asyncio.sleep(0.05)
@@ -114,7 +118,6 @@ async def test_cancelled_before_it_began_never_runs(numbers: SqliteExecutor) -> 
     assert not blocker.done()  # it did not wait for the one before
     await blocker
     assert await stored(numbers) == []
-    await numbers.close()
 
 
 async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> None:
@@ -142,23 +145,19 @@ async def test_timeout_of_a_running_transaction_is_still_a_timeout(
         async with asyncio.timeout(0.05):
             await two_steps()
     assert await stored(numbers) == [1]
-    await numbers.close()
 
 
-async def test_work_queued_before_close_is_done(tmp_path: Path) -> None:
-    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.run(TABLE.metadata.create_all, commit=True)
-    work = [asyncio.ensure_future(executor.write(partial(add, n))) for n in range(20)]
+@on_file
+async def test_work_queued_before_close_is_done(numbers: SqliteExecutor) -> None:
+    work = [asyncio.ensure_future(numbers.write(partial(add, n))) for n in range(20)]
     await asyncio.sleep(0)
-    await executor.close()
+    await numbers.close()
     await asyncio.gather(*work)
-    assert len(await stored(executor)) == 20
-    await executor.close()
+    assert len(await stored(numbers)) == 20
 
 
-async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> None:
-    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.run(TABLE.metadata.create_all, commit=True)
+@on_file
+async def test_full_disk_fails_the_transaction_and_no_other(numbers: SqliteExecutor) -> None:
 
     def fill() -> Steps[None]:
         yield Read(sa.text("PRAGMA max_page_count = 3"), {})
@@ -166,15 +165,13 @@ async def test_full_disk_fails_the_transaction_and_no_other(tmp_path: Path) -> N
             yield from add(number)
 
     with pytest.raises(DatabaseError, match="full"):
-        await executor.write(fill)
-    assert await executor.write(partial(add, 1)) == 1
-    assert await stored(executor) == [1]
-    await executor.close()
+        await numbers.write(fill)
+    assert await numbers.write(partial(add, 1)) == 1
+    assert await stored(numbers) == [1]
 
 
 async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
-    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.run(TABLE.metadata.create_all, commit=True)
+    executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
     mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
     assert mine
     del executor
@@ -184,18 +181,15 @@ async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
     assert not [thread for thread in mine if thread.is_alive()]
 
 
-async def test_reader_cannot_write(tmp_path: Path) -> None:
-    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-    await executor.run(TABLE.metadata.create_all, commit=True)
-    await executor.write(partial(add, 1))
+@on_file
+async def test_reader_cannot_write(numbers: SqliteExecutor) -> None:
+    await numbers.write(partial(add, 1))
     with pytest.raises(DatabaseError, match="readonly"):
-        await executor.read(INSERT, {"n": 2})
-    await executor.close()
+        await numbers.read(INSERT, {"n": 2})
 
 
-async def test_file_is_written_ahead_and_fully_synchronous(tmp_path: Path) -> None:
-    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/numbers.db"), {})
-
+@on_file
+async def test_file_is_written_ahead_and_fully_synchronous(numbers: SqliteExecutor) -> None:
     def pragmas() -> Steps[list[object]]:
         names = ("journal_mode", "synchronous")
         rows = []
@@ -203,8 +197,7 @@ async def test_file_is_written_ahead_and_fully_synchronous(tmp_path: Path) -> No
             rows += yield Read(sa.text(f"PRAGMA {name}"), {})
         return [value for (value,) in rows]
 
-    assert await executor.write(pragmas) == ["wal", 2]
-    await executor.close()
+    assert await numbers.write(pragmas) == ["wal", 2]
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -228,8 +221,7 @@ async def test_new_file_and_its_log_can_be_read_by_their_owner_only(
 ) -> None:
     umask = os.umask(0)
     try:
-        executor = SqliteExecutor(sa.make_url(url.format(tmp_path)), {})
-        await executor.run(TABLE.metadata.create_all, commit=True)
+        executor = await opened(url.format(tmp_path))
         await executor.write(partial(add, 1))
         assert modes(tmp_path) == {"n.db": 0o600, "n.db-wal": 0o600, "n.db-shm": 0o600}
         await executor.close()
@@ -240,8 +232,7 @@ async def test_new_file_and_its_log_can_be_read_by_their_owner_only(
 async def test_mode_of_an_existing_file_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "n.db").touch()
     (tmp_path / "n.db").chmod(0o640)
-    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/n.db"), {})
-    await executor.run(TABLE.metadata.create_all, commit=True)
+    executor = await opened(f"sqlite:///{tmp_path}/n.db")
     await executor.write(partial(add, 1))
     assert set(modes(tmp_path).values()) == {0o640}
     await executor.close()
@@ -282,8 +273,7 @@ async def test_file_that_cannot_be_written_can_be_read(is_open: bool) -> None:
     with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other accounts
         directory = Path(name)
         path = directory / "n ü#?%.db"
-        executor = SqliteExecutor(sa.URL.create("sqlite", database=str(path)), {})
-        await executor.run(TABLE.metadata.create_all, commit=True)
+        executor = await opened(sa.URL.create("sqlite", database=str(path)))
         await executor.write(partial(add, 1))
         if not is_open:
             await executor.close()
