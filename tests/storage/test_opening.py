@@ -20,7 +20,7 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.storage import schema
+from adk_secure_sessions.storage import opening, schema
 from adk_secure_sessions.storage.opening import open_database, open_existing, survey_existing
 from adk_secure_sessions.storage.survey import Part, Survey, check, look
 from tests.storage.support import ROOT, FakeExecutor, backends, one_database
@@ -278,6 +278,23 @@ async def test_database_that_never_stops_changing_is_given_up(database: InMemory
     with pytest.raises(SecureSessionError, match="kept changing"):
         await open_database(executors(database), backends(), create_tables=True)
     assert database.survey().keyring == []
+
+
+async def test_process_that_is_second_replaces_nothing_that_the_first_has_stored(
+    database: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a lock, as on a Galera cluster, both may find an empty database."""
+    empty = database.survey()
+
+    async def be_first() -> None:
+        database.before = nothing
+        await open_database(executors(database), backends(), create_tables=True)
+        monkeypatch.setattr(opening, "look", lambda connection: empty)
+
+    database.before = be_first
+    with pytest.raises(sa.exc.IntegrityError):
+        await open_database(executors(database), backends(), create_tables=True)
+    assert len(database.survey().keyring) == 2
 
 
 async def test_running_service_rejects_a_feature_list_that_was_modified(database: InMemory) -> None:

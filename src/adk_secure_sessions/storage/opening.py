@@ -26,7 +26,7 @@ from adk_secure_sessions.keys.keyring import (
     new_master,
     open_keyring,
 )
-from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage import meta, schema
 from adk_secure_sessions.storage.feature_list import REPLACED, check_features, feature_mark
 from adk_secure_sessions.storage.features.index_rows import MOST_MARKS, read_marks
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, keyring, metadata
@@ -211,8 +211,11 @@ def _establish(
                     "the account may see all tables"
                 )
             return  # another process has created tables meanwhile: survey the database again
-        for name in marks.keys() - expected.meta.keys():
-            meta.put(connection, name, marks[name])
+        # Insert the marks: `meta.put` would replace those of another process.  Where `exclusively`
+        # holds no lock, the other process may have created the database after `look`.
+        if new := marks.keys() - expected.meta.keys():
+            rows = [{"name": name, "value": marks[name]} for name in new]
+            connection.execute(sa.insert(schema.meta), rows)
         if fresh:
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
 
