@@ -14,6 +14,7 @@ from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, verify
+from tests.galera import NODES, Galera
 from tests.processes import children
 from tests.servers import Server
 
@@ -27,8 +28,9 @@ DRIVERS = {
     "pgbouncer": "pgbouncer",
     "serializable": "serializable",
     "serializable-psycopg": "serializable",
+    "galera": "galera",
 }
-_LATER = ["sqlite", "postgresql+psycopg", "pgbouncer", "serializable-psycopg"]
+_LATER = ["galera", "sqlite", "postgresql+psycopg", "pgbouncer", "serializable-psycopg"]
 
 Say = Callable[[object], None]
 
@@ -38,17 +40,25 @@ Say = Callable[[object], None]
         pytest.param(name, marks=[pytest.mark.soak] if name in _LATER else []) for name in DRIVERS
     ]
 )
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def databases(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
+    """The URLs of one database; of a cluster, one for each node."""
     name: str = request.param
     if (fixture := DRIVERS[name]) is None:
-        yield f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
+        yield [f"sqlite+aiosqlite:///{tmp_path}/sessions.db"]
         return
     server: Server = request.getfixturevalue(fixture)
     driver = name if "+" in name else "postgresql+asyncpg"
     if name == "serializable-psycopg":
         driver = "postgresql+psycopg"
+    if name == "galera":
+        driver = "mariadb+asyncmy"
     with server.database() as url:
-        yield url.set(drivername=driver).render_as_string(hide_password=False)
+        urls = [url.set(drivername=driver)]
+        if isinstance(server, Galera):
+            # Otherwise, `check` might read on a node that is behind.
+            one = urls[0].update_query_dict({"init_command": "SET SESSION wsrep_sync_wait = 7"})
+            urls = [server.on(one, number) for number in range(NODES)]
+        yield [one.render_as_string(hide_password=False) for one in urls]
 
 
 def open_service(url: str) -> EncryptedSessionService:
@@ -97,16 +107,17 @@ async def check(url: str, expected: dict[str, int]) -> None:
 )
 @pytest.mark.no_cover
 def test_no_task_fails_and_no_change_is_lost_while_many_write_one_state(
-    database: str, seconds: float
+    databases: list[str], seconds: float
 ) -> None:
     # The first use by all processes creates the tables and the keys.
-    jobs = [(write, database, process, seconds) for process in range(PROCESSES)]
+    urls = [databases[process % len(databases)] for process in range(PROCESSES)]
+    jobs = [(write, url, process, seconds) for process, url in enumerate(urls)]
     expected: dict[str, int] = {}
     with children(*jobs) as started:
         for child in started:
             (counted,) = child.said()
             expected |= counted
-    asyncio.run(check(database, expected))
+    asyncio.run(check(databases[0], expected))
     written = sum(expected.values())
     print(f"{written} writes in {seconds:g} s")
     assert written > PROCESSES * TASKS

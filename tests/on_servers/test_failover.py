@@ -6,23 +6,14 @@ Each test starts two private servers: see `tests/replication.py`.
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
-from google.adk.events import Event, EventActions
 from sqlalchemy import URL
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    DatabaseError,
-    EncryptedSessionService,
-    StaleSessionError,
-)
-from adk_secure_sessions.maintenance import Database, verify
-from tests.conformance.services import KEY
+from tests.reliability.traffic import Journal, Talk, check, open_service
 from tests.replication import Cluster, Node, cluster
 
-APP = "app"
 # Seconds until each writer stores events again: the pauses between retries are at most 2 s, and the
 # machine of the tests may be busy.
 RECOVERY = 20
@@ -42,123 +33,80 @@ def url(request: pytest.FixtureRequest, servers: Cluster) -> URL:
     return servers.multi_host(url)
 
 
-class Writer:
-    """Appends numbered events to sessions of its own, and remembers which were acknowledged."""
+class Writers:
+    """Tasks that converse with services of their own, whatever happens to the servers."""
 
-    def __init__(self, service: EncryptedSessionService, name: str) -> None:
-        self._service = service
-        self._name = name
-        self._number = 0
-        self.sessions: dict[str, list[str]] = {}  # the ids of acknowledged events
-        self.unknown: dict[str, set[str]] = {}  # the ids of events whose append has failed
-        self.acknowledged_at: list[float] = []
+    def __init__(self, url: URL, journal: Path, *, services: int, tasks: int) -> None:
+        self._url = url.render_as_string(hide_password=False)
+        self._journal = journal
+        self._until = asyncio.Event()
+        writing = Journal(journal)
+        self.services = [open_service(self._url) for _ in range(services)]
+        self._talks = [
+            Talk(service, writing, f"{number}-{task}", 0, f"user {number}-{task}", 0.0)
+            for number, service in enumerate(self.services)
+            for task in range(tasks)
+        ]
+        self._running = [
+            asyncio.create_task(one.converse_through_faults(lambda: not self._until.is_set()))
+            for one in self._talks
+        ]
 
-    async def run(self, until: asyncio.Event) -> None:
-        while not until.is_set():
-            try:
-                await self._converse(until)
-            except (DatabaseError, StaleSessionError):
-                # It is unknown whether the last write was stored: go on in a new session.
-                await asyncio.sleep(0.05)
+    async def progress(self, writes: int) -> float:
+        """Wait until each task has made *writes* more writes; return how many seconds it took."""
+        began, wanted = time.monotonic(), [one.writes + writes for one in self._talks]
+        while any(one.writes < n for one, n in zip(self._talks, wanted, strict=True)):
+            assert time.monotonic() < began + 120, "the services store nothing"
+            await asyncio.sleep(0.02)
+        return time.monotonic() - began
 
-    async def _converse(self, until: asyncio.Event) -> None:
-        name = f"{self._name}-{self._number}"
-        self._number += 1
-        session = await self._service.create_session(
-            app_name=APP, user_id=self._name, session_id=name
-        )
-        acknowledged = self.sessions[name] = []
-        self.unknown[name] = set()
-        while not until.is_set():
-            event = Event(author="user", actions=EventActions(state_delta={"n": len(acknowledged)}))
-            event.id = f"{name}-{len(acknowledged)}"
-            self.unknown[name].add(event.id)
-            await self._service.append_event(session, event)
-            self.unknown[name].discard(event.id)
-            acknowledged.append(event.id)
-            self.acknowledged_at.append(time.monotonic())
-
-    async def check(self, service: EncryptedSessionService) -> int:
-        """Check that *service* has each acknowledged event once; return their number."""
-        for name, acknowledged in self.sessions.items():
-            found = await service.get_session(app_name=APP, user_id=self._name, session_id=name)
-            assert found is not None, name
-            stored = [event.id for event in found.events]
-            assert stored[: len(acknowledged)] == acknowledged
-            assert set(stored[len(acknowledged) :]) <= self.unknown[name]
-            assert len(stored) == len(set(stored))
-        return sum(map(len, self.sessions.values()))
-
-
-async def progress(writers: list[Writer], events: int) -> float:
-    """Wait until each writer has stored *events* more events; return how many seconds it took."""
-    began, wanted = time.monotonic(), [len(one.acknowledged_at) + events for one in writers]
-    while any(len(one.acknowledged_at) < n for one, n in zip(writers, wanted, strict=True)):
-        assert time.monotonic() < began + 120, "the services store nothing"
-        await asyncio.sleep(0.02)
-    return time.monotonic() - began
-
-
-async def fail_over(servers: Cluster, url: URL, *, events: int, tasks: int = 3) -> None:
-    """Crash the primary under load, promote the standby, and let the old primary come back."""
-    async with AsyncExitStack() as stack:
-        writers = []
-        for number in range(2):
-            service = EncryptedSessionService(url, AesGcmBackend(KEY))
-            await stack.enter_async_context(service)
-            writers += [Writer(service, f"{number}-{task}") for task in range(tasks)]
-        until = asyncio.Event()
-        running = [asyncio.create_task(writer.run(until)) for writer in writers]
-        await progress(writers, events)
-        await asyncio.to_thread(servers.primary.crash)
-        await asyncio.sleep(0.2)  # services without any primary
-        await asyncio.to_thread(servers.promote)
-        assert await progress(writers, 1) < RECOVERY
-        await progress(writers, events)
-        await asyncio.to_thread(servers.return_fenced)
-        demoted = stored(servers.primary)
-        await progress(writers, events)
-        until.set()
-        await asyncio.gather(*running)
-        assert stored(servers.primary) == demoted, "a service has written to the old primary"
-        async with EncryptedSessionService(url, AesGcmBackend(KEY)) as fresh:
-            total = sum([await writer.check(fresh) for writer in writers])
-        assert total == sum(len(writer.acknowledged_at) for writer in writers)
-        async with Database(url, AesGcmBackend(KEY)) as db:
-            assert (await verify(db)).problems == ()
+    async def end(self) -> None:
+        """End the tasks; check that what was acknowledged is stored, and once."""
+        self._until.set()
+        await asyncio.gather(*self._running)
+        for service in self.services:
+            await service.close()
+        found = await check(self._url, [self._journal])
+        assert (found.lost, found.doubled) == (0, 0)
+        assert found.acknowledged == sum(one.writes for one in self._talks)
 
 
 def stored(node: Node) -> object:
     return node.scalar("SELECT string_agg(event::text, ',' ORDER BY event) FROM secure_events")
 
 
+@pytest.mark.parametrize(
+    ("writes", "tasks"), [(5, 3), pytest.param(50, 10, marks=pytest.mark.soak)]
+)
 async def test_no_acknowledged_event_is_lost_or_doubled_by_a_failover(
-    servers: Cluster, url: URL
+    servers: Cluster, url: URL, tmp_path: Path, writes: int, tasks: int
 ) -> None:
-    await fail_over(servers, url, events=5)
-
-
-@pytest.mark.soak
-async def test_many_writers_survive_a_failover(servers: Cluster, url: URL) -> None:
-    await fail_over(servers, url, events=50, tasks=10)
+    """The primary crashes under load, the standby is promoted, and the old primary comes back."""
+    writers = Writers(url, tmp_path / "journal", services=2, tasks=tasks)
+    await writers.progress(writes)
+    await asyncio.to_thread(servers.primary.crash)
+    await asyncio.sleep(0.2)  # services without any primary
+    await asyncio.to_thread(servers.promote)
+    assert await writers.progress(1) < RECOVERY
+    await writers.progress(writes)
+    await asyncio.to_thread(servers.return_fenced)
+    demoted = stored(servers.primary)
+    await writers.progress(writes)
+    await writers.end()
+    assert stored(servers.primary) == demoted, "a service has written to the old primary"
 
 
 async def test_connections_to_a_primary_that_was_demoted_are_replaced(
-    servers: Cluster, url: URL
+    servers: Cluster, url: URL, tmp_path: Path
 ) -> None:
     """A planned switch: the old primary keeps its connections, but is read-only."""
-    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
-        writers = [Writer(service, str(task)) for task in range(4)]
-        until = asyncio.Event()
-        running = [asyncio.create_task(writer.run(until)) for writer in writers]
-        await progress(writers, 3)
-        servers.primary.execute("ALTER SYSTEM SET default_transaction_read_only = on")
-        servers.primary.execute("SELECT pg_reload_conf()")
-        await asyncio.sleep(0.5)  # the standby acknowledges the last transactions
-        await asyncio.to_thread(servers.promote)
-        demoted = stored(servers.primary)
-        assert await progress(writers, 1) < RECOVERY
-        until.set()
-        await asyncio.gather(*running)
-        assert stored(servers.primary) == demoted
-        assert sum([await writer.check(service) for writer in writers])
+    writers = Writers(url, tmp_path / "journal", services=1, tasks=4)
+    await writers.progress(3)
+    servers.primary.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+    servers.primary.execute("SELECT pg_reload_conf()")
+    await asyncio.sleep(0.5)  # the standby acknowledges the last transactions
+    await asyncio.to_thread(servers.promote)
+    demoted = stored(servers.primary)
+    assert await writers.progress(1) < RECOVERY
+    await writers.end()
+    assert stored(servers.primary) == demoted

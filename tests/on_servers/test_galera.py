@@ -5,11 +5,10 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
-    DatabaseError,
     EncryptedSessionService,
-    SecureSessionError,
     TamperedError,
 )
 from adk_secure_sessions.db.connect import executors_for
@@ -39,7 +36,8 @@ from adk_secure_sessions.storage.features.imports import ImportStatus
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
 from adk_secure_sessions.storage.queries import HOLD_KEY
 from tests.galera import NODES, Galera
-from tests.processes import children, results
+from tests.processes import children
+from tests.reliability import traffic
 
 pytestmark = pytest.mark.soak  # to start a cluster takes 16 s of CPU
 
@@ -113,164 +111,41 @@ def changing(delta: dict[str, object]) -> Event:
 # --- several processes --------------------------------------------------------------------------
 
 
-def write_much(say: Say, url: str, process: int, seconds: float) -> None:
-    """Create users and sessions and append events; say what was acknowledged.
-
-    After an error that leaves open what was stored, say which event it was.  A `SecureSessionError`
-    that is not a `DatabaseError` means that nothing was stored: all attempts met conflicts.
-    """
-
-    async def converse(service: EncryptedSessionService, task: int, end: float) -> None:
-        user, number = f"{process}.{task}", 0
-        # A session whose creation failed may be stored, so never use an id twice.
-        ids = (f"{user} {count}" for count in itertools.count())
-        session = None
-        while number < 3 or time.time() < end:
-            number += 1
-            try:
-                if session is None or number % 7 == 0:
-                    made = await service.create_session(
-                        app_name=APP, user_id=user, session_id=next(ids)
-                    )
-                    say(("session", user, made.id))
-                    session = made
-                delta: dict[str, object] = {"n": number}
-                if number % 2:
-                    delta |= {f"app:{user}": number, "user:n": number}
-                event = changing(delta)
-                try:
-                    await service.append_event(session, event)
-                    say(("event", user, session.id, event.id))
-                except DatabaseError as error:
-                    if not error.retryable:
-                        raise
-                    say(("unknown", user, session.id, event.id))
-                    session = None
-            except SecureSessionError as error:  # conflicts, or the node of this process is down
-                if not error.retryable:
-                    raise
-                session = None
-                number = -(-number // 7) * 7 - 1
-                await asyncio.sleep(0.2)
-
+def write_through_faults(say: Say, *arguments: Any) -> None:
     # It logs connections that a dying node closes while they return to the pool.
     logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
-
-    async def run() -> None:
-        async with EncryptedSessionService(url, BACKEND) as service:
-            end = time.time() + seconds
-            await asyncio.gather(*(converse(service, task, end) for task in range(4)))
-
-    asyncio.run(run())
-
-
-async def assert_stored(cluster: Cluster, said: list[tuple[str, ...]]) -> None:
-    """Check on each node that each acknowledged event is stored once, and others at most once."""
-    acknowledged = {tuple(rest) for kind, *rest in said if kind == "event"}
-    unknown = {tuple(rest) for kind, *rest in said if kind == "unknown"}
-    users = {user for _, user, *_ in said}
-    for node in range(NODES):
-        stored = Counter[tuple[str, ...]]()
-        created = set()
-        async with cluster.service(node) as service:
-            for user in users:
-                listed = await service.list_sessions(app_name=APP, user_id=user)
-                for one in listed.sessions:
-                    created.add(("session", user, one.id))
-                    found = await service.get_session(app_name=APP, user_id=user, session_id=one.id)
-                    assert found is not None
-                    stored.update((user, one.id, event.id) for event in found.events)
-        assert {one for one in said if one[0] == "session"} <= created
-        assert set(stored.values()) <= {1}
-        assert acknowledged <= stored.keys()
-        assert stored.keys() <= acknowledged | unknown
-
-
-def texts(cluster: Cluster) -> list[str]:
-    return [url.render_as_string(hide_password=False) for url in cluster.urls]
+    traffic.write(say, *arguments, through_faults=True)
 
 
 @pytest.mark.no_cover
-def test_processes_that_write_to_all_nodes_lose_and_double_nothing(cluster: Cluster) -> None:
-    # The first use by all of them creates the tables and the keys.
-    urls = texts(cluster)
-    jobs = [(write_much, urls[n % NODES], n, 60.0) for n in range(NODES)]
-    said = [one for job in results(*jobs) for one in job]
-    print(Counter(one[0] for one in said))
-    assert {one[0] for one in said} == {"session", "event"}
-
-    async def check() -> None:
-        await cluster.assert_whole()
-        await assert_stored(cluster, said)
-
-    asyncio.run(check())
-
-
-@pytest.mark.no_cover
-def test_node_that_is_killed_and_comes_back_loses_and_doubles_nothing(cluster: Cluster) -> None:
-    async def begin() -> None:
+@pytest.mark.parametrize("is_killed", [False, True], ids=["all nodes", "a killed node"])
+async def test_processes_that_write_to_all_nodes_lose_and_double_nothing(
+    cluster: Cluster, tmp_path: Path, is_killed: bool
+) -> None:
+    urls = [url.render_as_string(hide_password=False) for url in cluster.urls]
+    if is_killed:
         async with cluster.service(0) as service:
-            await service.create_session(app_name=APP, user_id="first")
+            await service.prepare_tables()
         await cluster.wait_for_all()
-
-    asyncio.run(begin())
-    urls = texts(cluster)
-    jobs = [(write_much, urls[n % NODES], n, 25.0) for n in range(2 * NODES)]
+    # Otherwise, the first use by all of them creates the tables and the keys.
+    jobs = [
+        (write_through_faults, urls[n % NODES], str(tmp_path), f"p{n}", 0, 4, 0.0)
+        for n in range(2 * NODES if is_killed else NODES)
+    ]
     with children(*jobs) as running:
-        node = cluster.galera.nodes[2]
-        time.sleep(2)
-        node.crash()
-        time.sleep(5)
-        node.start()
-        said = [one for child in running for one in child.said()]
-    counts = Counter(one[0] for one in said)
-    print(counts)
-    assert counts["event"] > 50
-
-    async def check() -> None:
-        await cluster.assert_whole()
-        await assert_stored(cluster, said)
-
-    asyncio.run(check())
-
-
-def count_in_app(say: Say, url: str, process: int, seconds: float) -> None:
-    async def count(service: EncryptedSessionService, task: int, end: float) -> None:
-        key, number = f"{process}.{task}", 0
-        session = await service.create_session(app_name=APP, user_id=key)
-        while time.time() < end:
-            number += 1
-            await service.append_event(session, changing({f"app:{key}": number}))
-        say((f"app:{key}", number))
-
-    async def run() -> None:
-        async with EncryptedSessionService(url, BACKEND) as service:
-            end = time.time() + seconds
-            await asyncio.gather(*(count(service, task, end) for task in range(8)))
-
-    asyncio.run(run())
-
-
-@pytest.mark.no_cover
-def test_no_task_fails_while_all_nodes_change_one_state(cluster: Cluster) -> None:
-    async def begin() -> None:
-        async with cluster.service(0) as service:
-            await service.create_session(app_name=APP, user_id="first", state={"app:x": 0})
-        await cluster.wait_for_all()
-
-    asyncio.run(begin())
-    jobs = [(count_in_app, url, n, 20.0) for n, url in enumerate(texts(cluster))]
-    expected = {"app:x": 0} | dict(pair for said in results(*jobs) for pair in said)
-    print(sum(expected.values()), "writes")
-
-    async def check() -> None:
-        await cluster.assert_whole()
-        for node in range(NODES):
-            async with cluster.service(node) as service:
-                found = await service.create_session(app_name=APP, user_id=f"last {node}")
-                assert found.state == expected
-
-    asyncio.run(check())
+        await asyncio.sleep(2 if is_killed else 60)
+        if is_killed:
+            cluster.galera.nodes[2].crash()
+            await asyncio.sleep(5)
+            await asyncio.to_thread(cluster.galera.nodes[2].start)
+            await asyncio.sleep(10)
+        (tmp_path / "stop").touch()
+        print(sum([one for child in running for one in child.said()]), "writes")
+    await cluster.assert_whole()
+    for url in urls:
+        found = await traffic.check(url, tmp_path.glob("p*"))
+        assert (found.lost, found.doubled) == (0, 0)
+        assert found.acknowledged > 50
 
 
 # --- a node that is behind ----------------------------------------------------------------------

@@ -25,7 +25,12 @@ from google.adk.events import Event, EventActions
 from google.adk.sessions import BaseSessionService, Session
 from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions import (
+    AesGcmBackend,
+    EncryptedSessionService,
+    SecureSessionError,
+    StaleSessionError,
+)
 from adk_secure_sessions.maintenance import Database, verify
 
 APP = "clinic"
@@ -120,6 +125,18 @@ class Talk:
             if len(self.kept) > KEEP:
                 await self._delete(self.kept.pop(0))
 
+    async def converse_through_faults(self, goes_on: Callable[[], bool]) -> None:
+        """Converse; after an error that leaves open what was stored, go on in new sessions."""
+        while goes_on():
+            try:
+                await self.converse(goes_on)
+            except (SecureSessionError, StaleSessionError) as error:
+                if isinstance(error, SecureSessionError) and not error.retryable:
+                    raise
+                self.incarnation, self.counted = self.incarnation + 1, 0
+                self.kept.clear()
+                await asyncio.sleep(0.1)
+
     async def _hold_one(self, session_id: str) -> None:
         self.journal.note("c", self.user, session_id)
         session = await self.service.create_session(
@@ -177,6 +194,8 @@ def write(
     incarnation: int,
     tasks: int,
     pause: float,
+    *,
+    through_faults: bool = False,
 ) -> None:
     """A job for tests/processes.py: *tasks* conversations, until the file `stop` exists."""
     stop, journal = Path(directory, "stop"), Journal(Path(directory, f"{name}.{incarnation}"))
@@ -187,7 +206,8 @@ def write(
                 Talk(service, journal, f"{name}.{n}", incarnation, f"user {n % USERS}", pause)
                 for n in range(tasks)
             ]
-            await asyncio.gather(*(one.converse(lambda: not stop.exists()) for one in talks))
+            how = Talk.converse_through_faults if through_faults else Talk.converse
+            await asyncio.gather(*(how(one, lambda: not stop.exists()) for one in talks))
             say(sum(one.writes for one in talks))
 
     asyncio.run(main())
