@@ -62,17 +62,18 @@ async def use(pair: Pair) -> None:
         assert await find(service) is None
 
 
-async def test_service_does_all_it_does_without_a_key_database(pair: Pair) -> None:
-    await use(pair)
-    # Two processes may each have stored a key; only one of the two is in use.
+async def assert_one_key_for_each_of_two_owners(pair: Pair) -> None:
+    """Two processes may each have stored a key; only one of the two is in use."""
     async with pair.maintained() as db:
         await retire(db)
-    records = [
-        *query(pair.data, "SELECT state FROM secure_apps"),
-        *query(pair.data, "SELECT state FROM secure_users"),
-        *query(pair.data, "SELECT state FROM secure_sessions"),
-    ]
-    assert len({parse_header(bytes(record)) for (record,) in records}) == pair.owners() == 2
+    tables = ("secure_apps", "secure_users", "secure_sessions")
+    records = [row[0] for table in tables for row in query(pair.data, f"SELECT state FROM {table}")]
+    assert len({parse_header(bytes(record)) for record in records}) == pair.owners() == 2
+
+
+async def test_service_does_all_it_does_without_a_key_database(pair: Pair) -> None:
+    await use(pair)
+    await assert_one_key_for_each_of_two_owners(pair)
 
 
 async def test_data_without_its_key_database_is_rejected(files: Pair, tmp_path: Path) -> None:
@@ -187,15 +188,7 @@ async def test_processes_that_are_the_first_of_a_user_agree_on_one_key(pair: Pai
     await asyncio.to_thread(results, *jobs)
     async with pair.service() as service:
         assert len((await service.list_sessions(app_name=APP)).sessions) == 20
-    # Two processes may each have stored a key; only one of the two is in use.
-    async with pair.maintained() as db:
-        await retire(db)
-    records = [
-        *query(pair.data, "SELECT state FROM secure_apps"),
-        *query(pair.data, "SELECT state FROM secure_users"),
-        *query(pair.data, "SELECT state FROM secure_sessions"),
-    ]
-    assert len({parse_header(bytes(record)) for (record,) in records}) == pair.owners() == 2
+    await assert_one_key_for_each_of_two_owners(pair)
 
 
 def create_and_die(say: Say, urls: dict[str, Any]) -> None:
