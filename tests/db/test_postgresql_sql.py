@@ -6,12 +6,11 @@ What such a statement does on a server is tested in `test_executors`.
 import re
 from collections.abc import Iterator, Mapping
 
-import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.postgresql_sql import apply_sql, read_sql
 from adk_secure_sessions.storage import queries as sql
-from tests.db.support import ALL, DELETE, INSERT, UPDATE, things
+from tests.db.support import DELETE, INSERT, UPDATE, things
 
 
 def test_parameters_are_numbered_in_order_through_all_changes() -> None:
@@ -71,24 +70,6 @@ def test_compiling_leaves_the_statements_as_they_were() -> None:
     before = [str(statement) for statement in statements]
     apply_sql(tuple((statement, True) for statement in statements))
     assert [str(statement) for statement in statements] == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ((), "first change"),
-        (((DELETE, False), (UPDATE, True)), "first change"),
-        (((INSERT.values(id=1), True),), "each column as a parameter"),
-        (((INSERT.values([{"id": 1}, {"id": 2}]), True),), "each column as a parameter"),
-        (((ALL, True),), "not Select"),
-        (((sa.text("DELETE FROM things"), True),), "not TextClause"),
-    ],
-)
-def test_changes_that_cannot_become_one_statement_are_rejected(
-    changes: tuple[tuple[sa.Executable, bool], ...], error: str
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=error):
-        apply_sql(changes)
 
 
 def queries_of_storage() -> Iterator[sa.SelectBase]:

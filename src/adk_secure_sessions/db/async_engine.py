@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -88,10 +89,8 @@ class AsyncEngineExecutor:
         self._interrupting: set[asyncio.Task[Any]] = set()
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self._shielded(
-            self._translating(lambda connection: self._fetch(connection, query, parameters)),
-            interruptible=True,
-        )
+        work = partial(self._fetch, query=query, parameters=parameters)
+        return await self._shielded(partial(self._translating, work), interruptible=True)
 
     async def write(
         self,
@@ -101,7 +100,7 @@ class AsyncEngineExecutor:
         holds_locks: bool = False,
     ) -> T:
         return await self._shielded(
-            self._transact(transaction, holds_locks), on_commit_after_cancel
+            partial(self._transact, transaction, holds_locks), on_commit_after_cancel
         )
 
     async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
@@ -111,7 +110,9 @@ class AsyncEngineExecutor:
                     return work(connection)
                 return self._in_time(lambda: work(connection))
 
-        return await self._shielded(self._translating(run, commit=commit), interruptible=not commit)
+        return await self._shielded(
+            partial(self._translating, run, commit=commit), interruptible=not commit
+        )
 
     async def close(self) -> None:
         while tasks := [*self._tasks, *self._interrupting]:
@@ -188,7 +189,7 @@ class AsyncEngineExecutor:
 
     async def _shielded(
         self,
-        work: Coroutine[Any, Any, T],
+        work: Callable[[], Coroutine[Any, Any, T]],
         on_commit_after_cancel: Callable[[T], None] | None = None,
         *,
         interruptible: bool = False,
@@ -197,12 +198,8 @@ class AsyncEngineExecutor:
 
         If *work* is *interruptible*, because it writes nothing, a cancellation ends its query.
         """
-        try:
-            self.enter()
-        except ConfigurationError:
-            work.close()
-            raise
-        task = asyncio.ensure_future(work)
+        self.enter()
+        task = asyncio.ensure_future(work())
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 

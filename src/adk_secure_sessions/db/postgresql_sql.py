@@ -55,11 +55,10 @@ def apply_sql(
     parameter.  The statement returns 1 if all changes were made, and 0 if the first change matched
     no row.  Each parameter of the changes *with_rows* is an array of the values of one column.
     """
-    if not changes or not changes[0][1]:
-        raise ValueError("the first change must have must_match_row")
     members: list[sa.CTE] = []
     guard: sa.CTE | None = None  # the latest change whose *must_match_row* is True
     sources: dict[str, tuple[int, str]] = {}
+    assert changes[0][1], "the first change must have must_match_row"
     for index, (executable, must_match_row) in enumerate(changes):
         changing = _changing(executable, index in with_rows)
         statement = _with_own_parameters(changing, index, sources)
@@ -80,13 +79,11 @@ def _changing(statement: sa.Executable, has_rows: bool) -> _Statement:
 
     INSERT ... VALUES becomes INSERT ... SELECT of the same parameters, or of the rows in arrays.
     """
-    if not isinstance(statement, sa.Insert | sa.Update | sa.Delete):
-        raise TypeError(f"a change is an INSERT, UPDATE or DELETE, not {type(statement).__name__}")
+    assert isinstance(statement, sa.Insert | sa.Update | sa.Delete)
     if not isinstance(statement, sa.Insert) or statement.select is not None:
         return statement
     table = statement.table
-    if not statement.compare(sa.insert(table)):
-        raise ValueError("an INSERT must take each column as a parameter, or have a SELECT")
+    assert statement.compare(sa.insert(table)), "it must take each column as a parameter"
     columns = list(table.columns)
     if has_rows:
         arrays = [sa.bindparam(column.name, type_=ARRAY(column.type)) for column in columns]

@@ -240,7 +240,7 @@ class SqliteExecutor:
             candidates = threads[1:] if readers else threads[:1]
             # If several threads are idle, `min` returns the first one.  So the first thread is used
             # most, and its cache of pages is the most useful cache.
-            min(candidates, key=attrgetter("waiting")).put(job)
+            min(candidates, key=attrgetter("waiting")).queue.put(job)
         result: T = await job.outcome(on_commit_after_cancel)
         return result
 
@@ -386,7 +386,7 @@ class Job:
 class WorkerThread:
     """A thread with the jobs that wait for it.  It opens, uses and closes its own connection.
 
-    All methods but `put` and `waiting` run on this thread.
+    All methods but `waiting` run on this thread.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class WorkerThread:
         self._read_timeout = read_timeout
         self._write_timeout = write_timeout(read_timeout)
         self._writes = writes
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self.queue: SimpleQueue[Job | None] = SimpleQueue()  # None ends the thread
         # At most one item, which `_take` has removed from the queue: a job that needs its own
         # transaction, or None.  The next call of `_take` begins with this item.
         self._next: list[Job | None] = []
@@ -419,17 +419,13 @@ class WorkerThread:
     @property
     def waiting(self) -> int:
         """About how many jobs are ahead of a new job, including the running job."""
-        return self._queue.qsize() + self._busy
-
-    def put(self, job: Job | None) -> None:
-        """Queue *job*; None ends the thread."""
-        self._queue.put(job)
+        return self.queue.qsize() + self._busy
 
     def _take(self) -> list[Job]:
         """Wait for jobs and return those to run in one transaction; none if the thread must end."""
         limit = _BATCH if self._writes else 1
         self._busy = False
-        job = self._next.pop() if self._next else self._queue.get()
+        job = self._next.pop() if self._next else self.queue.get()
         self._busy = True
         batch: list[Job] = []
         while job is not None and not (batch and job.on_engine):
@@ -437,7 +433,7 @@ class WorkerThread:
             if job.on_engine or len(batch) == limit:
                 return batch
             try:
-                job = self._queue.get_nowait()
+                job = self.queue.get_nowait()
             except Empty:
                 return batch
         if batch:
@@ -609,7 +605,7 @@ def _stop(threads: list[WorkerThread]) -> None:
             if interrupts:
                 thread.must_end = True
             else:
-                thread.put(None)
+                thread.queue.put(None)
             thread.thread.join(max(deadline - time.monotonic(), 0))
 
 

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct, error
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Never, Protocol
 
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -110,8 +110,7 @@ def packing_of(plaintext: bytes) -> Packing:
     writes the row again.
     """
     flags = plaintext[0]
-    compression = COMPRESSIONS[0] if flags & ZLIB else None
-    return Packing(compression, PADDINGS[0] if flags & PADDED else None)
+    return Packing("zlib" if flags & ZLIB else None, "padme" if flags & PADDED else None)
 
 
 def padme(length: int) -> int:
@@ -130,8 +129,6 @@ def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
     At most *limit* bytes are decompressed.  A plaintext that does not fit its flags is authentic,
     so the program that wrote it is faulty: TamperedError.  Unknown flags raise DecryptionError.
     """
-    if not plaintext:
-        raise TamperedError("its plaintext is empty", reason=Reason.MALFORMED)
     flags = plaintext[0]
     if flags & ~(ZLIB | PADDED):
         raise DecryptionError(
@@ -155,12 +152,8 @@ def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
     return b"".join((FLAGS, found))
 
 
-def require_none(plaintext: bytes) -> bytes:
-    """Return *plaintext* if its flags are `FLAGS`, as in all wrapped keys and version witnesses."""
-    if plaintext.startswith(FLAGS):
-        return plaintext
-    if not plaintext:
-        raise TamperedError("its plaintext is empty", reason=Reason.MALFORMED)
+def reject_flags(plaintext: bytes) -> Never:
+    """Reject *plaintext*, of a wrapped key or a version witness, because it has other flags."""
     raise DecryptionError(
         f"its flags are {plaintext[0]:#04x}, and a wrapped key or a version witness has no flags",
         reason=Reason.UNKNOWN_FLAGS,
@@ -340,8 +333,10 @@ def open_with_flags(
         raise
     except Exception:  # a third party's cipher may put secrets into its exceptions
         pass
-    if packed is not None:
+    if packed:
         return unpack(packed)
+    if packed is not None:
+        raise TamperedError("its plaintext is empty", reason=Reason.MALFORMED)
     raise TamperedError("the backend could not decrypt it")
 
 
@@ -359,7 +354,7 @@ def _if_expandable(plaintext: bytes) -> bytes:
 
 def open_without_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a wrapped data key or a version witness, which has no flags; return its content."""
-    return open_with_flags(stored, context, cipher, require_none)[1:]
+    return open_with_flags(stored, context, cipher, reject_flags)[1:]
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

@@ -126,7 +126,12 @@ class AwsKmsKey(RemoteKey):
         self._sessions: dict[int, Any] = {}  # the botocore session, by the id of its process
         self._one_client = ThreadLock()  # botocore sessions create one client at a time
         try:
-            self._region = self._region or self._default_region()
+            if not self._region:
+                known = self._session().get_config_variable("region")
+                self._region = known or os.environ.get("AWS_REGION")
+                if not self._region:
+                    problem = "no AWS region is known: give region, or set AWS_REGION"
+                    raise ConfigurationError(problem)
             # A client that does not sign needs no credentials, which may come from a slow service.
             with closing(self._client(signature_version=UNSIGNED)) as client:
                 # The address may come from the environment, a profile or the region.
@@ -252,12 +257,6 @@ class AwsKmsKey(RemoteKey):
                 _ask_metadata_service_directly(session)
             self._sessions = {pid: session}
         return self._sessions[pid]
-
-    def _default_region(self) -> str:
-        known = self._session().get_config_variable("region") or os.environ.get("AWS_REGION")
-        if not known:
-            raise ConfigurationError("no AWS region is known: give region, or set AWS_REGION")
-        return str(known)
 
 
 def _send_plain_http_directly(timeout: float, request: Any, **_: Any) -> Any:

@@ -133,12 +133,10 @@ class DataKeys(KeyMaterial):
         self.keyring = keyring  # another object when the keyring is read again
         self.backends = backends
         # What telemetry calls an encryption and a decryption, by backend id.
-        self.encrypting: dict[int, telemetry.WorkKind] = {
-            key: telemetry.cipher_kind(one.name, "encrypt") for key, one in backends.items()
-        }
-        self.decrypting: dict[int, telemetry.WorkKind] = {
-            key: telemetry.cipher_kind(one.name, "decrypt") for key, one in backends.items()
-        }
+        self.encrypting, self.decrypting = (
+            {key: telemetry.cipher_kind(one.name, work) for key, one in backends.items()}
+            for work in ("encrypt", "decrypt")
+        )
         self.writer: EncryptionBackend = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owners: Lru[int, bytes] = Lru(limit)  # the owner's tag, by data key id

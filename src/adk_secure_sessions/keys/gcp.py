@@ -140,7 +140,10 @@ class GcpKmsKey(RemoteKey):
         transport: Any = KeyManagementServiceAsyncClient.get_transport_class("grpc_asyncio")
 
         def create_channel(*args: Any, options: Sequence[tuple[str, Any]], **rest: Any) -> Any:
-            options = [*options, ("grpc.enable_http_proxy", int(_has_tls_proxy()))]
+            # By default, gRPC would also use the proxy that `http_proxy` names.  That is the proxy
+            # for plain HTTP, but gRPC always connects with TLS.
+            is_proxied = any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy"))
+            options = [*options, ("grpc.enable_http_proxy", int(is_proxied))]
             return transport.create_channel(*args, options=options, **rest)
 
         return KeyManagementServiceAsyncClient(
@@ -176,12 +179,6 @@ def _checksum(data: bytes) -> int:
     import google_crc32c
 
     return int(google_crc32c.value(data))
-
-
-def _has_tls_proxy() -> bool:
-    # Without this check, gRPC would also use the proxy that `http_proxy` names.  That is the proxy
-    # for plain HTTP, but gRPC always connects with TLS.
-    return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy"))
 
 
 def _find_credentials(given: Any) -> Any:
