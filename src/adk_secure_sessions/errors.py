@@ -155,12 +155,8 @@ class DecryptionError(SecureSessionError):
     ) -> None:
         super().__init__(detail if table is None else f"{table} row {row}: {detail}")
         self.detail: str = detail
-        if reason is not None:
-            self.reason = reason
-        if table is not None:
-            self.table = table
-        if row is not None:
-            self.row = str(row)
+        self.reason = reason or self.reason
+        self.table, self.row = table, None if row is None else str(row)
 
     def located(self, table: str, row: object) -> Self:
         """Return a copy whose message begins with this table and row.

@@ -202,24 +202,23 @@ def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
     If a server accepts a connection and then sends nothing, asyncmy would wait forever.
     """
 
-    def set_function(
-        dialect: sa.Dialect, _record: object, _args: object, options: dict[str, Any]
-    ) -> None:
-        # SQLAlchemy keeps the driver's module in an attribute that has the name of the driver.
-        driver: Any = getattr(dialect.dbapi, dialect.driver)
-        connect = driver.AsyncConnection.connect if dialect.driver == "psycopg" else driver.connect
+    name = engine.dialect.driver
+    # SQLAlchemy keeps the driver's module in an attribute that has the name of the driver.
+    driver: Any = getattr(engine.dialect.dbapi, name)
+    connect = driver.AsyncConnection.connect if name == "psycopg" else driver.connect
 
-        async def connect_in_time(*args: object, **options: object) -> object:
-            limit = asyncio.timeout(seconds)
-            try:
-                async with limit:
-                    return await connect(*args, **options)
-            except TimeoutError:
-                if not limit.expired():
-                    raise  # of the driver, which has a shorter time-out
-                raise timed_out(seconds, "connecting to the database") from None
+    async def connect_in_time(*args: object, **options: object) -> object:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return await connect(*args, **options)
+        except TimeoutError:
+            if not limit.expired():
+                raise  # of the driver, which has a shorter time-out
+            raise timed_out(seconds, "connecting to the database") from None
 
-        options.setdefault("async_creator_fn", connect_in_time)
+    def set_function(*arguments: Any) -> None:
+        arguments[-1].setdefault("async_creator_fn", connect_in_time)
 
     sa.event.listen(engine.sync_engine, "do_connect", set_function)
 

@@ -217,17 +217,14 @@ class Pkcs11Key(RemoteKey):
         )
 
 
-@contextmanager
-def _session(token: Any, pin: str) -> Iterator[Any]:
+def _session(token: Any, pin: str) -> Any:
     from pkcs11.exceptions import UserAlreadyLoggedIn
 
     try:
-        session = token.open(user_pin=pin)
+        return token.open(user_pin=pin)
     except UserAlreadyLoggedIn:
         # Other code of this process has logged in.  A login is valid for the whole process.
-        session = token.open()
-    with session:
-        yield session
+        return token.open()
 
 
 def _encrypt(key: Any, plaintext: bytes, associated_data: bytes) -> bytes:

@@ -7,7 +7,6 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import base64
-import binascii
 import os
 import secrets
 import stat
@@ -100,7 +99,7 @@ def parse_key(key: bytes | str) -> bytes:
     text = text.strip().rstrip("=").replace("-", "+").replace("_", "/")
     try:
         decoded = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise ConfigurationError(
             "the key is neither 32 bytes nor base64 text; make one with generate_key()"
         ) from None

@@ -34,7 +34,7 @@ from adk_secure_sessions.errors import (
     TamperedError,
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.keys.keyring import MasterKeyRow, check_row_count, open_keyring
+from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
@@ -236,7 +236,6 @@ class _Move:
 
     async def _unwrap(self, holder: Survey) -> None:
         """Unwrap the keyring with the valid keys, and authenticate the features."""
-        check_row_count(holder.keyring_rows)
         assert holder.database_id is not None, "the caller rejects that"
         rows = [_unparked(row) for row in holder.keyring]
         backends = self._db.unit.backends
