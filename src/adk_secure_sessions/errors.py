@@ -148,7 +148,6 @@ class DecryptionError(SecureSessionError):
     def __init__(
         self,
         detail: str = "wrong key, or the value was modified or moved",
-        *,
         reason: Reason | None = None,
         table: str | None = None,
         row: object = None,

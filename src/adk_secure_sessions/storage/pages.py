@@ -107,9 +107,9 @@ def _end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
         if not isinstance(value, int | float | bytes) and not isinstance(column.type, sa.String):
             raise TamperedError(
                 "its key has a wrong type: delete this row",
-                reason=Reason.MALFORMED,
-                table=getattr(getattr(column, "table", None), "name", None),
-                row=str(value),
+                Reason.MALFORMED,
+                getattr(getattr(column, "table", None), "name", None),
+                str(value),
             )
     return end
 

@@ -387,9 +387,9 @@ class _Listing(ReadOperation):
                 if user is None:
                     raise TamperedError(
                         "its user's row was removed or cannot be decrypted",
-                        reason=Reason.MISSING,
-                        table=sessions.name,
-                        row=row.id,
+                        Reason.MISSING,
+                        sessions.name,
+                        row.id,
                     )
                 session = sealed_rows.open_session_row(
                     attempt, found, user, row, with_snapshot=with_snapshots

@@ -71,9 +71,7 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
         return None
     _reject_second(found.apps, apps.name)
     if row.app_name != encode_text(who.app_name):
-        raise TamperedError(
-            "its app_name was modified", reason=Reason.WRONG_OWNER, table=apps.name, row=row.id
-        )
+        raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, apps.name, row.id)
     return _open_owner(attempt, found, APPS, row)
 
 
@@ -87,9 +85,7 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
     _reject_second(found.users, users.name)
     user = open_user_row(attempt, found, row)
     if user.row.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
-        raise TamperedError(
-            "not the requested user", reason=Reason.WRONG_OWNER, table=users.name, row=user.row.id
-        )
+        raise TamperedError("not the requested user", Reason.WRONG_OWNER, users.name, user.row.id)
     return user
 
 
@@ -136,9 +132,7 @@ def open_uncached(attempt: Attempt, found: Found, *, of_user: bool) -> Owner | N
 def require_app(app: Owner | None, user: Owner) -> Owner:
     """Return *app*; raise TamperedError if it is not the app that the user's row refers to."""
     if app is None or app.row.id != user.app_row:
-        raise TamperedError(
-            "its app's row was removed", reason=Reason.MISSING, table=users.name, row=user.row.id
-        )
+        raise TamperedError("its app's row was removed", Reason.MISSING, users.name, user.row.id)
     return app
 
 
@@ -149,7 +143,7 @@ def _reject_second(rows: Sequence[AppRow | UserRow | SessionRow], table: str) ->
 
 def stored_twice(table: str, row: int) -> TamperedError:
     """Return the error for two rows with one tag: the column has lost its UNIQUE constraint."""
-    return TamperedError("it is stored twice", reason=Reason.MISMATCH, table=table, row=row)
+    return TamperedError("it is stored twice", Reason.MISMATCH, table, row)
 
 
 def named_user(attempt: Attempt, found: Found) -> Owner | None:
@@ -174,17 +168,15 @@ def open_session(
         attempt.cache.forget_session(tag)
         return None
     if user is None:
-        raise TamperedError(
-            "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
-        )
+        raise TamperedError("its user's row was removed", Reason.MISSING, sessions.name, row.id)
     _reject_second(found.sessions, sessions.name)
     session = open_session_row(attempt, found, user, row, with_snapshot=with_snapshot)
     if session.row.tag != tag or session.session_id != attempt.who.session_id:
         raise TamperedError(
             f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
-            reason=Reason.WRONG_OWNER,
-            table=sessions.name,
-            row=session.row.id,
+            Reason.WRONG_OWNER,
+            sessions.name,
+            session.row.id,
         )
     return session
 
@@ -225,11 +217,11 @@ def _decrypt_session(
         session_id, rest = records.split_id(plaintext)
         fields = records.split_session(rest)
         if row.user_row != user.row.id:
-            raise TamperedError("it belongs to another user", reason=Reason.WRONG_OWNER)
+            raise TamperedError("it belongs to another user", Reason.WRONG_OWNER)
         has_snapshot = row.base_revision not in (NO_SNAPSHOT, COLLECTION)
         if not has_snapshot and fields.snapshot_link != NO_LINK:
             raise TamperedError(
-                "it names a snapshot and has none: its writer is faulty", reason=Reason.MALFORMED
+                "it names a snapshot and has none: its writer is faulty", Reason.MALFORMED
             )
         last_seq = found.last_seqs.get(row.id)
         if last_seq != row.revision - 1:
@@ -238,7 +230,7 @@ def _decrypt_session(
             raise TamperedError(
                 f"revision {row.revision} requires a last {item} {row.revision - 1}, storage has "
                 f"{last}: {item}s were added or removed, or an older row was replayed",
-                reason=Reason.MISMATCH,
+                Reason.MISMATCH,
             )
     whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
@@ -258,19 +250,16 @@ def _open_snapshot(
             if snapshot is not None:
                 kind = "collection" if row.base_revision == COLLECTION else "session"
                 raise TamperedError(
-                    f"the {kind} has no snapshot: this row was added", reason=Reason.MISMATCH
+                    f"the {kind} has no snapshot: this row was added", Reason.MISMATCH
                 )
             return b"{}"
         if snapshot is None or snapshot.revision != row.base_revision:
-            raise TamperedError(
-                "it was removed, or an older row was replayed", reason=Reason.MISMATCH
-            )
+            raise TamperedError("it was removed, or an older row was replayed", Reason.MISMATCH)
         context = SNAPSHOTS.context(whose.ids, snapshot)
         own_link, state = split_link(attempt.keys.open(user.row.tag, context, snapshot.state))
         if own_link != link:
             raise TamperedError(
-                "it was replaced by the snapshot of another copy of the database",
-                reason=Reason.MISMATCH,
+                "it was replaced by the snapshot of another copy of the database", Reason.MISMATCH
             )
         return state
 
@@ -292,9 +281,9 @@ def check_events(session: StoredSession, history: list[Row], first: int, last: i
         raise TamperedError(
             f"{kinds[0]} {first} to {last} of this {kinds[1]} are expected, each once; some were "
             "added, removed or renumbered",
-            reason=Reason.MISMATCH,
-            table=events.name,
-            row=session.row.id,
+            Reason.MISMATCH,
+            events.name,
+            session.row.id,
         )
 
 
@@ -352,7 +341,7 @@ def other_history() -> TamperedError:
     return TamperedError(
         "its events are not the ones it was written with: a row was replaced by that of another "
         "copy of the database",
-        reason=Reason.MISMATCH,
+        Reason.MISMATCH,
     )
 
 
@@ -456,7 +445,7 @@ def _check_witness(
     witness = found.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
-            f"its version witness (row of {witnesses.name}) was removed", reason=Reason.MISSING
+            f"its version witness (row of {witnesses.name}) was removed", Reason.MISSING
         )
     try:
         context = WITNESSES.context(attempt.who.ids, witness)
@@ -467,11 +456,11 @@ def _check_witness(
         raise TamperedError(
             f"its version witness has number {witness.number} instead of {number}: an older row "
             "was replayed",
-            reason=Reason.MISMATCH,
+            Reason.MISMATCH,
         )
     if proven != link:
         raise TamperedError(
-            "its version witness belongs to another copy of the database", reason=Reason.MISMATCH
+            "its version witness belongs to another copy of the database", Reason.MISMATCH
         )
 
 
@@ -488,7 +477,7 @@ def _reject_older(attempt: Attempt, seen: Seen[Any] | None, row_id: int, version
         raise TamperedError(
             f"its version is {version}, and this process has read version {newest}: an older row "
             "was replayed; if the database was restored from a backup, restart the service",
-            reason=Reason.MISMATCH,
+            Reason.MISMATCH,
         )
 
 
@@ -497,5 +486,5 @@ def _reject_if_removed(found: Found, tag: bytes, table: str) -> None:
         raise TamperedError(
             f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "
             "version witness is still stored",
-            reason=Reason.MISSING,
+            Reason.MISSING,
         )

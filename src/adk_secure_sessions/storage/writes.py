@@ -99,10 +99,7 @@ def check_app_row(user: Owner, app_row: int) -> None:
     """Raise TamperedError if *app_row* is not the row id of the user's app."""
     if user.app_row != app_row:
         raise TamperedError(
-            "it belongs to another app's row",
-            reason=Reason.WRONG_OWNER,
-            table=users.name,
-            row=user.row.id,
+            "it belongs to another app's row", Reason.WRONG_OWNER, users.name, user.row.id
         )
 
 
@@ -243,7 +240,7 @@ class OwnerChanges:
             raise TamperedError(
                 f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
                 "still stored",
-                reason=Reason.MISSING,
+                Reason.MISSING,
             )
         self._keys.adopt(owner, ())
         if self._keys.current(owner) is None:
@@ -651,10 +648,7 @@ class AppendEvent(Write[StoredSession]):
         for seq, item in self._event.replaced.items():
             if (row := rows.get(seq)) is None:
                 raise TamperedError(
-                    "it was removed",
-                    reason=Reason.MISSING,
-                    table=events.name,
-                    row=f"{session.row.id}, {seq}",
+                    "it was removed", Reason.MISSING, events.name, f"{session.row.id}, {seq}"
                 )
             record = sealed_rows.seal_replacement(attempt, session, row, item)
             values = {"at_session_row": session.row.id, "at_seq": seq, "event": record}

@@ -155,7 +155,7 @@ class Seals(NamedTuple):
             if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
                 raise TamperedError(
                     "its seal is wrong: it was modified, moved or copied from another database",
-                    reason=Reason.MISMATCH,
+                    Reason.MISMATCH,
                 )
 
     def checked(self, found: Found, tag: bytes) -> MigratedRow | None:
@@ -243,9 +243,9 @@ class _Import(Write[T]):
             raise TamperedError(
                 f"its version is {stored.version}, and version {row.number} was imported: an older "
                 "row was replayed",
-                reason=Reason.MISMATCH,
-                table=table,
-                row=stored.row.id,
+                Reason.MISMATCH,
+                table,
+                stored.row.id,
             )
         status = _STATUS[hmac.compare_digest(row.source, self._source), is_untouched]
         if status is ImportStatus.OLDER and not self._replace:
