@@ -27,7 +27,6 @@ from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage import queries, sealed_rows
-from adk_secure_sessions.storage.attempts import Attempt, KeySource, RowCache
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
@@ -38,6 +37,7 @@ from adk_secure_sessions.storage.schema import (
     UserRow,
     identify,
 )
+from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, RowCache
 
 T = TypeVar("T")
 RawRow = tuple[Any, ...]

@@ -28,9 +28,11 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
-from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
+    Attempt,
+    KeySource,
+    NeedsDataKey,
     OpenKeyring,
     UnitOfWork,
     empty_caches,

@@ -24,7 +24,6 @@ from adk_secure_sessions.formats.records import (
     split_link,
     with_id,
 )
-from adk_secure_sessions.storage.attempts import Attempt, RowCache, Seen
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
@@ -57,6 +56,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.unit_of_work import Attempt, RowCache, Seen
 
 R = TypeVar("R", bound=tuple[Any, ...])
 

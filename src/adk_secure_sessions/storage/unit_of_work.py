@@ -1,6 +1,6 @@
 """The unit of work: repeats an operation until it has all its keys and meets no conflict.
 
-A unit of work owns the executors, the unwrapped keys and the cache of decrypted rows.  It repeats
+A unit of work owns the executors, the unwrapped keys and the caches of rows and events.  It repeats
 attempts by these rules, whose limits and pauses are in `db.protocol.Retries`:
 
 - If an attempt lacks a data key, the key is read or created before the next attempt.
@@ -13,8 +13,11 @@ attempts by these rules, whose limits and pauses are in `db.protocol.Retries`:
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from itertools import compress
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import sqlalchemy as sa
@@ -23,6 +26,7 @@ from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.caches import Caches, Lru
 from adk_secure_sessions.concurrency import LoopLocks
+from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -36,26 +40,23 @@ from adk_secure_sessions.db.protocol import (
     UniqueViolation,
     repeated,
 )
-from adk_secure_sessions.errors import (
-    ConfigurationError,
-    SecureSessionError,
-    UnknownKeyError,
-)
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, UnknownKeyError
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey, RowCache
 from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.queries import (
     INSERT_KEY,
     Found,
+    QueryForms,
     chunks,
     data_keys_of,
     numbered,
 )
-from adk_secure_sessions.storage.schema import Identity, identify
+from adk_secure_sessions.storage.schema import Identity, Owner, StoredSession, WitnessRow, identify
 
 T = TypeVar("T")
+V = TypeVar("V", bound=Owner | StoredSession)
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
@@ -67,11 +68,218 @@ _KEYRING_PAUSE = 10.0
 # for the app and one for the user.  It may need more if other processes change the keys at the same
 # time.
 _NEW_KEYS = 8
-
-
 # How often an operation that lacks a data master reads the keyring again after it has done so once.
 # Other processes may rotate and retire master keys during each attempt.
 _RENEWALS = 3
+
+
+# --- caches of rows and events --------------------------------------------------------------------
+
+
+class Seen(NamedTuple, Generic[V]):
+    """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
+
+    If a later read returns exactly the same row and witness, the value is used without decrypting
+    the row again.  *time* is `RowCache.time` when this process read or wrote the row.
+    *has_proven_head* is True for a session whose last event this process has read or written, with
+    the link *head* of the session.  Otherwise, an append must first read the session.
+    """
+
+    witness: WitnessRow | None
+    value: V
+    time: int
+    has_proven_head: bool = False
+
+
+# The size of a history without its events, and of an event: besides its text, and for each value in
+# it.  Within a quarter of what tracemalloc measured for texts, calls and responses of 0.3 to 10 KB.
+_FIXED, _OF_EVENT, _OF_VALUE = 400, 3500, 64
+
+
+def size_of_event(plaintext: bytes) -> int:
+    values = plaintext.count(b",") + plaintext.count(b"{") + plaintext.count(b"[")
+    return _OF_EVENT + len(plaintext) + _OF_VALUE * values
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class History(KeyMaterial):
+    """The first events of a session; it is never changed.
+
+    The links prove that these events are the beginning of the stored session: each event contains
+    the link of the event before it, and the row of the session that of the last event.  All readers
+    get the same event objects: copies would take most of the time that the cache saves.
+
+    *row* is the row id of the session, and *link* the link of the last of these events.  *times*
+    are microseconds UTC; *size* is in bytes.
+    """
+
+    row: int
+    link: bytes
+    times: list[int]
+    events: list[Any]
+    size: int = _FIXED
+
+    @property
+    def revision(self) -> int:
+        """The number of events; the next event has this `seq`."""
+        return len(self.events)
+
+    def extended(self, link: bytes, times: list[int], events: list[Any], size: int) -> "History":
+        if not events:
+            return self
+        return History(self.row, link, self.times + times, self.events + events, self.size + size)
+
+    def part(self, limit: int | None, after: int | None) -> list[Any]:
+        """Return the last *limit* events, or those at the time *after* or later, in a new list."""
+        if after is not None:
+            return list(compress(self.events, [at >= after for at in self.times]))
+        return self.events[-limit:] if limit else self.events.copy()
+
+
+class HistoryCache(Lru[bytes, History]):
+    """The histories of the sessions that were read last, at most *limit* bytes in total, by tag."""
+
+    def keep(self, tag: bytes, history: History) -> None:
+        """Cache *history*, unless more events of the session are cached: during a slow read,
+        another task may have read later events.
+        """
+        seen = self.get(tag)
+        if seen is None or seen.row != history.row or seen.revision < history.revision:
+            self.put(tag, history, history.size)
+
+
+class RowCache:
+    """The rows that this process has read or written last, by tag: at most *limit* of each kind.
+
+    *time* counts the new entries: it tells whether an entry was made before an attempt began.
+    *lacks_user* is whether a user whose rows are cached was found not to be stored any more.
+    """
+
+    def __init__(self, limit: int, history_size: int = 0) -> None:
+        self.apps: Lru[bytes, Seen[Owner]] = Lru(limit)
+        self.users: Lru[bytes, Seen[Owner]] = Lru(limit)
+        self.sessions: Lru[bytes, Seen[StoredSession]] = Lru(limit)
+        self.histories: HistoryCache = HistoryCache(history_size)
+        self.time: int = 0
+        self.lacks_user: bool = False
+
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
+
+    def put(
+        self,
+        kind: Lru[bytes, Seen[V]],
+        witness: WitnessRow | None,
+        value: V,
+        *,
+        has_proven_head: bool = False,
+    ) -> None:
+        """Cache *value*, unless a newer version of the row is cached.
+
+        During a slow read, another task may have read or written a newer version.
+        """
+        tag = value.row.tag
+        seen = kind.get(tag)
+        if seen and seen.value.row.id == value.row.id and seen.value.version > value.version:
+            return
+        kind.put(tag, Seen(witness, value, self.tick(), has_proven_head))
+
+    def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
+        self.put(self.users if value.is_user else self.apps, witness, value)
+
+    def put_session(
+        self, session: StoredSession, witness: WitnessRow | None, *, has_proven_head: bool
+    ) -> None:
+        """Cache *session* like `put`, but without its snapshot, which may be large."""
+        if session.has_snapshot and session.snapshot is not None:
+            session = session._replace(snapshot=None)
+        self.put(self.sessions, witness, session, has_proven_head=has_proven_head)
+
+    def forget_session(self, tag: bytes) -> None:
+        """Remove the session with *tag* and its events, because the session is not stored."""
+        self.sessions.drop(tag)
+        self.histories.drop(tag)
+
+    def prove_head(self, session: StoredSession) -> None:
+        """Set `has_proven_head` of the cached session, if the cached row equals `session.row`."""
+        seen = self.sessions.get(session.row.tag)
+        if seen and seen.value.row == session.row and not seen.has_proven_head:
+            self.sessions.put(session.row.tag, seen._replace(has_proven_head=True))
+
+    def proven_session(self, tag: bytes) -> StoredSession | None:
+        """Return the cached session if its head is proven (see `Seen`), otherwise None."""
+        seen = self.sessions.get(tag)
+        return seen.value if seen and seen.has_proven_head else None
+
+
+# --- attempts -------------------------------------------------------------------------------------
+
+
+class KeySource(Enum):
+    """The source of the data keys of an attempt's app and user."""
+
+    CACHE = "this process has cached the data keys"
+    QUERY = "the query that reads the rows also reads the data keys"
+    KEY_DATABASE = "the data keys were read from the key database before the rows"
+
+
+class Attempt(NamedTuple):
+    """One attempt at an operation on the rows of *who*.
+
+    *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
+    the write has read; they are called after the commit.  On SQLite, one transaction contains
+    several writes, and a write reads rows that earlier writes of the transaction have changed.  If
+    such a row were cached before the commit, a concurrent read would find an older stored row, and
+    would reject this older row as replayed.
+    """
+
+    who: Identity
+    keys: StagedKeys
+    cache: RowCache
+    key_source: KeySource
+    is_first: bool  # only the first attempt may use cached rows instead of a read
+    began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
+    locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
+    after_commit: list[Callable[[], None]] | None = None
+
+    def remember(self, put: Callable[[], None]) -> None:
+        """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
+        if self.after_commit is None:
+            put()
+        else:
+            self.after_commit.append(put)
+
+    def form_of(self, forms: QueryForms) -> sa.CompoundSelect[Any]:
+        return forms[self.key_source is KeySource.QUERY]
+
+    def load_keys(self, found: Found) -> None:
+        """Unwrap the data keys in *found* if the query has read them; see `StagedKeys.load`."""
+        if self.key_source is KeySource.QUERY:
+            self.keys.load(found.data_keys, found.masters)
+
+    def forget_user(self) -> None:
+        """Remove the user and the session from the caches, because the user's row is not stored."""
+        cache, who = self.cache, self.who
+        if cache.users.get(who.user_tag) or cache.sessions.get(who.session_tag):
+            cache.lacks_user = True
+        self.keys.forget(who.user_tag)
+        cache.users.drop(who.user_tag)
+        cache.forget_session(who.session_tag)
+
+
+class NeedsDataKey(Exception):
+    """A data key of *owner* (a tag), created at *not_before* or later (microseconds UTC), must be
+    stored in the key database before the next attempt.
+    """
+
+    def __init__(self, owner: bytes, not_before: int) -> None:
+        super().__init__("a data key has to be stored first")
+        self.owner = owner
+        self.not_before = not_before
+
+
+# --- the unit of work -----------------------------------------------------------------------------
 
 
 class StorageOperation(Protocol[T_co]):
@@ -124,10 +332,7 @@ class UnitOfWork:
     *backends* is None if only the methods `read`, `read_keys`, `change` and `change_keys` are used.
     *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
     keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
-    keys or the caches are used.
-
-    *keyring_pause* is the number of seconds until the keyring is read again after it was rejected,
-    and until its pending rows (rows whose key service failed) are unwrapped again.
+    keys or the caches are used.  *keyring_pause* is in seconds: see `_KEYRING_PAUSE`.
     """
 
     def __init__(
@@ -228,12 +433,7 @@ class UnitOfWork:
                 self.empty_caches()
 
     async def _run(self, operation: StorageOperation[T], opened: _OpenState, retries: Retries) -> T:
-        """Attempt *operation* until it succeeds, and return its result.
-
-        Cached data keys are read again if a record names a data key that is not cached, or if the
-        operation may need a new data key.  The keyring is read again if another process has changed
-        it, or if a transaction that stores a new data key meets a conflict.
-        """
+        """Attempt *operation* by the rules of this module, and return its result."""
         who = operation.who
         separate = self.executors.has_key_database
         are_cached = opened.keys.knows(who.app_tag, who.user_tag)

@@ -23,7 +23,6 @@ from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, l
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.attempts import Attempt, KeySource, NeedsDataKey
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, claim_user
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, Found, QueryForms
@@ -44,6 +43,7 @@ from adk_secure_sessions.storage.schema import (
     parameters,
     users,
 )
+from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDataKey
 
 T = TypeVar("T")
 Changes = list[Change]

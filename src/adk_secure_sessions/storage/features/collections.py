@@ -10,7 +10,6 @@ from adk_secure_sessions.db.protocol import Change, Steps
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.reads import GetSession, ListCollections
 from adk_secure_sessions.storage.schema import (
@@ -23,7 +22,7 @@ from adk_secure_sessions.storage.schema import (
     sessions,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
 from adk_secure_sessions.storage.writes import (
     AppendEvent,
     CreateSession,

@@ -14,7 +14,6 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import decode_text
-from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms, first_rows
 from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
@@ -26,7 +25,7 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
 from adk_secure_sessions.storage.writes import DeleteSession
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -27,7 +27,6 @@ from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import meta, sealed_rows
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.attempts import Attempt, KeySource
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import SearchIndex
@@ -56,7 +55,7 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork
 from adk_secure_sessions.storage.writes import (
     Changes,
     NewSession,

@@ -12,7 +12,6 @@ from adk_secure_sessions.formats.states import USER_PREFIX, loads
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.attempts import Attempt
 from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
@@ -30,7 +29,7 @@ from adk_secure_sessions.storage.reads import (
 )
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
+from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, apply_changes, read_found
 
 
