@@ -442,19 +442,6 @@ async def test_stream_of_a_deleted_artifact_is_read_to_its_end(
     assert b"".join(read) == LARGE[5:]
 
 
-async def test_stream_whose_blob_is_missing_is_rejected(
-    service: EncryptedArtifactService, blobs: Path
-) -> None:
-    stream = await large(service)
-    await anext(stream)
-    shutil.rmtree(next(blobs.rglob("2")).parent)
-    with pytest.raises(TamperedError, match="missing"):
-        async for _ in stream:
-            pass
-    with pytest.raises(TamperedError, match="missing"):
-        await service.load_artifact(**HERE)
-
-
 async def test_stream_continues_when_its_content_is_reencrypted(
     service: EncryptedArtifactService, url: str, blobs: Path
 ) -> None:

@@ -27,10 +27,8 @@ from google.adk.apps import App
 from google.adk.cli import service_registry
 from google.adk.events.event import Event
 from google.adk.runners import InMemoryRunner, Runner
-from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, StaticKey
 from adk_secure_sessions.integrations.plaintext_places import (
     PLACES,
     Leak,
@@ -205,62 +203,33 @@ def test_variable_is_reported_if_it_is_on_and_noted_if_it_would_matter(
 # --- logs -----------------------------------------------------------------------------------------
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {self.format(record)}")
-
-    def found(self) -> set[str]:
-        return found_in("\n".join(self.lines))
-
-
-@pytest.fixture
-def log() -> Iterator[Callable[[int], Lines]]:
-    """A function that lets google-adk log at a level, to a new handler."""
-    logger = logging.getLogger("google_adk")
-    handlers: list[Lines] = []
-
-    def at(level: int) -> Lines:
-        handlers.append(Lines())
-        logger.setLevel(level)
-        logger.addHandler(handlers[-1])
-        return handlers[-1]
-
-    yield at
-    for handler in handlers:
-        logger.removeHandler(handler)
-
-
 @tries("info-logs")
-async def test_info_logs_quote_messages_of_run_debug(log: Callable[[int], Lines]) -> None:
+async def test_info_logs_quote_messages_of_run_debug(caplog: pytest.LogCaptureFixture) -> None:
     # Older releases print them instead.
     quoted = {needle("text"), SESSION} if "'User > %s'" in inspect.getsource(Runner) else set()
     for level, found in ((logging.INFO, quoted), (logging.WARNING, set())):
-        lines = log(level)
-        async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
-            await runner.run_debug(needle("text"), **IDS)
-        assert lines.found() == found
+        caplog.clear()
+        with caplog.at_level(level, "google_adk"):
+            async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
+                await runner.run_debug(needle("text"), **IDS)
+        assert found_in(caplog.text) == found
 
 
-async def rewind() -> None:
-    """Rewind a session to a state with a needle."""
-    async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
-        await say(runner, f"call remember {needle('argument')}", "call remember other")
-        session = await runner.session_service.get_session(app_name="app", **IDS)
-        assert session is not None
-        last = session.events[-1].invocation_id
-        await runner.rewind_async(**IDS, rewind_before_invocation_id=last)
-
-
-@tries("rewind-log")
-async def test_log_of_a_rewind_has_the_state_that_it_restores(log: Callable[[int], Lines]) -> None:
+@tries("rewind-log", "log-directory")
+async def test_log_of_a_rewind_has_the_state_that_it_restores(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log directory gets the same lines."""
     for level, found in ((logging.INFO, {needle("argument")}), (logging.WARNING, set())):
-        lines = log(level)
-        await rewind()
-        assert lines.found() == found
+        caplog.clear()
+        with caplog.at_level(level, "google_adk"):
+            async with InMemoryRunner(agent=offline_agent(), app_name="app") as runner:
+                await say(runner, f"call remember {needle('argument')}", "call remember other")
+                session = await runner.session_service.get_session(app_name="app", **IDS)
+                assert session is not None
+                last = session.events[-1].invocation_id
+                await runner.rewind_async(**IDS, rewind_before_invocation_id=last)
+        assert found_in(caplog.text) == found
 
 
 # --- files of google-adk's commands ---------------------------------------------------------------
@@ -283,26 +252,6 @@ def test_adk_run_writes_the_session_into_three_places(tmp_path: Path) -> None:
     for leak in leaks:
         Path(leak.where).unlink()
     assert list(in_files(place.agents)) == []
-
-
-@tries("log-directory")
-async def test_log_directory_has_what_the_level_allows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from google.adk.cli.utils import logs
-
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    level = root.level
-    try:
-        for set_to, found in ((logging.INFO, {needle("argument")}), (logging.WARNING, set())):
-            path = Path(logs.log_to_tmp_folder(set_to, log_file_prefix=str(set_to)))
-            await rewind()
-            assert found_in(path.read_bytes()) == found
-            for handler in root.handlers:
-                handler.close()
-    finally:
-        root.setLevel(level)
 
 
 @tries("eval-sets", "eval-results")
@@ -422,40 +371,6 @@ def test_bigquery_plugin_is_found_in_a_file_of_plugins(tmp_path: Path) -> None:
     assert names(in_files(tmp_path)) == {"bigquery-plugin"}
 
 
-# --- services -------------------------------------------------------------------------------------
-
-
-@tries("plaintext-service")
-async def test_services_of_adk_store_plaintext_and_ours_do_not(tmp_path: Path) -> None:
-    from google.adk.artifacts import FileArtifactService
-
-    from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
-    from adk_secure_sessions.integrations.memory import EncryptedMemoryService
-
-    agent = offline_agent()
-    plaintext = Runner(
-        app_name="app",
-        agent=agent,
-        session_service=SqliteSessionService(str(tmp_path / "plain.db")),
-        artifact_service=FileArtifactService(root_dir=tmp_path),
-    )
-    await say(plaintext, needle("text"))
-    assert needle("text") in found_in((tmp_path / "plain.db").read_bytes())
-    url = f"sqlite:///{tmp_path / 'encrypted.db'}"
-    backend = AesGcmBackend(StaticKey(bytes(range(32))))
-    async with EncryptedSessionService(url, backend) as sessions:
-        encrypted = Runner(
-            app_name="app",
-            agent=agent,
-            session_service=sessions,
-            artifact_service=EncryptedArtifactService(sessions, tmp_path / "blobs"),
-            memory_service=EncryptedMemoryService(sessions),
-        )
-        await say(encrypted, needle("text"))
-    (tmp_path / "plain.db").unlink()
-    assert found_in(b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))) == set()
-
-
 # --- the command and the page ---------------------------------------------------------------------
 
 
@@ -545,35 +460,6 @@ def test_doctor_ends_with_one_line_if_no_agent_can_be_loaded(
     assert re.fullmatch(f"Error: .*{reason}.*\n", said.stderr)
 
 
-# Services of ours over `NoOpBackend`, and one with the name of a service that stores nothing.
-OURS_OVER_NO_OP = """
-import warnings
-from google.adk.cli.service_registry import get_service_registry
-from google.adk.sessions import InMemorySessionService as Inner
-from google.adk.sessions.sqlite_session_service import SqliteSessionService
-from adk_secure_sessions import EncryptedSessionService, EncryptedSessionWrapper, NoOpBackend
-from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
-from adk_secure_sessions.integrations.memory import EncryptedMemoryService
-
-warnings.simplefilter("ignore")
-sessions = EncryptedSessionService("sqlite:///plain.db", NoOpBackend())
-wrapper = EncryptedSessionWrapper(Inner(), NoOpBackend(), key_db_url="sqlite:///keys.db")
-
-class InMemorySessionService(SqliteSessionService):
-    __module__ = "google.adk.sessions"
-
-def same_name(uri, **_):
-    return InMemorySessionService("plain.db")
-
-registry = get_service_registry()
-registry.register_session_service("plain", lambda uri, **_: sessions)
-registry.register_session_service("wrapper", lambda uri, **_: wrapper)
-registry.register_session_service("name", same_name)
-registry.register_artifact_service(
-    "plain", lambda uri, **_: EncryptedArtifactService(sessions, "blobs")
-)
-registry.register_memory_service("plain", lambda uri, **_: EncryptedMemoryService(sessions))
-"""
 PLAINTEXT_SERVICES = """
 from google.adk.cli.service_registry import get_service_registry
 from google.adk.sessions import InMemorySessionService
@@ -614,21 +500,6 @@ services:
             {"service": URI, "artifact_service": "shelf://", "memory_service": "memory://"},
             {"services.py": PLAINTEXT_SERVICES},
             "plaintext unknown nothing",
-        ),
-        (
-            {"service": "plain://"},
-            {"services.py": OURS_OVER_NO_OP},
-            "plaintext plaintext plaintext",
-        ),
-        (
-            {"service": "memory://", "session_service": "wrapper://"},
-            {"services.py": OURS_OVER_NO_OP},
-            "plaintext nothing nothing",
-        ),
-        (
-            {"service": "memory://", "session_service": "name://"},
-            {"services.py": OURS_OVER_NO_OP},
-            "plaintext nothing nothing",
         ),
         ({"service": "nobody://"}, {}, "unknown unknown unknown"),
         ({"service": URI.partition("&blobs")[0]}, {}, "encrypted unknown encrypted"),

@@ -18,11 +18,10 @@ from unittest import mock
 import pytest
 
 from adk_secure_sessions import ArtifactStoreError, ConfigurationError, Reason, TamperedError
-from adk_secure_sessions.errors import SecureSessionError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations import blob_store
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory
-from adk_secure_sessions.integrations.blob_store import OBJECT_LENGTH, BlobStore, StoredBlob
+from adk_secure_sessions.integrations.blob_store import BlobStore, StoredBlob
 from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.integrations import s3
 from tests.integrations.object_server import (
@@ -524,27 +523,6 @@ def test_file_where_the_directory_should_be_is_our_error(tmp_path: Path) -> None
         ArtifactStore(tmp_path / "file").prepare(create=True)
 
 
-async def test_link_in_place_of_a_blob_is_not_followed(tmp_path: Path) -> None:
-    name, store = new_name(), ArtifactStore(tmp_path / "blobs").blobs(PREFIX)
-    (tmp_path / "secret").write_text("content")
-    (tmp_path / "blobs" / PREFIX / name).mkdir(parents=True)
-    (tmp_path / "blobs" / PREFIX / name / "0").symlink_to(tmp_path / "secret")
-    with pytest.raises(SecureSessionError):
-        await read(store, name, 7)
-    with pytest.raises(ArtifactStoreError):
-        await store.put_stream(name, pieces_of(b"another"))
-    assert (tmp_path / "secret").read_text() == "content"
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
-async def test_pipe_in_place_of_a_blob_does_not_stop_the_reader(tmp_path: Path) -> None:
-    name, store = new_name(), ArtifactStore(tmp_path).blobs(PREFIX)
-    (tmp_path / PREFIX / name).mkdir(parents=True)
-    os.mkfifo(tmp_path / PREFIX / name / "0")
-    with pytest.raises(SecureSessionError):
-        await read(store, name, 7)
-
-
 async def test_what_a_killed_writer_left_is_listed_and_deleted(tmp_path: Path) -> None:
     store, empty, partial = ArtifactStore(tmp_path).blobs(PREFIX), "0" * 32, "1" * 32
     (tmp_path / PREFIX / empty).mkdir(parents=True)
@@ -691,24 +669,3 @@ def test_other_clouds_can_be_opened(url: str, options: dict[str, Any]) -> None:
 def test_prefix_is_one_simple_name(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(ValueError, match="a prefix is"):
         ArtifactStore(tmp_path).blobs(prefix)
-
-
-# --- large ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ["directory", "s3"])
-def test_soak_300_mb_are_streamed_at_flat_memory(kind: str, tmp_path: Path) -> None:
-    """In a process of its own, which measures its peak; moto keeps the blob in another."""
-    program = Path(__file__).with_name("stream_large.py")
-    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
-    with s3.running() as server:
-        where = f"s3://{BUCKET}" if kind == "s3" else str(tmp_path)
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(program), where, server.address, "300"],
-            capture_output=True, text=True, timeout=500, env=environment,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    grown = int(done.stdout)
-    assert grown < 100_000, f"{grown} KB more for 300 MB than for 30 MB"
-    assert OBJECT_LENGTH == 8 * 2**20
