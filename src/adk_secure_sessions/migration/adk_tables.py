@@ -216,10 +216,11 @@ class AdkTables(Source):
         return executors_for(*self._place, None, None, {}).data
 
     async def _convert(self, work: Callable[[], T]) -> T:
-        """Return the result of *work*, which converts rows: in a thread if it waits for a child."""
-        if self._found is not None and self._found.pickles is not None:
-            return await asyncio.to_thread(work)
-        return work()
+        """Return the result of *work*, which converts rows, in a thread.
+
+        Parsing a long session, decrypting it or loading its pickles would block the event loop.
+        """
+        return await asyncio.to_thread(work)
 
     async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""

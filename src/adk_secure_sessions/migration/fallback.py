@@ -379,7 +379,6 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     def _count(self) -> None:
         self.fallback_reads += 1
-        logger.debug("plaintext fallback: read %d of the source", self.fallback_reads)
         audit.record("plaintext.read", source=self._source.description)
         now = time.monotonic()
         if now >= self._log_at:
@@ -407,12 +406,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             for session, content in batch.items():
                 if session.ids in superseded:
                     continue
-                if isinstance(content, SessionContent):
-                    found[session] = content
-                elif self._service._skip:
-                    logger.error("left out of a listing: %s", _unreadable(content))
-                else:
-                    raise _unreadable(content)
+                try:
+                    found[session] = _readable(content)
+                except ConfigurationError as error:
+                    if not self._service._skip:
+                        raise
+                    logger.error("left out of a listing: %s", error)
         return found
 
     # --- Copying ----------------------------------------------------------------------------------
@@ -502,9 +501,5 @@ def _session(
 
 def _readable(found: T | Unreadable, what: str = "a session") -> T:
     if isinstance(found, Unreadable):
-        raise _unreadable(found, what)
+        raise ConfigurationError(f"{what} of the plaintext source cannot be read: {found.reason}")
     return found
-
-
-def _unreadable(found: Unreadable, what: str = "a session") -> ConfigurationError:
-    return ConfigurationError(f"{what} of the plaintext source cannot be read: {found.reason}")

@@ -5,10 +5,10 @@ stores them in tables like google-adk's.  `crypto.package_1x` describes the stor
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import UTC, tzinfo
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -30,8 +30,6 @@ from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
-
-T = TypeVar("T")
 
 
 @hides_locals
@@ -94,7 +92,7 @@ class Package1x(AdkTables):
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.inspect(work)
             samples = await self.run(lambda connection: list(not_plaintext(connection, limit=2)))
-            found = await self._convert(
+            found = await asyncio.to_thread(
                 lambda: [readable(queries.convert_state, one) for one in samples]
             )
             reasons = [one.reason for one in found if isinstance(one, Unreadable)]
@@ -105,10 +103,6 @@ class Package1x(AdkTables):
                 )
             self._found = queries
         return self._found
-
-    async def _convert(self, work: Callable[[], T]) -> T:
-        # Decryption takes most of the time.  In a thread, it does not block the event loop.
-        return await asyncio.to_thread(work)
 
 
 @hides_locals

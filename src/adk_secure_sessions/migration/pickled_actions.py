@@ -84,31 +84,30 @@ class PickleReader:
             self._child = subprocess.Popen(  # noqa: S603
                 command, stdin=pipe, stdout=pipe, stderr=none, env=environment
             )
-            limit = Timer(_START_SECONDS, self._child.kill)
-            limit.start()
-            started = self._child.stdout.readline()
-            limit.cancel()
-            if started != _READY:
+            if self._answer(_START_SECONDS) != _READY:
                 self.close()
                 raise PickleReaderError(
                     f"{sys.executable} cannot start the process that reads google-adk's pickles: "
                     "check that it can import adk_secure_sessions"
                 )
-        child = self._child
-        limit = Timer(_SECONDS, child.kill)
-        limit.start()
-        try:
-            child.stdin.write(base64.b64encode(pickled) + b"\n")
-            child.stdin.flush()
-            answer: bytes = child.stdout.readline()
-        except OSError:
-            answer = b""
-        finally:
-            limit.cancel()
+        answer = self._answer(_SECONDS, base64.b64encode(pickled) + b"\n")
         if answer.endswith(b"\n"):
             return answer
         self.close()
         return b""
+
+    def _answer(self, seconds: float, question: bytes = b"") -> bytes:
+        limit = Timer(seconds, self._child.kill)
+        limit.start()
+        try:
+            self._child.stdin.write(question)
+            self._child.stdin.flush()
+            answer: bytes = self._child.stdout.readline()
+            return answer
+        except OSError:
+            return b""
+        finally:
+            limit.cancel()
 
 
 def _find_class() -> Any:

@@ -1,18 +1,22 @@
 """Read sessions from any session service of google-adk, through its public methods."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 
+from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import events, states
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.migration.adk_rows import check_names
+from adk_secure_sessions.migration.adk_tables import readable
 from adk_secure_sessions.migration.sources import (
+    ConversionError,
     Selection,
     SessionContent,
     Source,
@@ -20,7 +24,6 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
-from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -81,7 +84,6 @@ class ServiceSource(Source):
         self._app_names = sorted(set(app_names))
         self._user_ids = user_ids or {}
         self._compares_events = compares_events
-        self._calls = asyncio.Semaphore(_AT_ONCE)
         # The contents of the batch that `sessions` yielded last, so that `read` need not read them
         # again.  Empty if `compares_events` is False.
         self._contents: dict[SourceSession, _Content] = {}
@@ -112,7 +114,7 @@ class ServiceSource(Source):
             if session is not None:
                 version = f"{session.last_update_time!r} {len(session.events)}"
                 key = one._replace(version=version)
-                self._contents[key] = _content(key, session)
+                self._contents[key] = readable(_content, key, session)
         return list(self._contents)
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
@@ -121,7 +123,7 @@ class ServiceSource(Source):
         missing = [session for session in sessions if session not in found]
         for key, session in zip(missing, await self._get_all(missing), strict=True):
             if session is not None:
-                found[key] = _content(key, session)
+                found[key] = readable(_content, key, session)
         return found
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
@@ -134,17 +136,16 @@ class ServiceSource(Source):
             users = sorted(by_user)
             for start in range(0, len(users), _BATCH):
                 some = users[start : start + _BATCH]
-                found = await asyncio.gather(
-                    *(self._user_state(app_name, user_id, by_user[user_id]) for user_id in some)
-                )
+                work = partial(self._user_state, app_name, by_user)
+                found = await in_groups(_AT_ONCE, work, some)
                 yield {
-                    (app_name, user_id): _state(state)
+                    (app_name, user_id): readable(_state, state)
                     for user_id, state in zip(some, found, strict=True)
                     if state is not None
                 }
             session = await self._newest(listed)
             if session is not None:
-                yield {(app_name,): _state(states.split(session.state).app)}
+                yield {(app_name,): readable(_state, states.split(session.state).app)}
 
     def _apps(self, selection: Selection) -> list[str]:
         return [name for name in self._app_names if selection.app_name in (None, name)]
@@ -166,13 +167,12 @@ class ServiceSource(Source):
         return sorted(found.values())
 
     async def _get(self, one: SourceSession, **options: Any) -> Session | None:
-        async with self._calls:
-            return await self._service.get_session(
-                app_name=one.app_name, user_id=one.user_id, session_id=one.session_id, **options
-            )
+        return await self._service.get_session(
+            app_name=one.app_name, user_id=one.user_id, session_id=one.session_id, **options
+        )
 
-    async def _get_all(self, listed: Sequence[SourceSession]) -> list[Session | None]:
-        return await asyncio.gather(*map(self._get, listed))
+    async def _get_all(self, listed: Sequence[SourceSession]) -> Sequence[Session | None]:
+        return await in_groups(_AT_ONCE, self._get, listed)
 
     async def _newest(self, listed: Sequence[SourceSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""
@@ -183,44 +183,36 @@ class ServiceSource(Source):
         return None
 
     async def _user_state(
-        self, app_name: str, user_id: str, listed: Sequence[SourceSession]
+        self, app_name: str, listed: Mapping[str, Sequence[SourceSession]], user_id: str
     ) -> JsonObject | None:
         get: Callable[..., Any] | None = getattr(self._service, "get_user_state", None)
         if get is not None:  # google-adk 2.6 and later
             try:
-                async with self._calls:
-                    return dict(await get(app_name=app_name, user_id=user_id))
+                return dict(await get(app_name=app_name, user_id=user_id))
             except NotImplementedError:
                 pass
-        session = await self._newest(listed)
+        session = await self._newest(listed[user_id])
         return None if session is None else states.split(session.state).user
 
 
-def _content(key: SourceSession, session: Session) -> _Content:
-    try:
-        check_ids(*key[:3])
-    except ValueError as error:  # the text of the error contains no id
-        return Unreadable(f"{error}: {_LIMITS}")
+def _content(key: SourceSession, session: Session) -> SessionContent:
+    check_names(*key.ids)
     state = _state(states.split(session.state).session)
-    if isinstance(state, Unreadable):
-        return Unreadable(state.reason)
     converted: list[SourceEvent] = []
     for event in session.events:
         try:
             time = microseconds(event.timestamp)
             plaintext = events.encode(_as_stored(event), replaces=False)
         except ValueError:
-            break
+            raise ConversionError(
+                f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "
+                f"form, or exceeds a limit: {_LIMITS}"
+            ) from None
         converted.append(SourceEvent(plaintext, time))
-    if len(converted) < len(session.events):
-        return Unreadable(
-            f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "
-            f"form, or exceeds a limit: {_LIMITS}"
-        )
     try:
         updated_at = microseconds(session.last_update_time)
     except ValueError:
-        return Unreadable("its last_update_time is not a time")
+        raise ConversionError("its last_update_time is not a time") from None
     created_at = min(converted[0].time, updated_at) if converted else updated_at
     return SessionContent(state, converted, created_at, updated_at)
 
@@ -232,10 +224,9 @@ def _as_stored(event: Event) -> Event:
     return copied
 
 
-def _state(state: JsonObject) -> JsonObject | Unreadable:
+def _state(state: JsonObject) -> JsonObject:
     """Return a copy of *state* that consists of JSON values."""
     try:
         return states.loads(states.encode(state))
-    except ValueError:
-        pass  # the text of the error may contain keys
-    return Unreadable(f"its state exceeds a limit: {_LIMITS}")
+    except ValueError:  # the text of the error may contain keys
+        raise ConversionError(f"its state exceeds a limit: {_LIMITS}") from None
