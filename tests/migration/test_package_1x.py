@@ -26,6 +26,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     WrongKeyError,
 )
+from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.events import decode
 from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.migration import adk_sql, open_source
@@ -404,7 +405,7 @@ async def test_state_that_cannot_be_read_is_reported_alone(file: Path, writer: W
             "its state is not a JSON object, or exceeds a limit: see docs/limits.md, Sizes"
         ),
         "shop": {"a": 1},
-        ("shop", "ada"): Unreadable("its state: the ciphertext is malformed"),
+        ("shop", "ada"): Unreadable(f"its state: {TamperedError()}"),
     }
 
 

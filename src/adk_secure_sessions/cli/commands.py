@@ -95,7 +95,7 @@ def check(db: Database, timeout: float) -> None:
                 retryable=True,
             ) from None
 
-    found = run(db, in_time, changes=False)
+    found = run(db, in_time, again=None)
     finish(found, check_lines(found))
 
 
@@ -114,7 +114,7 @@ def status(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
-    found = run(db, maintenance.status, label="status", changes=False, **options)
+    found = run(db, maintenance.status, label="status", again=None, **options)
     finish(found, status_lines(found))
 
 
@@ -206,7 +206,7 @@ def lookup(db: Database, **ids: Any) -> None:
       adk-secure-sessions debug lookup --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
-    found = run(db, maintenance.lookup, changes=False, **ids)
+    found = run(db, maintenance.lookup, again=None, **ids)
     rows = [
         (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
@@ -244,7 +244,7 @@ def inspect(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions debug inspect secure_users --db sqlite:///sessions.db
     """
-    found = run(db, maintenance.record_headers, changes=False, **options)
+    found = run(db, maintenance.record_headers, again=None, **options)
     rows = [
         (
             f"row {one.row}",

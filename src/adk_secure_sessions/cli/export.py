@@ -18,6 +18,7 @@ from adk_secure_sessions.cli.program import (
     main,
     one_line_errors,
     opened,
+    run,
 )
 
 T = TypeVar("T")
@@ -84,17 +85,14 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
     with one_line_errors():
         target = migration.AdkTarget(url)
 
-    async def work(report: maintenance.Progress) -> migration.Export:
+    async def work(db: Database, **options: Any) -> migration.Export:
         async with target:
-            return await migration.export_to_adk(db, target, progress=report, **options)
+            return await migration.export_to_adk(db, target, **options)
 
     partial = "the target has only a part of the sessions, as plaintext"
     try:
-        with (
-            progress("export", "sessions") as report,
-            opened(db, again=f"{AGAIN}; {partial}") as call,
-        ):
-            return call(work(report))
+        again = f"{AGAIN}; {partial}"
+        return run(db, work, label="export", unit="sessions", again=again, **options)
     except Failure as error:
         if error.error == "Interrupted" or not target.is_open:
             raise
@@ -159,8 +157,7 @@ def _output_to(name: str) -> Iterator[Callable[[bytes], object]]:
         with private_file(name) as file:
             yield file.write
         return
-    buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
-    yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
+    yield sys.stdout.buffer.write
     sys.stdout.flush()
 
 

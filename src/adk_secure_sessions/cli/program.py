@@ -205,15 +205,15 @@ def run(
     *,
     label: str = "",
     unit: str = "rows",
-    changes: bool = True,
+    again: str | None = AGAIN,
     **options: Any,
 ) -> T:
     """Run *work* with *db* and *options*, close *db*, and return the result.
 
-    If *label* is given, show the progress with this text; *unit* is what *work* counts.  *changes*
-    is False if *work* changes nothing, for what is said after Ctrl-C.
+    If *label* is given, show the progress with this text; *unit* is what *work* counts.  *again* is
+    as in `opened`.
     """
-    with opened(db, again=AGAIN if changes else None) as call:
+    with opened(db, again=again) as call:
         if not label:
             return call(work(db, **options))
         with progress(label, unit) as report:

@@ -14,16 +14,14 @@ bytes.
 import binascii
 import hashlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 
-from cryptography.exceptions import InvalidTag
 from cryptography.fernet import Fernet, InvalidToken
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from adk_secure_sessions.crypto.aead import KEY_LENGTH, NONCE_LENGTH
+from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -48,9 +46,9 @@ _HKDF_SALT_LENGTH = 16
 # A ciphertext of `FernetBackend` is a Fernet token as base64url text.  If there is a salt, the byte
 # `_SALTED` and the salt come before the token.
 _SALTED = 0x01
-_LEAST_BASE64URL = 0x2B  # base64 text never begins with a lower byte
 _LEAST_TOKEN = 100  # the minimum length of a Fernet token, in characters of base64url
-_GCM_TAG_LENGTH = 16
+
+_Decrypt = Callable[[bytes], bytes]  # it raises InvalidToken or TamperedError
 
 
 def is_envelope(start: str | bytes) -> bool:
@@ -100,10 +98,10 @@ class Package1xKeys(KeyMaterial):
     def __init__(self, keys: Iterable[str | bytes]) -> None:
         if isinstance(keys, str | bytes):
             keys = [keys]
-        self._fernets: list[Fernet] = []
+        self._fernets: list[_Decrypt] = []  # they ignore the times of tokens
         self._passphrases: list[bytes] = []
         self._derived = cache(_derived)  # each derivation takes 0.2 s
-        self._aes: list[AESGCM] = []
+        self._aes: list[Aes256Gcm] = []
         for key in keys:
             self._add(key)
         if not self._passphrases and not self._fernets:
@@ -114,33 +112,23 @@ class Package1xKeys(KeyMaterial):
         data, _ = parse_envelope(stored)
         backend_id, sealed = data[1], data[_HEADER_LENGTH:]
         if backend_id == _FERNET:
-            return self._decrypt_fernet(sealed)
-        if backend_id == _AES_256_GCM:
-            return self._decrypt_aes_256_gcm(sealed)
-        raise DecryptionError(
-            f"encrypted by backend {backend_id}, which is not one of adk-secure-sessions 1.x",
-            reason=Reason.UNKNOWN_BACKEND,
-        )
-
-    def _decrypt_fernet(self, sealed: bytes) -> bytes:
-        salt_end = 1 + _HKDF_SALT_LENGTH
-        if sealed[:1] == bytes([_SALTED]) and len(sealed) >= salt_end + _LEAST_TOKEN:
-            if not self._passphrases:
-                raise UnknownKeyError("encrypted with a passphrase, and no passphrase was given")
-            return _first(self._salted(sealed[1:salt_end]), sealed[salt_end:])
-        if sealed[:1] < bytes([_LEAST_BASE64URL]):
-            raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
-        return _first(self._unsalted(), sealed)
-
-    def _decrypt_aes_256_gcm(self, sealed: bytes) -> bytes:
-        if len(sealed) < NONCE_LENGTH + _GCM_TAG_LENGTH:
-            raise TamperedError("the ciphertext is malformed", reason=Reason.MALFORMED)
-        if not self._aes:
-            raise UnknownKeyError("encrypted with AES-256-GCM, and no key of 32 bytes was given")
-        for cipher in self._aes:
+            salt_end = 1 + _HKDF_SALT_LENGTH
+            ciphers = self._unsalted()
+            if sealed[:1] == bytes([_SALTED]) and len(sealed) >= salt_end + _LEAST_TOKEN:
+                ciphers, sealed = self._salted(sealed[1:salt_end]), sealed[salt_end:]
+        elif backend_id == _AES_256_GCM:
+            if not self._aes:
+                raise UnknownKeyError("encrypted with AES-256-GCM, and no 32-byte key was given")
+            ciphers = (partial(one.decrypt, associated_data=b"") for one in self._aes)
+        else:
+            raise DecryptionError(
+                f"encrypted by backend {backend_id}, which is not one of adk-secure-sessions 1.x",
+                reason=Reason.UNKNOWN_BACKEND,
+            )
+        for cipher in ciphers:
             try:
-                return cipher.decrypt(sealed[:NONCE_LENGTH], sealed[NONCE_LENGTH:], None)
-            except InvalidTag:
+                return cipher(sealed)
+            except (InvalidToken, TamperedError):
                 pass
         raise TamperedError()
 
@@ -156,18 +144,20 @@ class Package1xKeys(KeyMaterial):
         try:
             # Distinguish a Fernet key from a passphrase as 1.x does: any text that base64 decodes
             # to 32 bytes is a Fernet key.
-            self._fernets.append(Fernet(data))
+            self._fernets.append(Fernet(data).decrypt)
             raw.append(urlsafe_b64decode(data))
         except ValueError:
             self._passphrases.append(data)
-        self._aes += [AESGCM(one) for one in raw if len(one) == KEY_LENGTH]
+        self._aes += [Aes256Gcm(one) for one in raw if len(one) == KEY_LENGTH]
 
-    def _salted(self, salt: bytes) -> Iterator[Fernet]:
+    def _salted(self, salt: bytes) -> Iterator[_Decrypt]:
+        if not self._passphrases:
+            raise UnknownKeyError("encrypted with a passphrase, and no passphrase was given")
         for passphrase in self._passphrases:
             hkdf = HKDF(SHA256(), KEY_LENGTH, salt, _HKDF_INFO)
             yield _fernet(hkdf.derive(self._derived(passphrase, _ITERATIONS)))
 
-    def _unsalted(self) -> Iterator[Fernet]:
+    def _unsalted(self) -> Iterator[_Decrypt]:
         yield from self._fernets
         for passphrase in self._passphrases:
             yield _fernet(self._derived(passphrase, _ITERATIONS_BEFORE_1_2))
@@ -177,18 +167,8 @@ def _derived(passphrase: bytes, iterations: int) -> bytes:
     return hashlib.pbkdf2_hmac("sha256", passphrase, _PBKDF2_SALT, iterations, KEY_LENGTH)
 
 
-def _fernet(key: bytes) -> Fernet:
-    return Fernet(urlsafe_b64encode(key))
-
-
-def _first(fernets: Iterable[Fernet], token: bytes) -> bytes:
-    """Return the plaintext of *token* with the first key that decrypts it; tokens do not expire."""
-    for fernet in fernets:
-        try:
-            return fernet.decrypt(token)
-        except InvalidToken:
-            pass
-    raise TamperedError()
+def _fernet(key: bytes) -> _Decrypt:
+    return Fernet(urlsafe_b64encode(key)).decrypt
 
 
 def _from_hex(data: bytes) -> bytes:

@@ -84,30 +84,26 @@ async def open_source(
         needs_keys = Kind.PACKAGE_1X in kinds and not has_keys
         if needs_keys and False in await tables.inspect(sampled_states):
             raise ConfigurationError(_MIXED)
-    if Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends):
-        _require(has_keys)
-        return Package1x(
-            db_url, chain.from_iterable(map(_secrets, keys)), time_zone=time_zone or UTC
-        )
-    if Kind.ENCRYPTED in kinds and (has_keys or len(kinds) == 1):
-        _require(has_keys)
-        writer, others = backends_for(backends or [DEFAULT], keys)
-        return EncryptedSource(Database(db_url, writer, others, key_db_url=key_db_url))
     if not kinds:
         raise ConfigurationError(
             "the source contains neither google-adk's tables nor those of this package: check the "
             "URL of the source"
         )
+    is_1x = Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends)
+    is_ours = not is_1x and Kind.ENCRYPTED in kinds and (has_keys or len(kinds) == 1)
+    if (is_1x or is_ours) and not has_keys:
+        raise ConfigurationError("the source is encrypted: give the root key of the source")
+    if is_1x:
+        secrets = chain.from_iterable(map(_secrets, keys))
+        return Package1x(db_url, secrets, time_zone=time_zone or UTC)
+    if is_ours:
+        writer, others = backends_for(backends or [DEFAULT], keys)
+        return EncryptedSource(Database(db_url, writer, others, key_db_url=key_db_url))
     if has_keys:
         raise ConfigurationError(
             "the source is not encrypted: omit the keys and the backends of the source"
         )
     return AdkTables(db_url, time_zone=time_zone)
-
-
-def _require(has_keys: bool) -> None:
-    if not has_keys:
-        raise ConfigurationError("the source is encrypted: give the root key of the source")
 
 
 @hides_locals
