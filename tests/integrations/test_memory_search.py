@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import sys
 import unicodedata
 from collections.abc import AsyncIterator
@@ -150,10 +151,11 @@ def test_runs_of_marks_are_broken(marks: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(ALPHABET) | st.text("a-\u0315\u0300\u0f73é\u0344", max_size=60)))
-def test_only_long_runs_are_broken(texts: list[str]) -> None:
+def test_words_are_those_of_nfc_unless_a_run_is_long(texts: list[str]) -> None:
     text = "".join(texts)
     if longest_run(text) <= 30:
-        assert nfc(text) == unicodedata.normalize("NFC", text)
+        words = re.findall(r"\w+", unicodedata.normalize("NFC", text))
+        assert words_of(text) == {word.lower() for word in words}
 
 
 def test_every_mark_may_be_part_of_a_long_run() -> None:

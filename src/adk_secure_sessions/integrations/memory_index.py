@@ -33,10 +33,9 @@ T = TypeVar("T")
 
 _MOST_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
-# Combining marks are neither letters, digits nor white space.  So `_LONG_RUN` matches each run of
-# more than `_MARKS` marks.  It also matches long runs of other characters, such as punctuation.
-_MARKS = 30
-_LONG_RUN = re.compile(rf"[^\w\s]{{{_MARKS + 1},}}")
+# Combining marks are neither letters, digits nor white space.  So each run of more than 30 marks
+# contains such a run.  It may also contain other characters, such as punctuation.
+_RUN = re.compile(r"[^\w\s]{30}")
 # COMBINING GRAPHEME JOINER, which is invisible.  `nfc` inserts it into long runs of marks,
 # because normalization does not move marks across it.
 _JOINER = "\u034f"
@@ -292,28 +291,14 @@ class UserMemory:
 
 
 def nfc(text: str) -> str:
-    """Return *text* in NFC, with a joiner after each 30 combining marks of a longer run.
+    """Return *text* in NFC, with a joiner after each 30 marks and other characters between words.
 
     Without joiners, `unicodedata.normalize` takes quadratic time: 15 s for 60,000 marks.  The
     Stream-Safe Text Process of UAX #15 inserts similar joiners.
     """
     if text.isascii():
         return text
-    return unicodedata.normalize("NFC", _LONG_RUN.sub(_broken, text))
-
-
-def _broken(run: re.Match[str]) -> str:
-    characters = []
-    marks = 0
-    for character in run[0]:
-        # Some characters do not combine, but their decompositions do, such as U+0F73.
-        is_mark = unicodedata.combining(unicodedata.normalize("NFD", character)[0])
-        if is_mark and marks == _MARKS:
-            characters.append(_JOINER)
-            marks = 0
-        marks = marks + 1 if is_mark else 0
-        characters.append(character)
-    return "".join(characters)
+    return unicodedata.normalize("NFC", _RUN.sub(rf"\g<0>{_JOINER}", text))
 
 
 def words_of(text: str) -> set[str]:
