@@ -50,9 +50,9 @@ class BlobEncryptor(KeyMaterial):
     def __init__(self, plaintext: AsyncIterable[Bytes]) -> None:
         self.key: bytes = os.urandom(KEY_LENGTH)
         self.size: int = 0
-        self.blob: AsyncIterator[bytes] = self._encrypt(plaintext)
+        self.blob: AsyncGenerator[bytes, None] = self._encrypt(plaintext)
 
-    async def _encrypt(self, plaintext: AsyncIterable[Bytes]) -> AsyncIterator[bytes]:
+    async def _encrypt(self, plaintext: AsyncIterable[Bytes]) -> AsyncGenerator[bytes, None]:
         chunk: bytes | memoryview = b""
         cipher, number = AESGCM(self.key), 0
         yield HEADER

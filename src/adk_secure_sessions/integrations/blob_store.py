@@ -11,7 +11,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,7 +75,8 @@ class BlobStore(ABC):
     async def write(self, plaintext: AsyncIterable[bytes]) -> Blob:
         """Encrypt *plaintext* with a new random key, and store it as a new blob."""
         name, encryptor = secrets.token_hex(16), BlobEncryptor(plaintext)
-        await self.put_stream(name, encryptor.blob)
+        async with aclosing(encryptor.blob) as blob:
+            await self.put_stream(name, blob)
         return Blob(self.prefix, name, encryptor.key, encryptor.size)
 
     def read(
