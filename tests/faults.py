@@ -1,25 +1,15 @@
 """Faults and other processes' work, at chosen statements of a service or of maintenance.
 
-How it works: `with_faults` makes a service or a `maintenance.Database` whose executors, the objects
-that run its statements (see `adk_secure_sessions.db.protocol`), are each inside a `FaultyExecutor`.
-That passes every call on to the real executor, whichever kind it is: threads over SQLite, asyncpg,
-or any SQLAlchemy engine.  At each `Point`, such as a query of a transaction, it looks whether the
-test has planned something with `before` or `after`.  A planned exception is raised there, and a
-planned function is called there.  A planned coroutine function runs to its end in a thread and an
-event loop of its own, as another process would, while the statement waits:
-
-    service, faults = with_faults(lambda: EncryptedSessionService(url, backend))
-    async with service:
-        faults.data.after(Point.READ, erase_the_user)  # between the read and the changes
-        await service.append_event(session, event)
-
-- A coroutine function makes services and databases of its own.  It must not await anything of the
-  test's event loop, which may be waiting for it.
-- On SQLite a write holds the only write lock from before its first read until it has committed.
-  So another process can read then, but a write of its own would wait until it fails.
-- An exception inside a transaction takes back what the transaction has changed, except on asyncpg,
-  where each Apply commits by itself.  To lose the answer of a write that is stored, raise
-  `Disconnected` after `Point.WRITE`.
+How it works: `with_faults` makes a service or a `maintenance.Database` whose executors (see
+`adk_secure_sessions.db.protocol`) are each inside a `FaultyExecutor`, which passes every call on to
+the real one.  At each `Point`, it looks whether the test has planned something with `before` or
+`after`: `faults.data.after(Point.READ, erase_the_user)`.  A planned exception is raised there, and
+a planned function is called.  A planned coroutine function runs to its end in a thread and an event
+loop of its own, as another process would, while the statement waits.  So it must not await anything
+of the test's event loop.  On SQLite a write holds the only write lock from before its first read:
+another process can read then, but a write of its own would wait until it fails.  An exception
+inside a transaction takes back what it has changed, except on asyncpg, where each Apply commits by
+itself.  To lose the answer of a write that is stored, raise `Disconnected` after `Point.WRITE`.
 """
 
 import asyncio

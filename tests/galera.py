@@ -1,13 +1,11 @@
 """A cluster of three MariaDB Galera nodes on the loopback interface.
 
-How it works: the fixture `galera` (tests/conftest.py) is a `Galera`.  It is a `Server`, whose
-`database()` creates a database on all nodes and returns the URL on the first node.  `on(url, n)` is
-the same database on node *n*, counted from 0.  Clients connect through Unix sockets.  The nodes
-connect to each other through free TCP ports of 127.0.0.1.
-
-The nodes begin with copies of one directory of data.  So a node that joins needs only the changes
-that it has missed, which Galera itself sends (IST).  MariaDB runs a script for each join; ours only
-passes on the position from which the node needs changes.
+How it works: the fixture `galera` (tests/conftest.py) is a `Server` whose `database()` creates a
+database on all nodes and returns the URL on the first.  `on(url, n)` is the same database on node
+*n*, counted from 0.  Clients connect through Unix sockets, the nodes through free TCP ports of
+127.0.0.1.  They begin with copies of one directory, so a node that joins needs only the changes
+that it has missed, which Galera sends (IST).  MariaDB runs a script for each join; ours only passes
+on the position from which the node needs changes.
 """
 
 import os

@@ -1,21 +1,14 @@
 """Runs the code blocks of a page, one after the other, as a reader does in a new directory.
 
-How it works.  A page is a file of the repository's root, such as the README, or of docs/.  Sybil
-finds its blocks; a `Page` is what one reader has: a directory, a Python namespace, an environment
-and, if needed, a PostgreSQL server.  Each block runs in it as its language says:
-
-- `python` runs in the page's one namespace; with `title="name.py"` it is saved as that file;
-- `yaml` and `toml` are saved as the file in their title;
-- `sh` runs in a shell, and what it exports is set for later blocks.  `python`, `uvicorn` and our
-  own command run in this process, since importing google-adk takes seconds, and google-adk's
-  servers run until the end of the page.  `make`, `pip`, `pytest` and `adk` are only checked: see
-  below;
-- `sql` runs on PostgreSQL, as its superuser;
-- `text` is the expected output of the block before it; `...` stands for what differs between runs.
-
-A comment `<!--- invisible-code: python` holds code that readers do not see.  In a block, the line
-`FILE:NAME` between two lines `--8<--` stands for a section of a file of the repository, as on the
-site.  (ruff formats the form in one line as if it were Python.)
+How it works.  Sybil finds the blocks of a page: the README, or one of docs/.  A `Page` is what one
+reader has: a directory, a Python namespace, an environment and, if needed, a PostgreSQL server.
+`python` runs in the one namespace; with `title="name.py"`, it is saved as that file, as are `yaml`
+and `toml`.  `sh` runs in a shell, whose exports last; `python`, `uvicorn` and our own command run
+in this process, where google-adk is imported; `make`, `pip`, `pytest` and `adk` are only checked.
+`sql` runs on PostgreSQL, as its superuser.  `text` is the expected output of the block before it;
+`...` stands for what differs between runs.  A comment `<!--- invisible-code: python` holds code
+that readers do not see.  In a block, the line `FILE:NAME` between two lines `--8<--` stands for a
+section of a file, as on the site; ruff formats the form in one line as if it were Python.
 """
 
 import contextlib

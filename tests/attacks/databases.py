@@ -1,15 +1,12 @@
 """Which databases an attack runs on.
 
-1. Every case of every test runs on SQLite with AES-256-GCM.
-2. `@also_on("fernet", "postgresql")` lists where a test runs besides: with Fernet, on records that
-   are compressed and padded ("packed"), on SQLite through an engine of the caller's (which converts
-   types), on PostgreSQL, on MariaDB.
-3. There, only the first case of the test runs, or the cases that the list names: `cases=["event"]`.
-4. `make soak` runs every case of every test everywhere.
-
-The service decides what is rejected, not the database, and the stored format is the same on all of
-them.  So a few attacks on each kind of row, and those that depend on the database's types, schema
-or constraints, are enough to show that the service has the same answer on another database.
+Every case runs on SQLite with AES-256-GCM.  `@also_on("fernet", "postgresql")` lists where a test
+runs besides: with Fernet, on records that are compressed and padded ("packed"), on SQLite through
+an engine of the caller's (which converts types), on PostgreSQL, on MariaDB.  There, only the first
+case runs, or those that `cases=["event"]` names; `make soak` runs every case everywhere.  The
+service decides what is rejected, not the database, and the format is the same on all of them.  So a
+few attacks on each kind of row, and those that depend on the database's types, schema or
+constraints, are enough to show that the answer is the same on another database.
 """
 
 from collections.abc import Collection

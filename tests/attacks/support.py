@@ -1,19 +1,12 @@
 """What an attacker does to a database, what an application does then, and what must follow.
 
 How it works.  The database under attack, `db` in the tests, is a copy of a finished one that
-`world` builds once for each backend: two apps, three users, five sessions.  Everything happens in
-three steps:
-
-1. The attacker changes a SQLite file behind the service's back, in SQLite's SQL: `db.run("UPDATE
-   secure_events ...")`.  `:visit`, `:alice`, `:clinic` in it are the ids of rows (`world.ROWS`).
-   On a server, `replica` then makes the server's tables equal to the file's.
-2. A service that has just started does what applications do.  Each such `Operation` is a function
-   of this module: `get`, `list_user`, `append`, ...
-3. `assert_rejected(db, impact, *errors)` runs every operation that the attack must make fail.  It
-   expects one of *errors* from each, an unchanged database, and unchanged session objects.  Then
-   it reads, and appends to, the sessions that the attack must not affect.
-
-An `Impact` lists both: the operations to be rejected, and the sessions that stay as they were.
+`world` builds once for each backend.  The attacker changes it behind the service's back: `db.run(
+"UPDATE secure_events ...")`, where `:visit` is the id of a row (`world.ROWS`); on a server,
+`replica` then makes the tables equal to the file's.  `assert_rejected(db, impact, *errors)` starts
+a service and runs every `Operation` (`get`, `append`, ...) that the attack must make fail.  It
+expects one of *errors* from each, an unchanged database, and unchanged session objects.  Then it
+reads, and appends to, the sessions that the attack must not affect.  An `Impact` lists both:
 `HISTORY` is that of a tampered event, `SESSION` that of a tampered session row, and so on.
 """
 

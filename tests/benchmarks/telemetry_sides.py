@@ -1,17 +1,10 @@
 """CPU time of telemetry: of the package's own part, and all of it.
 
-A process can set its providers only once, so each case runs in a process of its own.  Sides:
-
-- `measured`: the service.
-- `bare`: the service without the decorator `measured`, which makes the same calls of
-  OpenTelemetry's API with the same attributes, with constants as values.
-- `plain`: the service without the decorator.
-
-All sides call the methods of the same service, on the same session: two databases with the same
-content differ by up to 2 %, and by more for appends.
-
-The decorator is what switches telemetry on for an operation.  Without it, the code that adds costs
-up finds no operation, as if no provider were set.
+A process can set its providers only once, so each case runs in a process of its own.  `measured` is
+the service; `plain` is the service without the decorator `measured`, which switches telemetry on
+for an operation; `bare` makes the decorator's calls of OpenTelemetry's API itself, with the same
+attributes and constants as values.  All call the same service, on the same session: two databases
+with the same content differ by up to 2 %, and by more for appends.
 """
 
 import asyncio

@@ -1,16 +1,12 @@
 """The mutants of a module: copies with one small change each, which a test should notice.
 
 The changes are mutmut's (`mutmut.node_mutation`), and two more: a `raise` is removed, and a
-condition is negated.  Of mutmut's changes, those that nearly always end in a TypeError are left
-out: a variable that becomes None, an argument that is removed (arguments that become None are
-not left out), and the arguments of `len` and `isinstance`.
-
-mutmut itself leaves out functions with a decorator and everything outside of functions.  Here, both
-are security-relevant: `hides_locals` decorates most functions that take keys, and the layouts of
-stored bytes are constants of modules.
-
-Not changed are texts of error messages and of the log, which other tests compare with the
-documentation; annotations; imports; protocols; and names of type variables and loggers.
+condition is negated.  Those that nearly always end in a TypeError are left out: a variable that
+becomes None, an argument that is removed, and the arguments of `len` and `isinstance`.  Unlike with
+mutmut, functions with a decorator and code outside of functions are mutated: most functions that
+take keys are decorated, and the layouts of stored bytes are constants.  Not changed are texts of
+error messages and of the log, which other tests compare with the documentation; annotations;
+imports; protocols; and names of type variables and loggers.
 """
 
 import ast

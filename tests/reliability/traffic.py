@@ -3,13 +3,9 @@
 How it works.  `converse` is one conversation after the other: it creates a session, appends events
 to it, reads it back, and deletes an earlier session.  Each write is noted in a `Journal` twice:
 before it is sent, and after it was acknowledged.  A journal is a file of lines, one `os.write` for
-each, so that it survives the process: a killed process has lost nothing that the kernel has got.
-`check` compares the journals of all processes with what a new service reads:
-
-- an acknowledged event, session or deletion that is not there is lost;
-- an event that nobody has sent, or that is there twice, is doubled.
-
-A write that was sent and never acknowledged may be stored or not, but whole.
+each, so a killed process loses none.  `check` compares all journals with what a new service reads:
+an acknowledged write that is not there is lost; an event that nobody has sent, or that is there
+twice, is doubled.  A write that was not acknowledged may be stored or not, but whole.
 """
 
 import asyncio

@@ -1,16 +1,11 @@
 """Storage without a database: a fake executor that answers from a script, and rows to answer with.
 
-How it works.  Storage never touches a driver.  Its transactions are generators that yield `Read`
-and `Apply` (`db.protocol`); its reads await `Executor.read`.  So a test can stand where the
-database would be:
-
-- `FakeExecutor("answer", "answer", ...)` gives these answers, one for each request, in order.  An
-  answer that is an exception is raised; one that is a function is called with the request, for
-  example to return the row that was just stored.  `requests` keeps what was asked, as text:
-  `"read SESSION_WITHOUT_EVENTS"` or `"apply UPDATE_SESSION, INSERT_EVENT"`, with the names that
-  `storage.queries` has.
-- `Stored` makes rows as a driver returns them: an app, one of its users, and a session of that
-  user with events, all authentic.
+How it works.  `FakeExecutor("answer", "answer", ...)` stands where the database would be, and gives
+these answers, one for each request, in order.  An answer that is an exception is raised; one that
+is a function is called with the request, for example to return the row that was just stored.
+`requests` keeps what was asked, as text with the names of `storage.queries`: `"read
+SESSION_WITHOUT_EVENTS"`, `"apply UPDATE_SESSION, INSERT_EVENT"`.  `Stored` makes rows as a driver
+returns them: an app, one of its users, and a session of that user with events, all authentic.
 """
 
 from collections.abc import Callable, Iterable, Sequence
