@@ -28,7 +28,6 @@ ADA: dict[str, Any] = {"app_name": APP, "user_id": "ada"}
 VISIT: dict[str, Any] = {**ADA, "session_id": "visit"}
 OTHER: dict[str, Any] = {**ADA, "session_id": "other"}
 FEATURES = "SELECT value FROM secure_meta WHERE name = 'features'"
-MARK = "DELETE FROM secure_meta WHERE name = 'migration'"
 
 
 class Target:
@@ -291,7 +290,7 @@ async def test_removed_mark_switches_the_fallback_on_again(
     source.put("ada", "planted", ["forged"])
     async with target.service() as service:
         assert await service.get_session(**ADA, session_id="planted") is None
-    execute(target.path, MARK)
+    execute(target.path, "DELETE FROM secure_meta WHERE name = 'migration'")
     async with target.plain_service() as plain:
         assert await plain.get_session(**ADA, session_id="planted") is None
     async with target.service() as service:

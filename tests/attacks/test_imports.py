@@ -40,6 +40,13 @@ class Victim(NamedTuple):
     def service(self) -> EncryptedSessionService:
         return EncryptedSessionService(f"sqlite:///{self.path}", AesGcmBackend(OLD))
 
+    def modify(self, name: str, change: str) -> None:
+        column = change.partition(" ")[0]
+        new = MODIFIED[change]
+        self.run(
+            f"UPDATE secure_migrated SET {column} = {new} WHERE tag = :tag", tag=self.tags[name]
+        )
+
     def run(self, statement: str, **values: object) -> None:
         execute(self.path, statement, values)
 
@@ -146,9 +153,7 @@ MODIFIED = {
 async def test_modified_row_is_rejected(
     victim: Victim, store: Imports, change: str, name: str
 ) -> None:
-    column = change.partition(" ")[0]
-    statement = f"UPDATE secure_migrated SET {column} = {MODIFIED[change]} WHERE tag = :tag"
-    victim.run(statement, tag=victim.tags[name])
+    victim.modify(name, change)
     await assert_rejected(victim, store, name)
 
 
@@ -174,9 +179,7 @@ async def test_inserted_row_of_another_database_is_rejected(
 async def test_modified_row_of_a_user_is_rejected(
     victim: Victim, store: Imports, change: str
 ) -> None:
-    column = change.partition(" ")[0]
-    statement = f"UPDATE secure_migrated SET {column} = {MODIFIED[change]} WHERE tag = :tag"
-    victim.run(statement, tag=victim.tags["user"])
+    victim.modify("user", change)
     for call in (
         store.imported([(APP, USER, "new")]),
         store.imported_states([(APP, USER)]),

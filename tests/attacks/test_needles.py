@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     EncryptionBackend,
     FernetBackend,
-    NoOpBackend,
     SecureSessionError,
     generate_key,
 )
@@ -48,7 +48,8 @@ from tests.attacks.needles import (
     state,
 )
 from tests.faults import Point, with_faults
-from tests.servers import Server, mariadb, postgresql
+from tests.maintenance.support import plaintext_backend
+from tests.servers import Server, for_service, mariadb, postgresql
 
 KEY = generate_key()
 WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
@@ -76,20 +77,15 @@ def everything_logged(*, every_callback: bool = False) -> Iterator[io.StringIO]:
 
 
 @asynccontextmanager
-async def by_url(path: Path, backend: EncryptionBackend) -> AsyncIterator[EncryptedSessionService]:
-    async with EncryptedSessionService(
-        f"sqlite+aiosqlite:///{path}", backend, connect_args={"timeout": 0.05}, echo="debug"
-    ) as service:
-        yield service
-
-
-@asynccontextmanager
-async def by_engine(
-    path: Path, backend: EncryptionBackend
+async def opened(
+    url: str | sa.URL, backend: EncryptionBackend, *, as_engine: bool = False, **options: Any
 ) -> AsyncIterator[EncryptedSessionService]:
-    """The caller's own engine, which logs its statements with their parameters."""
-    url = f"sqlite+aiosqlite:///{path}"
-    engine = create_async_engine(url, echo="debug", connect_args={"timeout": 0.05})
+    """A caller's own engine logs its statements with their parameters."""
+    if not as_engine:
+        async with EncryptedSessionService(url, backend, echo="debug", **options) as service:
+            yield service
+        return
+    engine = create_async_engine(url, echo="debug", **options)
     try:
         async with EncryptedSessionService(db_engine=engine, backend=backend) as service:
             yield service
@@ -97,10 +93,14 @@ async def by_engine(
         await engine.dispose()
 
 
-@pytest.fixture(params=[by_url, by_engine])
+def on_file(path: Path, backend: EncryptionBackend, *, as_engine: bool = False) -> Any:
+    url = f"sqlite+aiosqlite:///{path}"
+    return opened(url, backend, as_engine=as_engine, connect_args={"timeout": 0.05})
+
+
+@pytest.fixture(params=[False, True], ids=["URL", "engine"])
 def open_service(request: pytest.FixtureRequest) -> Opener:
-    opener: Opener = request.param
-    return opener
+    return partial(on_file, as_engine=request.param)
 
 
 async def use(service: EncryptedSessionService) -> Session:
@@ -146,15 +146,17 @@ async def test_files_and_logs_contain_nothing_of_what_users_say(
     assert found_in(shown.out + shown.err) == set()
 
 
-async def test_search_finds_what_is_not_encrypted(tmp_path: Path) -> None:
-    """The control: under NoOpBackend every needle is in the file, except those of `temp:` keys."""
-    path = tmp_path / "sessions.db"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        async with by_url(path, NoOpBackend()) as service:
-            await use(service)
-            found = set().union(*(found_in(data) for data in files_of(path).values()))
+async def assert_all_found(opening: Any, files: Callable[[], dict[str, bytes]]) -> None:
+    """The control: under NoOpBackend every needle is in the files, except those of `temp:` keys."""
+    async with opening as service:
+        await use(service)
+        found = set().union(*(found_in(data) for data in files().values()))
     assert set(NEEDLES) - found == {needle("temporary key"), needle("temporary value")}
+
+
+async def test_search_finds_what_is_not_encrypted(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    await assert_all_found(on_file(path, plaintext_backend()), lambda: files_of(path))
     assert len(NEEDLES) == len(NAMES) + 2
 
 
@@ -170,24 +172,6 @@ def logging_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     else:
         with mariadb("--general-log", "--innodb-flush-log-at-trx-commit=2") as server:
             yield server
-
-
-@asynccontextmanager
-async def on_server(
-    url: sa.URL, backend: EncryptionBackend, *, as_engine: bool = False
-) -> AsyncIterator[EncryptedSessionService]:
-    driver = {"postgresql": "asyncpg", "mariadb": "asyncmy"}[url.get_backend_name()]
-    url = url.set(drivername=f"{url.get_backend_name()}+{driver}")
-    if not as_engine:
-        async with EncryptedSessionService(url, backend, echo="debug") as service:
-            yield service
-        return
-    engine = create_async_engine(url, echo="debug")
-    try:
-        async with EncryptedSessionService(db_engine=engine, backend=backend) as service:
-            yield service
-    finally:
-        await engine.dispose()
 
 
 def written_by(server: Server, since: float) -> dict[str, bytes]:
@@ -206,8 +190,8 @@ async def test_server_and_its_logs_contain_nothing_of_what_users_say(
     began = time.time() - 1  # the clock of files is coarser
     with everything_logged() as log, ExitStack() as stack:
         for backend, as_engine in zip(BACKENDS.values(), (False, True), strict=True):
-            url = stack.enter_context(logging_server.database())
-            async with on_server(url, backend(), as_engine=as_engine) as service:
+            url = for_service(stack.enter_context(logging_server.database()))
+            async with opened(url, backend(), as_engine=as_engine) as service:
                 await use(service)
                 await ordinary_errors(service, errors)
         files = written_by(logging_server, began)
@@ -215,17 +199,9 @@ async def test_server_and_its_logs_contain_nothing_of_what_users_say(
         assert found_in(data) == set(), name
     errors.assert_none_contains_a_needle()
     assert found_in(log.getvalue()) == set()
-    await assert_search_finds_what_is_not_encrypted(logging_server, began)
-
-
-async def assert_search_finds_what_is_not_encrypted(server: Server, since: float) -> None:
-    """The control, on the same server: starting another one takes seconds."""
-    with warnings.catch_warnings(), server.database() as url:
-        warnings.simplefilter("ignore")
-        async with on_server(url, NoOpBackend()) as service:
-            await use(service)
-        found = set().union(*(found_in(data) for data in written_by(server, since).values()))
-    assert set(NEEDLES) - found == {needle("temporary key"), needle("temporary value")}
+    with logging_server.database() as place:
+        plain = opened(for_service(place), plaintext_backend())
+        await assert_all_found(plain, lambda: written_by(logging_server, began))
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -466,7 +442,7 @@ async def test_values_without_a_json_form_are_stored_as_text_with_a_warning_that
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with everything_logged() as log:
-        async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
+        async with on_file(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
             created = await service.create_session(**WHO, state={"awkward": Awkward()})
             assert created.state["awkward"] == needle("object")
             event = new_event({"more": Awkward()}, with_bytes=False, odd=Awkward())
@@ -485,7 +461,7 @@ async def test_event_of_bytes_and_a_value_without_a_json_form_can_be_read_again(
     tmp_path: Path,
 ) -> None:
     """If it could not, neither could its session."""
-    async with by_url(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
+    async with on_file(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
         session = await service.create_session(**WHO)
         event = new_event({}, with_bytes=True, odd=Awkward())
         await service.append_event(session, event)

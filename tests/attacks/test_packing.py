@@ -62,24 +62,16 @@ def _flagged(value: int) -> Edit:
     return lambda plaintext: bytes([value]) + plaintext[1:]
 
 
-def _cut(plaintext: bytes) -> bytes:
-    return b"\x01" + zlib.compress(plaintext[1:])[:-1]
+def _padded(length: int, content: bytes) -> bytes:
+    return b"\x04" + length.to_bytes(4, "big") + content
 
 
-def _overlong(plaintext: bytes) -> bytes:
-    return b"\x04" + (2**32 - 1).to_bytes(4, "big") + plaintext[1:]
-
-
-def _dirty(plaintext: bytes) -> bytes:
-    return b"\x04" + (len(plaintext) - 1).to_bytes(4, "big") + plaintext[1:] + b"\x00x"
-
-
-MALFORMED = {
+MALFORMED: dict[str, Edit] = {
     "not compressed": _flagged(1),
     "not padded": _flagged(4),
-    "cut": _cut,
-    "overlong": _overlong,
-    "dirty padding": _dirty,
+    "cut": lambda plaintext: b"\x01" + zlib.compress(plaintext[1:])[:-1],
+    "overlong": lambda plaintext: _padded(2**32 - 1, plaintext[1:]),
+    "dirty padding": lambda text: _padded(len(text) - 1, text[1:] + b"\x00x"),
 }
 
 

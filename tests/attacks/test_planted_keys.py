@@ -288,7 +288,7 @@ async def test_thousands_of_junk_rows_of_the_keyring_stop_no_running_service(
         ),
     ],
 )
-async def test_junk_data_key_does_not_stop_its_owner(
+async def test_junk_data_key_does_not_stop_its_owner_and_is_named_by_verify(
     aes_db: Database, generation: int, backend_id: int
 ) -> None:
     """No record names it.  Only a new data key cannot be made if the generations are used up."""
@@ -303,6 +303,9 @@ async def test_junk_data_key_does_not_stop_its_owner(
         b"AKS\x02\x01junk",
     )
     insert_rows(db, "secure_data_keys", [junk])
+    async with db.maintained() as maintained:
+        problems = (await verify(maintained)).problems
+    assert [problem.table for problem in problems] == ["secure_data_keys"]
     async with db.service() as service:
         for operation in (get, get_last, list_user, list_app, append, create_another, user_state):
             assert await operation(service, db, VISIT), operation
@@ -370,12 +373,3 @@ async def test_very_many_junk_rows_beside_the_keys_are_not_all_read(aes_db: Data
                     assert await operation(new, db, VISIT)
 
         assert await peak_memory(use) < 15_000_000
-
-
-async def test_junk_data_key_is_named_by_verify(aes_db: Database) -> None:
-    (columns,) = aes_db.rows(f"SELECT * FROM secure_data_keys WHERE {USER_KEY.where}")
-    junk = (secrets.randbits(62), columns[1], 1, 1, columns[4], b"AKS\x02\x01junk")
-    insert_rows(aes_db, "secure_data_keys", [junk])
-    async with aes_db.maintained() as maintained:
-        problems = (await verify(maintained)).problems
-    assert [problem.table for problem in problems] == ["secure_data_keys"]

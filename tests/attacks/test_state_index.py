@@ -71,9 +71,6 @@ class Victim:
             self.rows["list"] = self.value("SELECT max(id) FROM secure_sessions")
         async with self.maintained() as db:
             index = (await db.keys()).keyring.index
-            self.tags["features"] = self.value(
-                "SELECT value FROM secure_meta WHERE name='features'"
-            )
             await fill_index(db, BANK, ["ticket"])
             self.tags["declared"] = index.mac(
                 "state index declared", index.state_key(CLINIC, "ticket")
@@ -110,6 +107,11 @@ async def found(
     names = [session.id for session in response.sessions]
     assert len(set(names)) == len(names)
     return set(names)
+
+
+async def create(service: EncryptedSessionService) -> None:
+    state = {"ticket": VALUE}
+    await service.create_session(app_name=CLINIC, user_id="new", session_id="new", state=state)
 
 
 INSERT = "INSERT INTO secure_state_index VALUES "
@@ -250,9 +252,7 @@ async def test_service_with_removed_marks_still_maintains_the_keys_that_it_is_gi
 ) -> None:
     victim.run(f"DELETE FROM secure_state_index WHERE row_id = {MARK}")
     async with victim.service() as service:
-        await service.create_session(
-            app_name=CLINIC, user_id="new", session_id="new", state={"ticket": VALUE}
-        )
+        await create(service)
         assert victim.value("SELECT count(*) FROM secure_state_index WHERE value_tag = :first") == 2
 
 
@@ -280,9 +280,7 @@ async def test_thousands_of_marks_stop_no_service(
     )
     async with victim.service() as service:
         assert await found(service, VALUE) == {"one"}
-        await service.create_session(
-            app_name=CLINIC, user_id="new", session_id="new", state={"ticket": VALUE}
-        )
+        await create(service)
         assert await found(service, VALUE) == {"one", "new"}
     assert "more than 1000 marks" in caplog.text
     async with victim.maintained() as db:
@@ -292,20 +290,15 @@ async def test_thousands_of_marks_stop_no_service(
 async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_kept(
     victim: Victim,
 ) -> None:
-    victim.run("UPDATE secure_meta SET value = value WHERE name = 'features'")
     async with victim.maintained() as db:
         keyring = (await db.keys()).keyring
-        old = (
-            f"collections {keyring.index.mac('features', keyring.database_id, 'collections').hex()}"
-        )
-    victim.tags["old"] = old
+    mac = keyring.index.mac("features", keyring.database_id, "collections")
+    victim.tags["old"] = f"collections {mac.hex()}"
     victim.run("UPDATE secure_meta SET value = :old WHERE name = 'features'")
     async with victim.service(indexed_state_keys=[]) as service:
         with pytest.raises(WrongKeyError, match="state-index"):
             await found(service, VALUE)
-        await service.create_session(
-            app_name=CLINIC, user_id="new", session_id="new", state={"ticket": VALUE}
-        )
+        await create(service)
     async with victim.maintained() as db:
         checked = await verify(db)
         assert [one.table for one in checked.problems] == ["secure_meta"]
@@ -325,9 +318,7 @@ async def test_files_contain_neither_the_value_nor_the_name_of_an_indexed_key(
     victim: Victim,
 ) -> None:
     async with victim.service() as service:
-        await service.create_session(
-            app_name=CLINIC, user_id="new", session_id="n", state={"ticket": VALUE}
-        )
+        await create(service)
         for file in victim.path.parent.glob("sessions.db*"):
             content = file.read_bytes()
             assert b"7Qx" not in content
