@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -78,28 +79,23 @@ OF_DEVELOPMENT = {"freeze_release.py", "make_screenshot.py", "make_sql.py", "mak
 def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A new directory, no settings of this machine, and a proxy that does not answer."""
     monkeypatch.chdir(tmp_path)
-    kept = dict(os.environ)
-    for name in ("GOOGLE_API_KEY", "GEMINI_API_KEY", "DATABASE_URL", "SESSION_KEY"):
-        os.environ.pop(name, None)
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
-        os.environ.pop(name.lower(), None)
-        os.environ[name] = "" if name == "NO_PROXY" else "http://127.0.0.1:9"
-    yield
-    os.environ.clear()
-    os.environ.update(kept)
+    with mock.patch.dict(os.environ):
+        for name in ("GOOGLE_API_KEY", "GEMINI_API_KEY", "DATABASE_URL", "SESSION_KEY"):
+            os.environ.pop(name, None)
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+            os.environ.pop(name.lower(), None)
+            os.environ[name] = "" if name == "NO_PROXY" else "http://127.0.0.1:9"
+        yield
 
 
 def run(name: str, *arguments: str) -> object:
     """Run a program in this process, where google-adk is imported already; return its status."""
     path = str(EXAMPLES / name)
-    before = sys.argv
-    sys.argv = [path, *arguments]
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        return end.code or 0
-    finally:
-        sys.argv = before
+    with mock.patch.object(sys, "argv", [path, *arguments]):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            return end.code or 0
     return 0
 
 

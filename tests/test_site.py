@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from html.parser import HTMLParser
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -72,17 +73,6 @@ def is_elsewhere(url: str) -> bool:
     return urlsplit(url).scheme not in ("", "data") or url.startswith("//")
 
 
-class Warnings(logging.Handler):
-    """Collects messages."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make site` builds it; a warning is a failure."""
@@ -90,7 +80,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mkdocs.config import load_config
 
     directory = tmp_path_factory.mktemp("site")
-    handler = Warnings(logging.WARNING)
+    handler = MemoryHandler(1000, flushOnClose=False)
+    handler.setLevel(logging.WARNING)
     logger = logging.getLogger("mkdocs")
     logger.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +94,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         finally:
             config.plugins.on_shutdown()
             logger.removeHandler(handler)
-    assert handler.messages == []
+    assert [record.getMessage() for record in handler.buffer] == []
     return directory
 
 

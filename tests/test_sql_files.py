@@ -23,7 +23,7 @@ def test_sql_files_match_the_tables() -> None:
     assert make_sql.main(["--check"]) == 0
 
 
-async def use(url: str | sa.URL, key_db_url: str | sa.URL | None = None) -> None:
+async def use(url: sa.URL, key_db_url: sa.URL | None = None) -> None:
     async with EncryptedSessionService(
         url, AesGcmBackend(KEY), key_db_url=key_db_url, create_tables=False
     ) as service:
@@ -67,9 +67,7 @@ async def record_one(url: sa.URL) -> None:
 FEATURES = {"migration": import_one, "audit": record_one, "state-index": index_one}
 
 
-async def assert_tables_are_missing(
-    url: str | sa.URL, key_db_url: str | sa.URL | None = None
-) -> None:
+async def assert_tables_are_missing(url: sa.URL, key_db_url: sa.URL | None = None) -> None:
     async with EncryptedSessionService(
         url, AesGcmBackend(KEY), key_db_url=key_db_url, create_tables=False
     ) as service:
@@ -78,19 +76,14 @@ async def assert_tables_are_missing(
 
 
 async def test_service_works_on_tables_made_by_the_file_for_sqlite(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/s.db"
+    url = sa.make_url(f"sqlite:///{tmp_path}/s.db")
     await assert_tables_are_missing(url)
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        assert not sa.inspect(connection).get_table_names()
-        for statement in make_sql.statements("sqlite"):
-            connection.exec_driver_sql(statement)
-    engine.dispose()
+    run_file(url, "sqlite")
     await use(url)
     with pytest.raises(ConfigurationError, match=r"docs/sql/sqlite-state-index\.sql"):
-        await index_one(sa.make_url(url))
-    run_file(sa.make_url(url), "sqlite-state-index")
-    await index_one(sa.make_url(url))
+        await index_one(url)
+    run_file(url, "sqlite-state-index")
+    await index_one(url)
 
 
 def run_file(url: sa.URL, file: str) -> None:

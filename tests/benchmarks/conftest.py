@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from tests.benchmarks.deployments import LOCAL, REMOTE, Deployment, Deployments
 from tests.benchmarks.machine import machine, versions
-from tests.benchmarks.many_users import DatabasesByUsersCache
+from tests.benchmarks.many_users import DatabasesByUsers
 from tests.benchmarks.results import Results, changes
 
 _RESULTS = pytest.StashKey[Results]()
@@ -55,5 +55,5 @@ async def deployment(request: pytest.FixtureRequest, deployments: Deployments) -
 
 
 @pytest.fixture(scope="session")
-def databases_by_users() -> DatabasesByUsersCache:
-    return DatabasesByUsersCache()
+def databases_by_users() -> DatabasesByUsers:
+    return DatabasesByUsers()

@@ -12,6 +12,8 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -81,15 +83,13 @@ class NewEvent(NamedTuple):
     event: bytes
 
 
+@dataclass(slots=True)
 class _KnownSession:
     """Cached values of a session that this process created."""
 
-    __slots__ = ("overlay", "revision", "row")
-
-    def __init__(self, row: int, overlay: dict[str, Any]) -> None:
-        self.row = row
-        self.revision = 0
-        self.overlay = overlay
+    row: int
+    overlay: dict[str, Any]
+    revision: int = 0
 
 
 class Floor(BaseSessionService):
@@ -147,7 +147,7 @@ class Floor(BaseSessionService):
                 base = from_json(self._decrypt(row[4]))
         if updated is None:
             return None
-        history.sort(key=_seq)  # costs little: the rows arrive in this order
+        history.sort(key=itemgetter(1))  # costs little: the rows arrive in this order
         decode = Event.model_validate_json
         events = [decode(self._decrypt(row[4])) for row in history]
         return _session(app_name, user_id, session_id, base | own, updated, events)
@@ -224,11 +224,6 @@ class Floor(BaseSessionService):
     @abstractmethod
     async def close(self) -> None:
         """Close the connections."""
-
-
-def _seq(row: Row) -> int:
-    seq: int = row[1]
-    return seq
 
 
 def _tags(app_name: str, user_id: str, session_id: str) -> tuple[bytes, bytes, bytes]:

@@ -8,10 +8,10 @@ from google.adk.sessions import BaseSessionService
 from google.adk.sessions.base_session_service import GetSessionConfig
 
 from tests.benchmarks.budgets import GROWTH
-from tests.benchmarks.databases import ADK, OURS
+from tests.benchmarks.databases import ADK, OURS, opened
 from tests.benchmarks.deployments import LOCAL, Deployment
 from tests.benchmarks.harness import Operation, Timings, interleave
-from tests.benchmarks.many_users import DatabasesByUsersCache
+from tests.benchmarks.many_users import DatabasesByUsers
 from tests.benchmarks.plan import EVENTS, FEW_USERS, MANY_USERS
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event, state
@@ -66,9 +66,8 @@ async def test_session_grows(deployment: Deployment, results: Results, side: str
 
 
 async def test_database_grows(
-    deployment: Deployment, results: Results, side: str, databases_by_users: DatabasesByUsersCache
+    deployment: Deployment, results: Results, side: str, databases_by_users: DatabasesByUsers
 ) -> None:
-    databases = await databases_by_users.get(deployment)
     goal = GROWTH if side == OURS else None
     initial = state(100)
 
@@ -87,7 +86,9 @@ async def test_database_grows(
 
     async with AsyncExitStack() as stack:
         services = {
-            f"{users:,} sessions": await stack.enter_async_context(databases.open(users, side))
+            f"{users:,} sessions": await stack.enter_async_context(
+                opened(side, await databases_by_users.url(deployment, users, side))
+            )
             for users in (FEW_USERS, MANY_USERS)
         }
         for name, prepare in (("create", creating), ("append", appending), ("get", getting)):

@@ -2,11 +2,7 @@
 
 import pytest
 
-from tests.benchmarks.harness import (
-    MIN_ROUNDS,
-    interleave,
-    side_order,
-)
+from tests.benchmarks.harness import MIN_ROUNDS, interleave, side_order
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -5,6 +5,7 @@ import itertools
 import os
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, StaticKey
 from tests.benchmarks.budgets import KEY_SERVICE_CALLS
-from tests.benchmarks.databases import Databases
+from tests.benchmarks.databases import OURS, Databases, opened
 from tests.benchmarks.deployments import LOCAL, SQLITE, Deployment
 from tests.benchmarks.harness import interleave
-from tests.benchmarks.many_users import DatabasesByUsersCache
+from tests.benchmarks.many_users import DatabasesByUsers
 from tests.benchmarks.plan import FEW_USERS, KEY_OPERATIONS, KEY_SERVICE_DELAY, MANY_USERS
 from tests.benchmarks.results import Figure, Results
 from tests.benchmarks.workload import APP, event
@@ -47,23 +48,22 @@ class SlowKeyService:
 
 @pytest.mark.parametrize("deployment", LOCAL, indirect=True)
 async def test_start(
-    deployment: Deployment, results: Results, databases_by_users: DatabasesByUsersCache
+    deployment: Deployment, results: Results, databases_by_users: DatabasesByUsers
 ) -> None:
     """Start a service on a database with that many users, and read one session."""
-    databases = await databases_by_users.get(deployment)
+    counts = (FEW_USERS, MANY_USERS)
+    urls = {users: await databases_by_users.url(deployment, users) for users in counts}
     numbers = itertools.count()
 
     async def start(users: int) -> None:
         number = next(numbers) % FEW_USERS
-        async with databases.open(users) as service:
+        async with opened(OURS, urls[users]) as service:
             session = await service.get_session(
                 app_name=APP, user_id=f"user-{number}", session_id="only"
             )
             assert session is not None
 
-    sides = {
-        f"{count:,} users": (lambda count=count: start(count)) for count in (FEW_USERS, MANY_USERS)
-    }
+    sides = {f"{count:,} users": partial(start, count) for count in counts}
     timings = await interleave(sides, 5)
     for side, values in timings.items():
         results.add(f"{deployment.name}/keys/start, {side}", Figure.of(values, "s"))
