@@ -119,27 +119,34 @@ async def fill(
     return appended, errors
 
 
-async def test_full_disk_loses_nothing_and_the_service_works_when_it_has_space_again(
-    small_disk: SmallDisk, record: Record
+async def use_full_disk(
+    disk: SmallDisk, url: str, record: Record, database: str, code: str
 ) -> None:
-    path = small_disk.directory / "sessions.db"
-    async with open_service(path) as service:
+    """Fill it, read what was stored, free space and go on."""
+    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
         session = await create(service)
         appended, errors = await fill(service, session)
         assert len(appended) > 20
-        assert {(error.code, error.retryable) for error in errors} == {("SQLITE_FULL", True)}
+        assert {(error.code, error.retryable) for error in errors} == {(code, True)}
         stored = await reload(service, session)  # reading needs no space
         assert [one.id for one in stored.events] == appended
         assert stored == session
-        small_disk.free()
+        disk.free()
         freed = time.monotonic()
         await service.append_event(session, event("goes on", delta={"user:k": 1}))
         pause = time.monotonic() - freed
         assert await reload(service, session) == session
-    await assert_whole(f"sqlite:///{path}", 1)
+    await assert_whole(url, 1)
     record.fault(
-        "full disk/sqlite", times=1, acknowledged=len(appended) + 2, errors=errors, pause=pause
+        f"full disk/{database}", times=1, acknowledged=len(appended) + 2, errors=errors, pause=pause
     )
+
+
+async def test_full_disk_loses_nothing_and_the_service_works_when_it_has_space_again(
+    small_disk: SmallDisk, record: Record
+) -> None:
+    url = f"sqlite:///{small_disk.directory}/sessions.db"
+    await use_full_disk(small_disk, url, record, "sqlite", "SQLITE_FULL")
 
 
 async def test_full_disk_of_postgresql_loses_nothing(
@@ -156,17 +163,8 @@ async def test_full_disk_of_postgresql_loses_nothing(
         )
         admin.exec_driver_sql(f"ALTER ROLE {url.username} SET default_tablespace = 'small'")
         by_asyncpg = url.set(drivername="postgresql+asyncpg")
-        async with EncryptedSessionService(by_asyncpg, AesGcmBackend(KEY)) as service:
-            session = await create(service)
-            appended, errors = await fill(service, session)
-            assert {(error.code, error.retryable) for error in errors} == {("53100", True)}
-            assert [one.id for one in (await reload(service, session)).events] == appended
-            small_disk.free()
-            freed = time.monotonic()
-            await service.append_event(session, event("goes on", delta={"user:k": 1}))
-            pause = time.monotonic() - freed
-            assert await reload(service, session) == session
-        await assert_whole(by_asyncpg.render_as_string(hide_password=False), 1)
+        shown = by_asyncpg.render_as_string(hide_password=False)
+        await use_full_disk(small_disk, shown, record, "postgresql", "53100")
         # The directory goes before the tablespace can, which must be empty.
         tables = [
             row[0]
@@ -178,9 +176,6 @@ async def test_full_disk_of_postgresql_loses_nothing(
         for table in tables:
             admin.exec_driver_sql(f"DROP TABLE {url.username}.{table} CASCADE")
         admin.exec_driver_sql("DROP TABLESPACE small")
-    record.fault(
-        "full disk/postgresql", times=1, acknowledged=len(appended) + 2, errors=errors, pause=pause
-    )
 
 
 # --- deleted and replaced ------------------------------------------------------------------------

@@ -219,15 +219,26 @@ def test_survey_sees_whether_anything_is_stored(database: InMemory, table: str) 
     assert database.survey().is_used
 
 
-def test_survey_made_while_another_process_makes_tables_is_repeated(tmp_path: Path) -> None:
+MARK_ROWS = [{"name": name, "value": value} for name, value in MARKS.items()]
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[list[sa.Engine]]:
+    """Of two processes on one file."""
+    both = [sa.create_engine(f"sqlite:///{tmp_path}/s.db") for _ in range(2)]
+    yield both
+    for one in both:
+        one.dispose()
+
+
+def test_survey_made_while_another_process_makes_tables_is_repeated(
+    engines: list[sa.Engine],
+) -> None:
     """Else it would see our marks and miss the tables that were made after it asked for names."""
-    engine = sa.create_engine(f"sqlite:///{tmp_path}/s.db")
+    engine, another = engines
     schema.metadata.create_all(engine, tables=[schema.meta])
     with engine.begin() as connection:
-        rows = [{"name": name, "value": value} for name, value in MARKS.items()]
-        connection.execute(sa.insert(schema.meta), rows)
-
-    another = sa.create_engine(engine.url)
+        connection.execute(sa.insert(schema.meta), MARK_ROWS)
 
     @sa.event.listens_for(engine, "before_cursor_execute")
     def make_tables(connection: sa.Connection, cursor: object, statement: str, *_: object) -> None:
@@ -236,18 +247,15 @@ def test_survey_made_while_another_process_makes_tables_is_repeated(tmp_path: Pa
 
     with engine.connect() as connection:
         assert look(connection).missing_tables == frozenset()
-    engine.dispose()
-    another.dispose()
 
 
 def test_survey_made_while_another_process_creates_the_database_is_repeated(
-    tmp_path: Path,
+    engines: list[sa.Engine],
 ) -> None:
     """Else it would see the keyring without the marks, which looks as if they were removed."""
-    engine = sa.create_engine(f"sqlite:///{tmp_path}/s.db")
+    engine, another = engines
     schema.metadata.create_all(engine)
-    another = sa.create_engine(engine.url)
-    rows = [{"name": name, "value": value} for name, value in MARKS.items()]
+    rows = [*MARK_ROWS]
 
     @sa.event.listens_for(engine, "before_cursor_execute")
     def create(connection: sa.Connection, cursor: object, statement: str, *_: object) -> None:
@@ -260,8 +268,6 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
     with engine.connect() as connection:
         found = look(connection)
     assert (found.meta, found.keyring) == (MARKS, [MASTER])
-    engine.dispose()
-    another.dispose()
 
 
 # --- making --------------------------------------------------------------------------------------

@@ -185,14 +185,6 @@ async def test_endless_conflicts_end_in_an_error_that_may_be_retried(pauses: lis
     assert raised.value.retryable
 
 
-async def test_conflicts_and_lost_connections_are_counted_apart(pauses: list[float]) -> None:
-    retries = Retries(writes=False)
-    for _ in range(39):
-        await retries.wait(Conflict())
-    await retries.wait(LOST)
-    assert len(pauses) == 40
-
-
 # --- attempts ------------------------------------------------------------------------------------
 
 
@@ -206,19 +198,15 @@ async def test_attempt_that_met_a_changed_row_or_lost_its_connection_is_repeated
     assert len(pauses) == 1
 
 
-async def test_only_the_first_attempt_may_trust_what_the_process_remembers(
+async def test_attempts_trust_no_cache_from_the_second_on_and_lock_rows_after_three_conflicts(
     pauses: list[float],
 ) -> None:
-    operation = Scripted(Conflict(), Conflict(), "done")
-    await unit_of(one_database()[0]).run(operation)
-    assert [attempt.is_first for attempt in operation.attempts] == [True, False, False]
-
-
-async def test_attempts_lock_their_rows_after_three_conflicts(pauses: list[float]) -> None:
+    """A lost connection, of which a read may meet one, is no conflict."""
     operation = Scripted(Conflict(), LOST, UniqueViolation(), Conflict(), Conflict(), "done")
     await unit_of(one_database()[0]).run(operation)
     locks = [attempt.locks_rows for attempt in operation.attempts]
     assert locks == [False, False, False, False, True, True]
+    assert [attempt.is_first for attempt in operation.attempts] == [True] + [False] * 5
 
 
 async def test_error_of_the_operation_is_not_repeated(pauses: list[float]) -> None:
@@ -489,6 +477,12 @@ async def filled_unit(
     return unit
 
 
+async def cache_of(unit: UnitOfWork) -> weakref.ref[object]:
+    reading = Scripted("done")
+    await unit.run(reading)
+    return weakref.ref(reading.attempts[0].cache)
+
+
 READ_WITH_KEYS = "read SESSION_WITH_ALL_EVENTS with keys"
 
 
@@ -509,11 +503,8 @@ async def test_caches_are_emptied_after_their_time_although_no_operation_follows
     executors, _ = one_database(*[stored.rows(keys=True)] * 3)
     unit = await filled_unit(executors, KeyringReads(), 0.05)
     for _ in range(2):  # the timer is started again
-        reading = Scripted("done")
-        await unit.run(reading)
+        rows = await cache_of(unit)
         await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
-        rows = weakref.ref(reading.attempts[0].cache)
-        del reading
         await asyncio.sleep(0.1)
         gc.collect()
         assert rows() is None
@@ -532,10 +523,7 @@ async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
     ended = await asyncio.to_thread(lambda: asyncio.run(first()))
     gc.collect()
     assert ended() is None, "a timer keeps its loop"
-    reading = Scripted("done")
-    await units[0].run(reading)
-    rows = weakref.ref(reading.attempts[0].cache)
-    del reading
+    rows = await cache_of(units[0])
     await asyncio.sleep(0.4)
     gc.collect()
     assert rows() is None
