@@ -10,11 +10,13 @@ a control finds every needle under `NoOpBackend`.
 """
 
 import base64
+import copy
 import io
 import json
 import logging
+import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,12 @@ LOGGERS = [
     "google_adk",
     "google.adk",
 ]
+COPIES: dict[str, Callable[[Any], object]] = {
+    "pickle": pickle.dumps,
+    "oldest pickle": lambda one: pickle.dumps(one, 0),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
 APP = "app-name-as-plaintext"  # not secret: finding it shows that the search works
 
 

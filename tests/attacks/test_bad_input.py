@@ -101,17 +101,7 @@ async def test_new_read_only_database_is_rejected(tmp_path: Path) -> None:
 
 async def assert_left_alone(path: Path, match: str) -> None:
     before = path.read_bytes(), dump(path)
-    url = f"sqlite+aiosqlite:///{path}"
-    async with service(url) as one:
-        with pytest.raises(ConfigurationError, match=match):
-            await one.prepare_tables()
-        with pytest.raises(ConfigurationError, match=match):
-            await one.create_session(app_name="app", user_id="user")
-    engine = create_async_engine(url)
-    async with EncryptedSessionService(db_engine=engine, backend=AesGcmBackend(KEY)) as one:
-        with pytest.raises(ConfigurationError, match=match):
-            await one.get_session(app_name="app", user_id="user", session_id="session")
-    await engine.dispose()
+    await assert_unusable(path, match)
     assert (path.read_bytes(), dump(path)) == before
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import copy
 import json
 import pickle
 import secrets
@@ -35,7 +34,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from tests.attacks.needles import all_of, forms_of, locals_of
+from tests.attacks.needles import COPIES, all_of, forms_of, locals_of
 
 KEY = secrets.token_bytes(32)
 TEXT = base64.urlsafe_b64encode(KEY).decode()
@@ -117,14 +116,6 @@ def shown_by(thing: object, seen: set[int]) -> list[str]:
     for one in inside:
         texts += shown_by(one, seen)
     return texts
-
-
-COPIES: dict[str, Callable[[Any], object]] = {
-    "pickle": pickle.dumps,
-    "oldest pickle": lambda holder: pickle.dumps(holder, protocol=0),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-}
 
 
 def test_holder_of_a_key_cannot_be_pickled_or_copied(holders: dict[str, Any]) -> None:

@@ -8,12 +8,10 @@ keys that are made, and looks into all objects of this package that are alive.
 """
 
 import asyncio
-import copy
 import gc
 import importlib
 import inspect
 import os
-import pickle
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -46,7 +44,7 @@ from adk_secure_sessions.crypto.package_1x import Package1xKeys
 from adk_secure_sessions.maintenance import Database, rotate_master, verify
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.tracebacks import hides_locals, is_hidden
-from tests.attacks.needles import locals_of
+from tests.attacks.needles import COPIES, locals_of
 from tests.pages import public_names
 
 API = Path(__file__).parent.parent.parent / "docs" / "api.md"
@@ -227,14 +225,6 @@ def values_of(one: Any) -> Iterator[object]:
             yield from value.values()
         elif isinstance(value, list | tuple | set | frozenset):
             yield from value
-
-
-COPIES: dict[str, Callable[[Any], object]] = {
-    "pickle": pickle.dumps,
-    "oldest pickle": lambda one: pickle.dumps(one, 0),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-}
 
 
 def assert_kept(one: object) -> None:

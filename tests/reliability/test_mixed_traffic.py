@@ -96,17 +96,8 @@ def maintain(say: Say, url: str, directory: str, pause: float) -> None:
     async def main() -> None:
         async with open_service(url) as service:
             maintenance = Maintenance(url, service, done)
-            await asyncio.gather(
-                *(
-                    repeat(work)
-                    for work in (
-                        maintenance.rotate,
-                        maintenance.purge,
-                        maintenance.erase,
-                        maintenance.migrate,
-                    )
-                )
-            )
+            works = (maintenance.rotate, maintenance.purge, maintenance.erase, maintenance.migrate)
+            await asyncio.gather(*map(repeat, works))
         say(dict(done))
 
     asyncio.run(main())
