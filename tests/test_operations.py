@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sqlite3
 import subprocess
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,8 @@ async def test_backup_made_while_a_service_writes_is_intact(tmp_path: Path, how:
             for _ in range(20):
                 await append(service)
 
-        def copy() -> None:
-            if how == "VACUUM INTO":
-                vacuumed(source, target)
-                return
-            replace_by(source, target)
-
-        await asyncio.gather(write(), asyncio.to_thread(copy))
+        copy: Callable[[Path, Path], object] = vacuumed if how == "VACUUM INTO" else replace_by
+        await asyncio.gather(write(), asyncio.to_thread(copy, source, target))
     found = await verified(f"sqlite:///{target}")
     assert found.bad == found.unchecked == 0
     assert found.sessions == 1

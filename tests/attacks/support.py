@@ -241,77 +241,71 @@ def dump(path: Path) -> Dump:
 
 # --- what an application does --------------------------------------------------------------------
 
-Operation = Callable[[EncryptedSessionService, Database, SessionIds], Awaitable[object]]
+Service = EncryptedSessionService
+Operation = Callable[[Service, Database, SessionIds], Awaitable[object]]
 
 
-async def get(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def get(service: Service, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict())
 
 
-async def get_last(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def get_last(service: Service, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict(), config=GetSessionConfig(num_recent_events=1))
 
 
-async def get_last_three(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def get_last_three(service: Service, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict(), config=GetSessionConfig(num_recent_events=3))
 
 
-async def get_no_events(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def get_no_events(service: Service, db: Database, who: SessionIds) -> object:
     return await service.get_session(**who._asdict(), config=GetSessionConfig(num_recent_events=0))
 
 
-async def get_after(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def get_after(service: Service, db: Database, who: SessionIds) -> object:
     """Events from a time on that is after the last: those left out must be authentic, too."""
-    return await service.get_session(
-        **who._asdict(), config=GetSessionConfig(after_timestamp=START + 1000)
-    )
+    config = GetSessionConfig(after_timestamp=START + 1000)
+    return await service.get_session(**who._asdict(), config=config)
 
 
-async def page_oldest(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def page_oldest(service: Service, db: Database, who: SessionIds) -> object:
     return [one async for one in service.iterate_events(**who._asdict(), page_size=2)]
 
 
-async def page_newest(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def page_newest(service: Service, db: Database, who: SessionIds) -> object:
     names = who._asdict()
     return [one async for one in service.iterate_events(**names, page_size=2, order="newest")]
 
 
-async def list_user(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def list_user(service: Service, db: Database, who: SessionIds) -> object:
     return await service.list_sessions(app_name=who.app_name, user_id=who.user_id)
 
 
-async def list_app(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def list_app(service: Service, db: Database, who: SessionIds) -> object:
     return await service.list_sessions(app_name=who.app_name)
 
 
-async def user_state(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def user_state(service: Service, db: Database, who: SessionIds) -> object:
     return await service.get_user_state(app_name=who.app_name, user_id=who.user_id)
 
 
-async def append(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def append(service: Service, db: Database, who: SessionIds) -> object:
     return await append_delta(service, db.session(who), {"step": 100})
 
 
-async def append_user_state(
-    service: EncryptedSessionService, db: Database, who: SessionIds
-) -> object:
+async def append_user_state(service: Service, db: Database, who: SessionIds) -> object:
     return await append_delta(service, db.session(who), {"user:step": 100})
 
 
-async def append_app_state(
-    service: EncryptedSessionService, db: Database, who: SessionIds
-) -> object:
+async def append_app_state(service: Service, db: Database, who: SessionIds) -> object:
     return await append_delta(service, db.session(who), {"app:step": 100})
 
 
-async def append_large(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def append_large(service: Service, db: Database, who: SessionIds) -> object:
     """Change so much state that a new snapshot is written."""
     return await append_delta(service, db.session(who), {"most": "z" * 9000})
 
 
-async def append_delta(
-    service: EncryptedSessionService, session: Session, delta: dict[str, Any]
-) -> object:
+async def append_delta(service: Service, session: Session, delta: dict[str, Any]) -> object:
     before = session.model_copy(deep=True)
     try:
         return await service.append_event(session, new_event(100, delta))
@@ -320,16 +314,16 @@ async def append_delta(
         raise
 
 
-async def delete(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def delete(service: Service, db: Database, who: SessionIds) -> object:
     await service.delete_session(**who._asdict())
     return "deleted"
 
 
-async def create_again(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def create_again(service: Service, db: Database, who: SessionIds) -> object:
     return await service.create_session(**who._asdict(), state={"user:a": 1, "app:a": 1})
 
 
-async def create_another(service: EncryptedSessionService, db: Database, who: SessionIds) -> object:
+async def create_another(service: Service, db: Database, who: SessionIds) -> object:
     return await service.create_session(app_name=who.app_name, user_id=who.user_id)
 
 
@@ -353,9 +347,7 @@ def only(*operations: Operation) -> Impact:
 HISTORY = Impact((get, get_after, *PAGES), (NOTES, BOB, CAROL))
 SESSION = Impact((*_READS, *PAGES, *_APPENDS, delete, create_again), (NOTES, BOB, CAROL))
 # Pages of events have no state, so they read no snapshot.
-SNAPSHOT = SESSION._replace(
-    rejected=tuple(one for one in SESSION.rejected if one not in PAGES),
-)
+SNAPSHOT = SESSION._replace(rejected=tuple(one for one in SESSION.rejected if one not in PAGES))
 # A listing relies on the session's own record alone; docs/format.md, "What a reader must check".
 SESSION_BY_ID = SESSION._replace(
     rejected=tuple(one for one in SESSION.rejected if one not in (list_user, list_app))

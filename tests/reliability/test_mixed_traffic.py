@@ -47,7 +47,7 @@ PROCESSES, TASKS = 2, 3
 MEBIBYTE = 1 << 20
 # From the end of the first quarter on, the memory of a process may grow by so much.
 MAX_GROWTH = 8 * MEBIBYTE
-MAX_MORE_FILES = 4
+MAX_MORE_FILES = 9  # three for each thread that begins late, as on a busy machine
 Say = Callable[[object], None]
 
 

@@ -610,13 +610,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
         rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")},
     )
     keyrings = KeyringReads(first, waiting, keyring(pending=True), last)
-    unit = UnitOfWork(
-        one_database()[0],
-        backends(),
-        keyrings,
-        cache=CACHES,
-        keyring_pause=0.1,
-    )
+    unit = UnitOfWork(one_database()[0], backends(), keyrings, cache=CACHES, keyring_pause=0.1)
     await unit.run(Scripted(StaleKeyring(), "done"))
     assert (await unit.keys()).keyring is waiting
     stored = [*marks(first), MasterMark(77, 0, b"")]
