@@ -18,7 +18,6 @@ from adk_secure_sessions.migration.source_walk import (
     Finding,
     Findings,
     Fingerprints,
-    Pair,
     SessionPair,
     StatePair,
     Walk,
@@ -149,29 +148,27 @@ class ComparisonRun:
         return done
 
     async def _compare(self, pair: SessionPair) -> None:
+        reason = await self._reason(pair)
+        if reason and not isinstance(pair.content, Unreadable):
+            # A service or another run may have written meanwhile: compare once more.
+            again = await self.walk.read_again(pair)
+            if again is None:
+                return
+            pair, reason = again, await self._reason(again)
         self._done.sessions += 1
-        if isinstance(pair.content, Unreadable):
-            self._report_bad(pair, pair.content.reason)
+        if isinstance(pair.content, SessionContent):
+            self._done.events += len(pair.content.events)
         else:
-            reason = await self._reason(pair)
-            if reason:
-                # A service or another run may have written meanwhile: compare once more.
-                again = await self.walk.read_again(pair)
-                if again is None:
-                    self._done.sessions -= 1
-                    return
-                pair, reason = again, await self._reason(again)
-            if not reason:
-                # A session that was deleted in the target has no copy that could be equal.
-                self._done.equal += pair.status is not ImportStatus.DELETED
-            elif reason == _MISSING:
-                self._done.missing += 1
-            else:
-                self._done.different += 1
-            if reason:
-                self._findings.add(pair.tag, reason, *pair.ids)
-        events = pair.content.events if isinstance(pair.content, SessionContent) else ()
-        self._done.events += len(events)
+            self._done.bad += 1
+        if not reason:
+            # A session that was deleted in the target has no copy that could be equal.
+            self._done.equal += pair.status is not ImportStatus.DELETED
+        elif reason == _MISSING:
+            self._done.missing += 1
+        elif isinstance(pair.content, SessionContent):
+            self._done.different += 1
+        if reason:
+            self._findings.add(pair.tag, reason, *pair.ids)
         await self._meter.advance()
 
     async def _reason(self, pair: SessionPair) -> str:
@@ -199,19 +196,19 @@ class ComparisonRun:
 
     async def _compare_state(self, pair: StatePair) -> None:
         self._done.states += 1
-        if isinstance(pair.content, Unreadable):
-            self._report_bad(pair, pair.content.reason)
+        content = pair.content
+        if isinstance(content, Unreadable):
+            self._done.bad += 1
+            self._findings.add(pair.tag, content.reason, *pair.ids)
             return
-        assert pair.content is not None
-        reason = await self._state_reason(pair, pair.content)
-        if reason:
-            again = await self.walk.state_read_again(pair)
-            reason = await self._state_reason(again, pair.content)
+        assert content is not None
+        if reason := await self._state_reason(pair, content):
+            reason = await self._state_reason(await self.walk.state_read_again(pair), content)
         if reason:
             self._done.different += 1
             self._findings.add(pair.tag, reason, *pair.ids)
         else:
-            self.equal_states.add(packed(*pair.ids) + pair.content)
+            self.equal_states.add(packed(*pair.ids) + content)
 
     async def _state_reason(self, pair: StatePair, state: bytes) -> str:
         """Return why *state* is not equal; empty if it is, or was changed later in the target."""
@@ -223,10 +220,6 @@ class ComparisonRun:
         ):
             return ""
         return _STATES[pair.status]
-
-    def _report_bad(self, pair: Pair[Any], reason: str) -> None:
-        self._done.bad += 1
-        self._findings.add(pair.tag, reason, *pair.ids)
 
 
 _STATES = {

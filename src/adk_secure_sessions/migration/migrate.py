@@ -28,6 +28,7 @@ from adk_secure_sessions.migration.source_walk import (
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
+    ConversionError,
     Selection,
     SessionContent,
     Source,
@@ -158,7 +159,6 @@ async def migrate(
         Findings(with_ids=show_ids),
         Meter(progress, number, None),
         Meter(None, 0, events_per_second),
-        has_keys=index is not None,
         writes=not dry_run,
         skip_bad=skip_bad or dry_run,
         lifetime=lifetime,
@@ -185,17 +185,14 @@ class _MigrationRun:
     findings: Findings
     meter: Meter
     limit: Meter  # of the events per second
-    has_keys: bool
     writes: bool
     skip_bad: bool
     lifetime: int | None  # microseconds
-
-    def __post_init__(self) -> None:
-        self.is_erased = False  # whether `erase_source` may have deleted rows of the source
+    is_erased: bool = False  # whether `erase_source` may have deleted rows of the source
 
     async def copy(self) -> None:
         number = _IMPORTS
-        if self.has_keys:
+        if self.walk.index is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
             executor = self.target.unit.executors.data
@@ -207,53 +204,51 @@ class _MigrationRun:
             await in_groups(number, self._copy_state, batch)
 
     async def _copy_session(self, pair: SessionPair) -> None:
-        if pair.content is None:
-            if not self._is_conflict(pair, pair.status):
-                self.done.unchanged += 1
-            await self.meter.advance()
-        elif isinstance(pair.content, Unreadable):
-            await self._report_bad(pair, pair.content.reason)
-        else:
-            await self.limit.advance(len(pair.content.events))
-            await self._import(pair, pair.content)
-
-    async def _import(self, pair: SessionPair, content: SessionContent) -> None:
-        try:
-            state = states.encode(content.state)
-        except ValueError:
-            await self._report_bad(pair, TOO_LARGE)
-            return
-        expires_at = content.expires_at
-        if expires_at is None and self.lifetime is not None:
-            expires_at = content.updated_at + self.lifetime
-        status = pair.status
-        is_older = status is ImportStatus.OLDER
-        if is_older and self.is_erased and not await self._has_copy(pair, content):
-            status = ImportStatus.CONFLICT
-        elif self.writes:
-            assert pair.session is not None
+        status, content = pair.status, pair.content
+        if isinstance(content, SessionContent):
+            await self.limit.advance(len(content.events))
             try:
-                status = await self.target.imports.import_session(
-                    *pair.session.ids,
-                    state=state,
-                    events=content.events,
-                    created_at=content.created_at,
-                    updated_at=content.updated_at,
-                    source_version=pair.session.version,
-                    replace=is_older,
-                    expires_at=expires_at,
-                )
-            except ValueError as error:
-                if isinstance(error, SecureSessionError):
-                    raise
-                await self._report_bad(pair, _TIME)
-                return
-        if status.is_due:
+                status = await self._import(pair, content)
+            except ConversionError as error:
+                content = Unreadable(str(error))
+        if isinstance(content, Unreadable):
+            self._report_bad(pair, content.reason)
+        elif content is not None and status.is_due:
             self.done.copied += 1
             self.done.events += len(content.events)
         elif not self._is_conflict(pair, status):
             self.done.unchanged += 1
         await self.meter.advance()
+
+    async def _import(self, pair: SessionPair, content: SessionContent) -> ImportStatus:
+        assert pair.session is not None
+        try:
+            state = states.encode(content.state)
+        except ValueError:
+            raise ConversionError(TOO_LARGE) from None
+        expires_at = content.expires_at
+        if expires_at is None and self.lifetime is not None:
+            expires_at = content.updated_at + self.lifetime
+        is_older = pair.status is ImportStatus.OLDER
+        if is_older and self.is_erased and not await self._has_copy(pair, content):
+            return ImportStatus.CONFLICT
+        if not self.writes:
+            return pair.status
+        try:
+            return await self.target.imports.import_session(
+                *pair.session.ids,
+                state=state,
+                events=content.events,
+                created_at=content.created_at,
+                updated_at=content.updated_at,
+                source_version=pair.session.version,
+                replace=is_older,
+                expires_at=expires_at,
+            )
+        except ValueError as error:
+            if isinstance(error, SecureSessionError):
+                raise
+            raise ConversionError(_TIME) from None
 
     def _is_conflict(self, pair: Pair[Any], status: ImportStatus) -> bool:
         """Return whether *status* is a conflict; if it is, count and list *pair*."""
@@ -278,7 +273,7 @@ class _MigrationRun:
     async def _copy_state(self, pair: StatePair) -> None:
         status = pair.status
         if isinstance(pair.content, Unreadable):
-            await self._report_bad(pair, pair.content.reason)
+            self._report_bad(pair, pair.content.reason)
         elif pair.content is not None and (status.is_due or status in CONFLICTS):
             if self.writes:
                 status = await self.target.imports.import_state(
@@ -287,13 +282,11 @@ class _MigrationRun:
             self._is_conflict(pair, status)
             self.done.states += status.is_due
 
-    async def _report_bad(self, pair: Pair[Any], reason: str) -> None:
+    def _report_bad(self, pair: Pair[Any], reason: str) -> None:
         self.done.bad += 1
         self.findings.add(pair.tag, reason, *pair.ids)
         if not self.skip_bad:
             raise Stop
-        if pair.session is not None:
-            await self.meter.advance()
 
     async def find_gone(self, *, delete: bool) -> None:
         """Count the sessions that have changed since, and those that the source no longer has."""

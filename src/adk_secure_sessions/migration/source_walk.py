@@ -76,6 +76,7 @@ def tag_of(index: BlindIndex, app_name: str, *ids: str) -> bytes:
     return index.user(app_name, *ids) if len(ids) == 1 else index.session(app_name, *ids)
 
 
+@dataclass(repr=False, eq=False)
 class Walk:
     """Yields the sessions of a source, its states, and what has changed in it during the walk.
 
@@ -87,20 +88,14 @@ class Walk:
     that write check the revisions and versions again.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        target: Database,
-        index: BlindIndex | None,
-        selection: Selection,
-        wanted: Collection[ImportStatus] = tuple(ImportStatus),
-    ) -> None:
-        self.versions: Fingerprints = Fingerprints()
-        self._source = source
-        self._target = target
-        self._index = index
-        self._selection = selection
-        self._wanted = wanted
+    source: Source
+    target: Database
+    index: BlindIndex | None
+    selection: Selection
+    wanted: Collection[ImportStatus] = tuple(ImportStatus)
+
+    def __post_init__(self) -> None:
+        self.versions = Fingerprints()
         self._tags = Fingerprints()  # of the sessions that were listed first
         # Versions that were listed, and were gone when their contents were read.  If one is there
         # again later, for example from a replica that lagged behind, nobody has visited it.
@@ -109,19 +104,19 @@ class Walk:
 
     def tag(self, *ids: str) -> bytes:
         """Return the blind index in the target, or an empty text if it has no keys."""
-        return tag_of(self._index, *ids) if self._index else b""
+        return tag_of(self.index, *ids) if self.index else b""
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
-        async for listed in self._source.sessions(self._selection):
+        async for listed in self.source.sessions(self.selection):
             for one in listed:
                 self.versions.add(packed(*one))
             pairs = await self._session_pairs(listed)
             for pair in pairs:
                 self._tags.add(pair.tag)
-            if left := [one for one in pairs if one.status not in self._wanted]:
+            if left := [one for one in pairs if one.status not in self.wanted]:
                 yield left
-            if read := await self._with_contents([p for p in pairs if p.status in self._wanted]):
+            if read := await self._with_contents([p for p in pairs if p.status in self.wanted]):
                 yield read
 
     async def read_again(self, pair: SessionPair) -> SessionPair | None:
@@ -132,7 +127,7 @@ class Walk:
 
     async def states(self) -> AsyncIterator[Sequence[StatePair]]:
         """Yield the states of users, and then those of apps, in batches."""
-        async for batch in self._source.states(self._selection):
+        async for batch in self.source.states(self.selection):
             yield await self._state_pairs(encode_states(batch))
 
     async def state_read_again(self, pair: StatePair) -> StatePair:
@@ -148,7 +143,7 @@ class Walk:
     async def changed(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_missing()
-        async for listed in self._source.sessions(self._selection):
+        async for listed in self.source.sessions(self.selection):
             for one in listed:
                 if self._missing:
                     self._missing.pop(self.tag(*one.ids), None)
@@ -163,19 +158,19 @@ class Walk:
         migration, no session is gone.
         """
         for tag, row in self._missing.items():
-            for found in await located(self._target, [row]):
+            for found in await located(self.target, [row]):
                 ids = found.known_ids()[:3]
                 has_expired = found.columns.expires_at <= time.time_ns() // 1000
                 if found.columns.tag != tag or has_expired:
                     continue
-                copy = (await self._target.imports.imported([ids])).get(ids)
+                copy = (await self.target.imports.imported([ids])).get(ids)
                 if copy and copy.is_untouched:
                     yield ids, copy.row
 
     async def _find_missing(self) -> None:
         """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
-        target, app_name = self._target, self._selection.app_name
-        if self._index is None or self._selection.since is not None:
+        target, app_name = self.target, self.selection.app_name
+        if self.index is None or self.selection.since is not None:
             return
         if await target.imports.migration_end() or not await target.imports.has_imports():
             return
@@ -186,9 +181,9 @@ class Walk:
             self._missing |= {tag: row for tag, row in copies.items() if tag not in self._tags}
 
     async def _session_pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
-        if self._index is None:
+        if self.index is None:
             return [Pair(one.ids, session=one) for one in listed]
-        imports, read = self._target.imports, self._target.unit.read
+        imports, read = self.target.imports, self.target.unit.read
         copies = await imports.imported([one.ids for one in listed])
         tags = {one: self.tag(*one.ids) for one in listed}
         new = [tag for one, tag in tags.items() if one.ids not in copies]
@@ -207,7 +202,7 @@ class Walk:
 
     async def _state_pairs(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
         """Return the status of the state of each owner in *encoded*: the state in the source."""
-        copies = await self._target.imports.imported_states(encoded) if self._index else {}
+        copies = await self.target.imports.imported_states(encoded) if self.index else {}
         found: list[StatePair] = []
         for ids, state in encoded.items():
             status = ImportStatus.NEW
@@ -218,7 +213,7 @@ class Walk:
         return found
 
     async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:
-        contents = await self._source.read([one.session for one in pairs if one.session])
+        contents = await self.source.read([one.session for one in pairs if one.session])
         found = []
         for one in pairs:
             content = one.session and contents.get(one.session)
