@@ -122,6 +122,14 @@ LIST_OF_ITSELF: list[Any] = []
 LIST_OF_ITSELF.append(LIST_OF_ITSELF)
 ENUM_MEMBER = called("google.adk.auth.auth_credential", "AuthCredentialTypes", text("http"))
 
+
+class Evil:
+    """Pickled, it runs code when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (exec, ("import sys; sys.modules['loaded_evil'] = sys",))
+
+
 HOSTILE = {
     "an array of 300 MB": program(
         called("builtins", "list", called("builtins", "bytearray", b"J" + struct.pack("<i", 3**18)))
@@ -146,6 +154,10 @@ HOSTILE = {
     "too few values": program(b"a"),
     "a mark without end": program(b"N(N"),
     "no end": b"\x80\x04N",
+    "code": pickle.dumps(Evil()),
+    "no pickle": b"no pickle",
+    "no actions": pickle.dumps({"a": 1}),
+    "a class in a state": pickle.dumps(EventActions(state_delta={"a": Evil})),
     "a value of another type": pickle.dumps(
         EventActions.model_construct(transfer_to_agent=["penicillin"])
     ),
@@ -187,6 +199,7 @@ async def test_hostile_pickle_makes_only_its_session_unreadable(
     assert not [str(one.message) for one in recwarn if "penicillin" in str(one.message)]
     assert AuthCredentialTypes.HTTP.value == "http"
     assert not hasattr(uuid.UUID, "a")
+    assert "loaded_evil" not in sys.modules
 
 
 def children() -> set[Path]:

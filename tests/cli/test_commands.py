@@ -49,17 +49,8 @@ def test_every_command_works_on_a_database_from_init_to_purge(url: str, place: s
     assert (rejected.code, rejected.stdout) == (2, "")
     assert rejected.stderr.count("\n") == 1
     assert AesGcmBackend(NEW).root_key.key_id in rejected.stderr
-    found = run(
-        "debug",
-        "lookup",
-        *on(url, "env:NEW_KEY"),
-        "--app",
-        "clinic",
-        "--user",
-        "bob",
-        "--session",
-        "s1",
-    )
+    lookup = ["debug", "lookup", "--app", "clinic", "--user", "bob", "--session", "s1"]
+    found = run(*lookup, *on(url, "env:NEW_KEY"))
     assert (found.code, found.stdout.count("  row ")) == (0, 3)
     shown = run("debug", "inspect", "secure_events", "--db", url, "--limit", "2", "--json")
     assert [one["backend_id"] for one in shown.json["rows"]] == ["1", "1"]

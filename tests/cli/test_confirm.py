@@ -142,19 +142,6 @@ def test_dry_runs_ask_nothing(files: Path) -> None:
     assert contents(files) == before
 
 
-@pytest.mark.parametrize(
-    ("ids", "text"),
-    [(("clinic", "eve"), "there is no such user\n"), (("x", "ada"), "there is no such app\n")],
-)
-def test_erasing_a_user_without_rows_exits_with_1_and_says_what_is_missing(
-    ids: tuple[str, str], text: str, file: str
-) -> None:
-    app, user = ids
-    for option in (["--dry-run"], confirmed(file)):
-        said = run("erase-user", *on(file), "--app", app, "--user", user, *option)
-        assert (said.code, said.stdout.startswith(text)) == (1, True)
-
-
 def test_erasing_a_user_with_artifacts_names_the_command_that_deletes_their_contents(
     file: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,15 +166,6 @@ def test_wrong_usage_is_a_failure_in_json(wrong: list[str]) -> None:
     failure = check(said := run(*wrong, "--json"), "failure")
     assert (said.code, failure["error"]) == (2, "UsageError")
     assert failure["message"] in said.stderr
-
-
-def test_failure_that_may_pass_is_retryable() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"postgresql+asyncpg://u:7Qx@127.0.0.1:{silent.getsockname()[1]}/d"
-        said = run("check", *on(url), "--timeout", "0.2", "--json")
-    failure = check(said, "failure")
-    assert (said.code, failure["error"], failure["retryable"]) == (2, "Timeout", True)
-    assert "7Qx" not in said.stdout + said.stderr
 
 
 def test_wrong_key_names_its_class(file: str) -> None:

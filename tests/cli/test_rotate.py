@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -279,28 +278,13 @@ def test_unfinished_rotation_is_begun_again_with_restart(name: str, file: str) -
     assert done["since"] > unfinished["since"]
 
 
-TAMPERED: dict[str, Callable[[str], str]] = {
-    "its time": lambda value: "1" + value,
-    "a position added": lambda value: value.replace(" ", " 1 9223372036854775807 "),
-    "its seal": lambda value: value[:-1] + ("0" if value[-1] != "0" else "1"),
-    "what it is": lambda value: "\x1b[2Jjunk",
-    "all of it": lambda value: "",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "what"), [("master", "its seal"), *(("data", what) for what in TAMPERED)]
-)
+@pytest.mark.parametrize("name", ROTATIONS)
 def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(
-    name: str, what: str, file: str, file_place: sa.URL
+    name: str, file: str, file_place: sa.URL
 ) -> None:
     asyncio.run(interrupt(file, ROTATIONS[name]))
-    ((value,),) = query(file_place, "SELECT value FROM secure_meta WHERE name LIKE 'rotation.%'")
-    tampered = TAMPERED[what](value)
-    assert tampered != value
-    run_sql(
-        file_place, "UPDATE secure_meta SET value = :v WHERE name LIKE 'rotation.%'", v=tampered
-    )
+    tampered = "value = substr(value, 1, length(value) - 1) || 'x'"
+    run_sql(file_place, f"UPDATE secure_meta SET {tampered} WHERE name LIKE 'rotation.%'")
     told = run("status", *on(file))
     assert (told.code, told.stdout.splitlines()[-1]) == (
         1,

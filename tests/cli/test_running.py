@@ -170,17 +170,13 @@ def test_check_rejects_a_database_that_is_empty_and_creates_nothing(
 
 def test_check_gives_up_when_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
+        url = f"postgresql+asyncpg://u:secret@127.0.0.1:{silent.getsockname()[1]}/d"
         began = time.monotonic()
-        said = run(
-            "check",
-            *on(f"postgresql+asyncpg://u:secret@127.0.0.1:{port}/d"),
-            "--timeout",
-            "0.5",
-        )
+        said = run("check", *on(url), "--timeout", "0.5", "--json")
     assert (said.code, "within 0.5 s" in said.stderr) == (2, True)
+    assert (said.json["error"], said.json["retryable"]) == ("Timeout", True)
     assert time.monotonic() - began < 10
-    assert "secret" not in said.stderr
+    assert "secret" not in said.stdout + said.stderr
 
 
 # --- commands that only read ---------------------------------------------------------------------
@@ -327,14 +323,6 @@ def test_terminal_is_asked_before_a_rotation_is_continued(file: str) -> None:
     assert query(place, "SELECT id, state FROM secure_sessions") == before
     code, stdout, shown = on_terminal("n", "rotate", "data", *on(file), "--yes")
     assert (code, "re-encrypted: " in stdout, "Continue it?" in shown) == (0, True, False)
-
-
-def test_it_is_said_before_the_work_that_a_rotation_is_continued(
-    file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asyncio.run(interrupt(file, rotate_data))
-    said = press_ctrl_c(monkeypatch, "rotate", "data", *on(file))
-    assert said.stderr.startswith("continues the rotation begun ")
 
 
 # --- progress of a rotation ----------------------------------------------------------------------

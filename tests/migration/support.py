@@ -9,6 +9,7 @@ from google.adk.sessions import Session
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import Migration, Selection, Source, migrate
+from adk_secure_sessions.results import Result
 from tests.maintenance.support import event as adk_event
 from tests.migration.memory_source import APP
 
@@ -30,6 +31,11 @@ async def copy(
 ) -> Migration:
     async with database(url) as db:
         return await migrate(source, db, selection=selection or Selection(), **options)
+
+
+def numbers(done: Result) -> dict[str, int]:
+    """The counts that are not 0."""
+    return {name: value for name, value in vars(done).items() if type(value) is int and value}
 
 
 async def stored(url: str, user: str, session: str) -> Session | None:

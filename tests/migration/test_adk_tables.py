@@ -587,38 +587,6 @@ async def test_tables_of_early_releases_lack_columns(adk: Adk) -> None:
     assert (event.id, event.timestamp, event.custom_metadata) == ("e", START, None)
 
 
-class Evil:
-    """Pickled, it runs code when it is loaded."""
-
-    def __reduce__(self) -> Any:
-        return (exec, ("import sys; sys.modules['loaded_evil'] = sys",))
-
-
-@pytest.mark.parametrize("kind", ["v0-sqlite"])
-async def test_actions_that_cannot_be_loaded_are_reported(adk: Adk) -> None:
-    pickles = {
-        "code": pickle.dumps(Evil()),
-        "no pickle": b"no pickle",
-        "another class": pickle.dumps({"a": 1}),
-        "class in a state": pickle.dumps(EventActions(state_delta={"a": Evil})),
-    }
-    for name, pickled in pickles.items():
-        await fill(adk.service, [said()], session_id=name)
-        adk.run(
-            "UPDATE events SET actions = :pickled WHERE session_id = :name",
-            {"pickled": pickled, "name": name},
-        )
-    await fill(adk.service, [said()], session_id="good")
-    async with adk.source() as source:
-        found = {one.session_id: content for one, content in (await contents(source)).items()}
-    assert isinstance(found.pop("good"), SessionContent)
-    assert found.keys() == pickles.keys()
-    for bad in found.values():
-        assert isinstance(bad, Unreadable)
-        assert "event 1 of 1" in bad.reason
-    assert "loaded_evil" not in sys.modules
-
-
 async def test_release_without_restricted_unpickler_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -692,6 +660,8 @@ async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:
     async with AdkTables(url) as source:
         with pytest.raises(ConfigurationError, match="check the URL"):
             await source.count(Selection())
+    with pytest.raises(ConfigurationError, match="contains neither"):
+        await open_source(url)
     with pytest.raises(ConfigurationError, match="does not exist"):
         AdkTables(f"sqlite:///{tmp_path}/missing.db")
     with pytest.raises(ConfigurationError, match="exactly one"):

@@ -16,7 +16,7 @@ from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from tests.maintenance.support import run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event
-from tests.migration.support import append, copy, database, delete, service
+from tests.migration.support import append, copy, database, delete, numbers, service
 
 
 def filled() -> MemorySource:
@@ -37,10 +37,6 @@ async def compared(source: Source, url: str, **options: Any) -> Comparison:
 async def is_complete(url: str) -> bool:
     async with database(url) as db:
         return await db.imports.migration_end() is not None
-
-
-def numbers(done: Comparison) -> dict[str, int]:
-    return {name: value for name, value in vars(done).items() if type(value) is int and value}
 
 
 async def test_equal_sides_end_the_migration(url: str) -> None:

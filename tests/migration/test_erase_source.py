@@ -19,7 +19,6 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import verify
 from adk_secure_sessions.migration import (
     AdkTables,
-    Selection,
     SourceErasure,
     compare,
     erase_source,
@@ -52,6 +51,15 @@ def source_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def target_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/sessions.db"
+
+
+@pytest.fixture
+async def source_file(tmp_path: Path, target_url: str) -> str:
+    """A file of google-adk whose sessions were copied."""
+    url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    await fill(url)
+    await copied(url, target_url)
+    return url
 
 
 def adk(url: str) -> BaseSessionService:
@@ -219,35 +227,29 @@ async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
 
 
 async def test_source_that_forbids_the_deletion_is_not_marked_as_erased(
-    tmp_path: Path, target_url: str
+    source_file: str, tmp_path: Path, target_url: str
 ) -> None:
-    source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
-    await fill(source_url)
-    await copied(source_url, target_url)
     with closing(sqlite3.connect(tmp_path / "adk.db")) as connection:
         connection.execute(
             "CREATE TRIGGER no BEFORE DELETE ON sessions BEGIN SELECT RAISE(ABORT, 'no'); END"
         )
     with pytest.raises(DatabaseError):
-        await erased(source_url, target_url)
+        await erased(source_file, target_url)
     async with database(target_url) as db:
         assert await db.imports.migration_end() is MigrationEnd.COMPLETE
-    assert rows(source_url)[0] == 6
+    assert rows(source_file)[0] == 6
 
 
 async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
-    tmp_path: Path, target_url: str
+    source_file: str, target_url: str
 ) -> None:
     """A lost connection leaves unknown whether the source has committed the deletion."""
-    source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
-    await fill(source_url)
-    await copied(source_url, target_url)
-    async with AdkTables(source_url) as source, database(target_url) as db:
+    async with AdkTables(source_file) as source, database(target_url) as db:
         writer = FaultyExecutor(source.writer())
         source.writer = lambda: writer  # type: ignore[method-assign]
 
         async def write_and_disconnect() -> None:
-            await fill(source_url, sessions=1)
+            await fill(source_file, sessions=1)
             raise Disconnected(OSError())
 
         writer.after(Point.RUN, write_and_disconnect)
@@ -255,7 +257,7 @@ async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
         assert done.changed
         assert not done.comparison.withdrawn
         assert await db.imports.migration_end() is MigrationEnd.SOURCE_ERASED
-    assert rows(source_url)[0] == 2
+    assert rows(source_file)[0] == 2
 
 
 async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_comparison(
@@ -283,14 +285,11 @@ async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_c
 
 
 async def test_session_created_again_in_an_erased_source_replaces_nothing(
-    tmp_path: Path, target_url: str
+    source_file: str, target_url: str
 ) -> None:
-    source_url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
-    await fill(source_url)
-    await copied(source_url, target_url)
-    await erased(source_url, target_url)
-    await fill(source_url, sessions=1)  # by a process that somebody has forgotten
-    async with AdkTables(source_url) as source, database(target_url) as db:
+    await erased(source_file, target_url)
+    await fill(source_file, sessions=1)  # by a process that somebody has forgotten
+    async with AdkTables(source_file) as source, database(target_url) as db:
         done = await migrate(source, db)
         assert (done.copied, done.conflicts) == (0, 2)
         with pytest.raises(ConfigurationError, match="omit delete_gone"):
@@ -326,42 +325,22 @@ async def test_events_without_a_session_are_deleted(tmp_path: Path, target_url: 
 
 @pytest.mark.parametrize("form", ["CAST('s' AS BLOB)", "CAST(x'73ff' AS TEXT)"])
 async def test_session_whose_id_is_not_text_stops_every_command(
-    tmp_path: Path, target_url: str, form: str
+    source_file: str, tmp_path: Path, target_url: str, form: str
 ) -> None:
     """No query finds it by its id as text, as if it had been deleted meanwhile."""
-    url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
-    await fill(url)
-    await copied(url, target_url)
     place = sa.URL.create("sqlite", database=f"{tmp_path}/adk.db")
     run_sql(place, f"UPDATE sessions SET id = {form} WHERE id = 's1' AND user_id = 'ada'")
-    async with AdkTables(url) as source, database(target_url) as db:
+    async with AdkTables(source_file) as source, database(target_url) as db:
         for work in (migrate, compare, erase_source):
             with pytest.raises(ConfigurationError, match="not text in UTF-8"):
                 await work(source, db)
-    assert rows(url)[0] == 6
+    assert rows(source_file)[0] == 6
 
 
 async def test_source_that_cannot_be_erased_is_rejected(target_url: str) -> None:
     async with database(target_url) as db:
         with pytest.raises(ConfigurationError, match="a source in memory"):
             await erase_source(MemorySource(), db)
-
-
-async def test_source_is_opened_by_what_the_database_contains(
-    tmp_path: Path, target_url: str
-) -> None:
-    url = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
-    await fill(url, sessions=1)
-    async with await open_source(url) as source:
-        assert await source.count(Selection()) == 2
-    with pytest.raises(ConfigurationError, match="not encrypted"):
-        await open_source(url, ["env:ANY"])
-    await copied(url, target_url)
-    with pytest.raises(ConfigurationError, match="root key of the source"):
-        await open_source(target_url)
-    (tmp_path / "empty.db").touch()
-    with pytest.raises(ConfigurationError, match="contains neither"):
-        await open_source(f"sqlite:///{tmp_path}/empty.db")
 
 
 async def test_database_of_adk_secure_sessions_1_is_deleted(

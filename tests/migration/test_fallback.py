@@ -367,22 +367,6 @@ async def test_deleting_an_unknown_session_stores_nothing(
     assert await service._imports.imported([ids]) == {}
 
 
-async def test_erased_user_is_not_read_from_the_source(
-    service: PlaintextFallbackService, opened: Open, source: MemoryLookup
-) -> None:
-    source.put("bob", "bobs")
-    session = await get(service)
-    await service.append_event(session, said("four", 4))
-    await service._imports.tombstone(APP, "ada")
-    await service.service.delete_session(**VISIT)
-    for reader in (service, opened()):
-        assert await reader.get_session(**OTHER) is None
-        assert await listed(reader, None) == ["bobs"]
-        assert await listed(reader) == []
-    fresh = await opened().create_session(**OTHER)
-    assert fresh.events == []
-
-
 # --- Two processes --------------------------------------------------------------------------------
 
 
@@ -482,18 +466,6 @@ async def test_states_are_copied_once(
         "user:language": "de",
         "app:greeting": "hallo",
     }
-
-
-async def test_read_of_the_users_state_sees_a_state_that_is_being_copied(
-    service: PlaintextFallbackService, opened: Open, source: MemoryLookup
-) -> None:
-    other = opened()
-
-    async def write() -> None:
-        await other.append_event(await get(other), changing("four", 4, user__language="de"))
-
-    source.before = once("user_state", write)
-    assert await service.get_user_state(**ADA) == {"language": "de"}
 
 
 # --- The end of the migration ---------------------------------------------------------------------
