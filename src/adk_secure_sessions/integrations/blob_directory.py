@@ -109,7 +109,7 @@ class BlobDirectory(BlobStore):
         flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
         flags |= 0 if replace else os.O_EXCL
         with (
-            _opened(self._root) as root,
+            _opened(self._root, _PASS) as root,
             root.made(self.prefix) as prefix,
             prefix.made(folder) as opened_folder,
         ):
@@ -149,7 +149,6 @@ class BlobDirectory(BlobStore):
                 "who can write to the directory of artifacts",
                 reason=Reason.MISMATCH,
             )
-        check_size(len(data), stop - start)
         return data
 
     @_in_thread
@@ -237,12 +236,16 @@ class _Folder:
     def sync(self) -> None:
         if self.descriptor is None:
             return
+        # A descriptor that was opened with `_PASS` cannot be flushed.
+        descriptor = os.open(".", os.O_RDONLY | _DIRECTORY, dir_fd=self.descriptor)
         try:
-            os.fsync(self.descriptor)
+            os.fsync(descriptor)
         except OSError as error:
             # Some network file systems cannot flush a directory.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
