@@ -1,19 +1,9 @@
-"""The items of the collection that stores a user's memory, as JSON.
+"""The items of the collection that stores a user's memory, as JSON (docs/format.md, "Memory").
 
 An *entry* is one memory of the user.  An item adds entries to one scope, drops earlier entries, or
-does both.  A *scope* is a session, or one of the two constants `EVENTS` and `EXPLICIT`.  All fields
-of an item are optional:
-
-- `scope`: The scope, a list of texts.
-- `add`: The added entries, in order.  An entry that was dropped later is null.  Every other entry
-  has `id` and `content`, and may have `author`, `timestamp` and `metadata`.  The timestamp of an
-  event is a number, and that of a memory is a text.
-- `drop`: The earlier items whose entries this item drops, by number: `places` are the positions of
-  the dropped entries in the field `add` of the earlier item.  The transaction that stores this item
-  also replaces the earlier item, and stores the random value `replacement` in both items.
-- `deleted`: Ids that must not be added again.
-- `replacement`: The random value in the field `drop` of the latest item that dropped entries of
-  this item.
+does both.  A *scope* is a session, or one of the two constants `EVENTS` and `EXPLICIT`.  The
+transaction that stores an item with dropped entries also replaces the earlier items that have added
+them, and stores a random value, `replacement`, in both items.
 
 A replaced item keeps its links.  So if an attacker stores the item's old record again, or the
 item's record from another copy of the database, the check of the links does not detect the attack.

@@ -389,8 +389,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         async with self._reads.hold(address):
             memory = cache.get(address)
             if memory is not None:
-                with memory.lock:
-                    at = memory.at
+                at = memory.at
                 found = await self._collections.get(*address, limit=0)
                 if found is not None and found.at == at:
                     return memory
