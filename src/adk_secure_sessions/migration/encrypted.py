@@ -7,10 +7,8 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import in_groups
-from adk_secure_sessions.errors import DecryptionError, Reason
-from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.states import JsonObject, loads
-from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.maintenance.counts import bounded
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
@@ -37,7 +35,6 @@ from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
-    StoredSession,
     apps,
     events,
     naming,
@@ -175,20 +172,11 @@ async def _content(db: Database, one: SourceSession) -> SessionContent | Unreada
     if not one.has_ids:
         return Unreadable(one.version.removeprefix(NO_IDS))
     try:
-        who = await db.unit.identify(*one.ids)
-        found = await db.unit.run(reads.GetSession(who, _event))
-        return None if found is None else _content_of(found[0].session, found[1])
+        found = await stored_content(db, *one.ids)
     except UNREADABLE as error:
         return Unreadable(reason_of(error))
-
-
-def _content_of(stored: StoredSession, history: Sequence[SourceEvent]) -> SessionContent:
-    with naming(snapshots.name, stored.row.id):
-        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
-    with naming(sessions.name, stored.row.id):
-        state = snapshot | loads(stored.overlay)
-    expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
-    return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
+    has_expired = found is not None and found.expires_at is not None and found.expires_at <= _now()
+    return None if has_expired else found
 
 
 async def stored_content(
@@ -200,8 +188,14 @@ async def stored_content(
     found = await db.unit.run(operation)
     if found is None:
         return None
+    stored = found[0].session
+    with naming(snapshots.name, stored.row.id):
+        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
+    with naming(sessions.name, stored.row.id):
+        state = snapshot | loads(stored.overlay)
     history = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
-    return _content_of(found[0].session, history)
+    expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
+    return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
 
 
 async def stored_state(db: Database, app_name: str, user_id: str | None = None) -> bytes:
@@ -210,16 +204,6 @@ async def stored_state(db: Database, app_name: str, user_id: str | None = None) 
     who = await db.unit.identify(app_name, user_id or "")
     owner = await db.unit.run(reads.CheckOwner(who, of_user=of_user))
     return owner.state if owner else b"{}"
-
-
-def _event(plaintext: bytes, session_row: int, seq: int) -> SourceEvent:
-    with naming(events.name, f"{session_row}, {seq}"):
-        _, fields = read_event(plaintext)
-        try:
-            return SourceEvent(plaintext, microseconds(fields["timestamp"]))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            detail = "the event has no valid timestamp"
-            raise DecryptionError(detail, reason=Reason.MALFORMED) from None
 
 
 def reason_of(error: Exception) -> str:
