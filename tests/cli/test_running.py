@@ -11,7 +11,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from importlib.metadata import packages_distributions
@@ -25,7 +24,6 @@ from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import commands, program, rotate
 from adk_secure_sessions.cli.output import WORDING, for_command_line
 from adk_secure_sessions.cli.result_lines import status_lines
-from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
@@ -46,7 +44,6 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.maintenance.database import Limits
 from tests.cli.support import Said, begin_trail, on, run
 from tests.clocks import shifted
-from tests.faults import wrapping_executors
 from tests.maintenance.support import OLD, fill, interrupt, query, run_sql
 from tests.pages import ROOT
 
@@ -188,36 +185,6 @@ ONLY_READ = {
     "debug lookup": ["--key", "env:OLD_KEY", "--app", "clinic", "--user", "ada"],
     "debug inspect": ["secure_events"],
 }
-
-
-class OnlyReads:
-    """An executor that fails when it is asked to write."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    async def read(self, *arguments: Any, **options: Any) -> Sequence[Any]:
-        return await self._executor.read(*arguments, **options)
-
-    async def write(self, *_arguments: Any, **_options: Any) -> Any:
-        raise AssertionError("it writes")
-
-    async def run(self, work: Callable[[sa.Connection], Any], *, commit: bool) -> Any:
-        assert not commit, "it writes"
-        return await self._executor.run(work, commit=commit)
-
-    async def close(self) -> None:
-        await self._executor.close()
-
-
-@pytest.mark.parametrize("name", ONLY_READ)
-def test_command_that_only_reads_writes_nothing(name: str, filled: str) -> None:
-    with wrapping_executors(OnlyReads):
-        said = run(*name.split(), "--db", filled, *ONLY_READ[name])
-    assert (said.code, said.stderr) == (0, "")
 
 
 def test_commands_that_only_read_leave_the_file_alone_and_need_no_lock(

@@ -9,11 +9,13 @@ from google.adk.sessions import Session
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import Migration, Selection, Source, migrate
+from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from adk_secure_sessions.results import Result
 from tests.maintenance.support import event as adk_event
 from tests.migration.memory_source import APP
 
 KEY = bytes(range(32))
+ALL = Selection()
 
 
 def database(url: str) -> Database:
@@ -56,3 +58,22 @@ async def append(
 async def delete(url: str, user: str, session: str) -> None:
     async with service(url) as made:
         await made.delete_session(app_name=APP, user_id=user, session_id=session)
+
+
+async def contents(
+    source: Source, selection: Selection = ALL
+) -> dict[tuple[str, str, str], SessionContent | Unreadable]:
+    found: dict[tuple[str, str, str], SessionContent | Unreadable] = {}
+    async for batch in source.sessions(selection):
+        read = await source.read(batch)
+        assert set(read) <= set(batch)
+        found |= {one.ids: content for one, content in read.items()}
+    return found
+
+
+async def states(source: Source, selection: Selection = ALL) -> dict[object, Any]:
+    """The states of apps by name, and of users by app name and user id."""
+    found: dict[object, Any] = {}
+    async for batch in source.states(selection):
+        found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
+    return found

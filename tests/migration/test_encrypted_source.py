@@ -1,7 +1,6 @@
 """`EncryptedSource` reads what the services of a database return, and nothing that they reject."""
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -24,27 +23,9 @@ from adk_secure_sessions.migration.sources import (
 )
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
+from tests.migration.support import ALL, contents, states
 
-ALL = Selection()
 BACKEND = AesGcmBackend(OLD)
-Contents = dict[tuple[str, str, str], SessionContent | Unreadable]
-
-
-async def contents(source: EncryptedSource, selection: Selection = ALL) -> Contents:
-    found: Contents = {}
-    async for batch in source.sessions(selection):
-        read = await source.read(batch)
-        assert set(read) <= set(batch)
-        found |= {one[:3]: content for one, content in read.items()}
-    return found
-
-
-async def states(source: EncryptedSource, selection: Selection = ALL) -> dict[object, Any]:
-    """The states of apps by name, and of users by app name and user id."""
-    found: dict[object, Any] = {}
-    async for batch in source.states(selection):
-        found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
-    return found
 
 
 async def check_equal(source: EncryptedSource, of: EncryptedSessionService) -> None:

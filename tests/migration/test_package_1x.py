@@ -36,8 +36,8 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Unreadable,
 )
+from tests.migration.support import ALL, contents, states
 
-ALL = Selection()
 ON_EACH = pytest.mark.parametrize(
     "place",
     ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)],
@@ -48,7 +48,6 @@ KEY = bytes(range(32))
 PASSPHRASE = "correct horse battery staple – π"  # noqa: RUF001
 START = datetime(2026, 1, 1, tzinfo=UTC)
 START_US = 1_767_225_600_000_000
-Contents = dict[tuple[str, str, str], SessionContent | Unreadable]
 
 
 def encrypted(values: object) -> str:
@@ -149,20 +148,6 @@ def writer(file: Path) -> Iterator[Writer]:
 
 def source(file: Path, *keys: str | bytes) -> Package1x:
     return Package1x(f"sqlite+aiosqlite:///{file}", keys or [KEY])
-
-
-async def contents(source: Package1x, selection: Selection = ALL) -> Contents:
-    found: Contents = {}
-    async for batch in source.sessions(selection):
-        found |= {one[:3]: content for one, content in (await source.read(batch)).items()}
-    return found
-
-
-async def states(source: Package1x, selection: Selection = ALL) -> dict[object, Any]:
-    found: dict[object, Any] = {}
-    async for batch in source.states(selection):
-        found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
-    return found
 
 
 def event_ids(content: SessionContent | Unreadable) -> list[str]:
