@@ -15,6 +15,8 @@ from adk_secure_sessions.maintenance.owners import CurrentKeys
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
+    SEALED,
+    SealedColumn,
     apps,
     events,
     sessions,
@@ -142,35 +144,24 @@ def number_of(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Selec
     return sa.select(sa.func.count()).select_from(source).where(*where)
 
 
-def _by_owner(
-    column: sa.Column[Any], source: sa.FromClause, owner: sa.ColumnElement[Any]
-) -> sa.Select[Any]:
-    """Return the query that counts rows of *source* by the owner's tag, or NULL, and header."""
-    query = sa.select(owner, header_of(column), sa.func.count()).select_from(source)
-    return query.group_by(owner, header_of(column))
+def _by_owner(column: SealedColumn[Any]) -> sa.Select[Any]:
+    """Return the query that counts rows by the tag of their owner, or NULL, and header."""
+    source: sa.FromClause = column.table
+    owner: sa.ColumnElement[Any] = users.c.tag
+    if source in (apps, users):
+        owner = source.c.tag
+    else:
+        if source is witnesses:
+            # The owner of a session's version witness is the user.  The `tag` of any other version
+            # witness is the tag of its owner.
+            owner = sa.func.coalesce(users.c.tag, source.c.tag)
+            source = source.outerjoin(sessions, sessions.c.tag == source.c.tag)
+        elif source is not sessions:
+            source = source.outerjoin(sessions, sessions.c.id == source.c.session_row)
+        source = source.outerjoin(users, users.c.id == sessions.c.user_row)
+    header = header_of(column.value)
+    return sa.select(owner, header, sa.func.count()).select_from(source).group_by(owner, header)
 
 
-def _of_user(column: sa.Column[Any], session_row: sa.Column[Any]) -> sa.Select[Any]:
-    own = column.table.outerjoin(sessions, sessions.c.id == session_row)
-    return _by_owner(column, own.outerjoin(users, users.c.id == sessions.c.user_row), users.c.tag)
-
-
-def _of_witnesses() -> sa.Select[Any]:
-    # The owner of a session's version witness is the user.  The `tag` of any other version witness
-    # is the tag of its owner.
-    tag = witnesses.c.tag
-    source = witnesses.outerjoin(sessions, sessions.c.tag == tag)
-    source = source.outerjoin(users, users.c.id == sessions.c.user_row)
-    return _by_owner(witnesses.c.seal, source, sa.func.coalesce(users.c.tag, tag))
-
-
-_OF_SESSIONS = sessions.outerjoin(users, users.c.id == sessions.c.user_row)
 # For each table, the column by which it is read in spans, and the query that counts its rows.
-_COUNTED = (
-    (apps.c.id, _by_owner(apps.c.state, apps, apps.c.tag)),
-    (users.c.id, _by_owner(users.c.state, users, users.c.tag)),
-    (sessions.c.id, _by_owner(sessions.c.state, _OF_SESSIONS, users.c.tag)),
-    (snapshots.c.session_row, _of_user(snapshots.c.state, snapshots.c.session_row)),
-    (events.c.session_row, _of_user(events.c.event, events.c.session_row)),
-    (witnesses.c.tag, _of_witnesses()),
-)
+_COUNTED = tuple((column.key[0], _by_owner(column)) for column in SEALED)

@@ -22,13 +22,8 @@ from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import (
-    APPS,
     COLLECTION,
-    EVENTS,
-    SESSIONS,
-    SNAPSHOTS,
-    USERS,
-    WITNESSES,
+    SEALED,
     Owner,
     SealedColumn,
     SessionRow,
@@ -42,6 +37,7 @@ from adk_secure_sessions.storage.schema import (
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
+_APPS, _USERS, _WITNESSES, _SESSIONS, _SNAPSHOTS, _EVENTS = SEALED
 # One statement reads a group of records, of at most `_RECORDS` records and at most `_BYTES` bytes.
 # A record larger than `_BYTES` is a group of its own.
 _RECORDS = 64
@@ -128,7 +124,7 @@ def owner_rows(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
 
 
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
-_USERS = sa.select(*users.c, apps.c.app_name).select_from(_WITH_APP)
+_USERS_WITH_APP = sa.select(*users.c, apps.c.app_name).select_from(_WITH_APP)
 _OWNERS = {
     apps: sa.select(apps.c.id, apps.c.tag, apps.c.app_name),
     users: sa.select(users.c.id, users.c.tag, apps.c.app_name, users.c.app_row).select_from(
@@ -146,28 +142,20 @@ async def read_owner(
 
     Return the app's name, the owner, and the number of both records by header.
     """
+    of_user = table is users
     with naming(table.name, row.id):
         app_name, tag = app_name_of(row.app_name), binary(row.tag)
-    who = await db.unit.identify(app_name)
-    of_user = table is users
-    if not of_user and who.app_tag != tag:
-        raise TamperedError(
-            "its app_name or its tag was modified",
-            reason=Reason.WRONG_OWNER,
-            table=table.name,
-            row=row.id,
-        )
+        who = await db.unit.identify(app_name)
+        if not of_user and who.app_tag != tag:
+            detail = "its app_name or its tag was modified"
+            raise TamperedError(detail, reason=Reason.WRONG_OWNER)
     check = reads.CheckOwner(who._replace(user_tag=tag) if of_user else who, of_user=of_user)
     owner = await db.unit.run(check)
     if owner is None:
         return None
     if of_user and (await db.unit.identify(app_name, owner.user_id)).user_tag != tag:
-        raise TamperedError(
-            "its tag belongs to another user",
-            reason=Reason.WRONG_OWNER,
-            table=table.name,
-            row=row.id,
-        )
+        error = TamperedError("its tag belongs to another user", reason=Reason.WRONG_OWNER)
+        raise error.located(table.name, row.id)
     return app_name, owner, check.header_counts
 
 
@@ -193,7 +181,7 @@ async def _located(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSess
 async def _decrypted(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
     owners: dict[object, tuple[UserRow, object]] = {}
     user_rows = {row.user_row for row in rows}
-    for *user, app_name in await rows_where(db.unit.read, _USERS, users.c.id, user_rows):
+    for *user, app_name in await rows_where(db.unit.read, _USERS_WITH_APP, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
     keys = await db.unit.data_keys_of(*(user.tag for user, _ in owners.values()))
     return [_locate(row, owners.get(row.user_row), keys) for row in rows]
@@ -210,19 +198,18 @@ def _locate(
     """Decrypt the ids of *row*; *owner* is its user's row, and the name of the user's app."""
     try:
         if owner is None:
-            raise TamperedError(
-                "its user's row was removed", reason=Reason.MISSING, table=sessions.name, row=row.id
-            )
+            error = TamperedError("its user's row was removed", reason=Reason.MISSING)
+            raise error.located(sessions.name, row.id)
         user, stored_name = owner
         with naming(users.name, user.id):
             app_name = app_name_of(stored_name)
-            context = USERS.context((app_name,), user)
+            context = _USERS.context((app_name,), user)
             user_id, _ = split_id(keys.open(user.tag, context, user.state))
         with naming(sessions.name, row.id):
-            context = SESSIONS.context((app_name, user_id), row)
+            context = _SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
-    except UNREADABLE as error:
-        return LocatedSession(row, error)
+    except UNREADABLE as rejected:
+        return LocatedSession(row, rejected)
     is_collection = row.base_revision == COLLECTION
     return LocatedSession(row, SessionIds(app_name, user_id, session_id, is_collection))
 
@@ -261,7 +248,7 @@ async def records_of_owner(
     *keys* are its data keys; this function tells them which of them the row names.  Return None
     if the row does not exist any more.
     """
-    column: SealedColumn[Any] = APPS if table is apps else USERS
+    column = _APPS if table is apps else _USERS
     found = await rows_with_keys(db, column, [(row.id,)])
     if not found:
         return None
@@ -288,7 +275,7 @@ async def records_of_sessions(
         for one in page:
             try:
                 opened[one.id] = one.known_ids()[:3]
-                records.append(Record(SESSIONS, one.columns, opened[one.id]))
+                records.append(Record(_SESSIONS, one.columns, opened[one.id]))
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, one.id)
         tags = [record.row.tag for record in records]
@@ -297,8 +284,7 @@ async def records_of_sessions(
             continue
         span = Span(page[0].id - 1, page[-1].id)
         parameters = {**span.parameters, "user_row": user_row, "current": current}
-        column: SealedColumn[Any]
-        for column in (SNAPSHOTS, EVENTS):
+        for column in (_SNAPSHOTS, _EVENTS):
             query = _of_others(column)
             async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
                 known = [one for one in sized if one[0][0] in opened]
@@ -309,8 +295,8 @@ async def records_of_sessions(
 
 
 async def _witnesses(db: Database, ids: Sequence[str], tags: Iterable[bytes]) -> list[Record]:
-    rows = await rows_with_keys(db, WITNESSES, [(tag,) for tag in tags])
-    return [Record(WITNESSES, row, ids) for row in rows]
+    rows = await rows_with_keys(db, _WITNESSES, [(tag,) for tag in tags])
+    return [Record(_WITNESSES, row, ids) for row in rows]
 
 
 async def rows_with_keys(

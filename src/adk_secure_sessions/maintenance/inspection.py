@@ -13,12 +13,11 @@ from adk_secure_sessions.maintenance.decrypted_rows import header_of
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
+    SEALED,
     apps,
     data_keys,
-    events,
     keyring,
     sessions,
-    snapshots,
     users,
     witnesses,
 )
@@ -69,12 +68,7 @@ class RecordHeader(NamedTuple):
 
 _RECORDS: dict[str, sa.Column[Any]] = {
     column.table.name: column
-    for column in (
-        *(table.c.wrapped for table in (keyring, data_keys)),
-        *(table.c.state for table in (apps, users, sessions, snapshots)),
-        events.c.event,
-        witnesses.c.seal,
-    )
+    for column in (keyring.c.wrapped, data_keys.c.wrapped, *(one.value for one in SEALED))
 }
 TABLES = tuple(_RECORDS)
 
@@ -141,9 +135,8 @@ async def record_headers(
     made = []
     for length, start, more, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
-        backend_id, key_id = (
-            (None, None) if source is keyring else header_ids(start) or (None, None)
-        )
+        ids = None if source is keyring else header_ids(start)
+        backend_id, key_id = ids or (None, None)
         root_key_id = more if source is keyring else None
         kind = None
         if source is sessions:

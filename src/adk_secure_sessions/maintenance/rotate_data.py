@@ -38,7 +38,6 @@ from adk_secure_sessions.maintenance.rotation import Rotation
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta, writes
 from adk_secure_sessions.storage.schema import (
-    WITNESSES,
     SealedColumn,
     apps,
     data_keys,
@@ -46,6 +45,7 @@ from adk_secure_sessions.storage.schema import (
     naming,
     sessions,
     users,
+    witnesses,
 )
 
 
@@ -274,7 +274,7 @@ class DataRotationRun(Rotation):
 
 def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:
     """Decrypt *record*, check its flags as a reader does, and return its plaintext with them."""
-    if record.column is WITNESSES:
+    if record.column.table is witnesses:
         return FLAGS + keys.open(owner, context, record.stored, open_without_flags)
     return keys.open(owner, context, record.stored, open_whole)
 

@@ -26,16 +26,13 @@ from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
+    SEALED,
     apps,
     audit_records,
     data_keys,
-    events,
     indexed,
     migrated,
-    sessions,
-    snapshots,
     users,
-    witnesses,
 )
 from adk_secure_sessions.storage.survey import FeatureName, Survey
 from adk_secure_sessions.tracebacks import hides_locals
@@ -177,7 +174,7 @@ async def status(
     assert survey.database_id is not None, "survey() rejects such a database"
     masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
     rotations = await _unfinished(db, survey)
-    total = await count_rows(db, apps, users, sessions, snapshots, witnesses, events, data_keys)
+    total = await count_rows(db, *(column.table for column in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
     begun = {one.rotation: one.since for one in rotations if one.genuine is not False}
