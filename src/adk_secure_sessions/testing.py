@@ -81,10 +81,8 @@ def _check_key_id(make: Callable[[], KeyProvider], provider: KeyProvider) -> Non
     try:
         if not isinstance(provider, StaticKey):
             check_key_id(key_id)
-        fault = ""
     except ConfigurationError as error:
-        fault = str(error)
-    _rule(not fault, f"must not have this key_id: {fault}")
+        _rule(False, f"must not have this key_id: {error}")
     _rule(make().key_id == key_id, "must have the same key_id each time it is created")
 
 

@@ -178,7 +178,7 @@ CHANGES: dict[Callable[[Rows], None], str] = {
     with_short_chain: "16 bytes",
     with_text_chain: "1 rows have a chain or a number of another type",
     with_negative_number: "1 rows have a chain or a number of another type",
-    with_half_number: "not an integer",
+    with_half_number: "1 rows have a chain or a number of another type",
     without_one: "the records 3 to 3 of the chain were removed",
     without_first: "the records 0 to 0 of the chain were removed",
 }

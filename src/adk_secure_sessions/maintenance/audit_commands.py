@@ -281,7 +281,7 @@ class _Trail:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
             self.add_bad("", Reason.MALFORMED, detail)
 
-    async def chains(self) -> AsyncIterator[tuple[Any, Any]]:
+    async def chains(self) -> AsyncIterator[tuple[bytes, Any]]:
         """Yield the ids of all chains, as they began, and their last times; all unauthenticated."""
         query, size = (_CHAINS, _columns.chain), self._db.limits.headers
         async for found in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
@@ -290,7 +290,7 @@ class _Trail:
 
     async def check(
         self,
-        chain: object,
+        chain: bytes,
         visit: Callable[[bytes, int, int, dict[str, Any]], None] = lambda *_: None,
         heads: Mapping[int, bytes] = MappingProxyType({}),
     ) -> _End | None:
@@ -300,16 +300,14 @@ class _Trail:
         the links of some records as they were logged, by number.  Return the last record; None if
         the chain has no records any more, or no valid id.
         """
-        if not isinstance(chain, bytes) or len(chain) != CHAIN_LENGTH:
-            shown = chain.hex() if isinstance(chain, bytes) else str(chain)
+        if len(chain) != CHAIN_LENGTH:
             detail = "its chain does not have 16 bytes: it was inserted"
-            self.add_bad(shown, Reason.MALFORMED, detail)
+            self.add_bad(chain.hex(), Reason.MALFORMED, detail)
             return None
         cipher = self.keyring.index.audit_cipher(self.keyring.database_id, chain)
         expected = 0
-        known: bytes | None = (
-            NO_AUDIT_LINK  # the link of the record before; None if that record is bad
-        )
+        # The link of the record before; None if that record is bad.
+        known: bytes | None = NO_AUDIT_LINK
         end: _End | None = None
         async for number, moment, record in self._rows(chain):
             row = f"{chain.hex()}, {number}"
@@ -350,10 +348,6 @@ class _Trail:
             self._db.unit.read, _RECORDS, key, size, lambda *row: row, chain=chain
         ):
             for number, moment, record in rows:
-                if not isinstance(number, int):
-                    detail = "its number is not an integer: it was inserted"
-                    self.add_bad(f"{chain.hex()}, {number}", Reason.MALFORMED, detail)
-                    continue
                 yield number, moment, record
             await self.meter.advance(len(rows))
 
@@ -398,8 +392,8 @@ class _Heads:
             detail = "two different heads of it were logged: a line was added to a log"
             self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
-    def of(self, chain: object) -> dict[int, bytes]:
-        return self._links.get(chain, {}) if isinstance(chain, bytes) else {}
+    def of(self, chain: bytes) -> dict[int, bytes]:
+        return self._links.get(chain, {})
 
     def compare(self, chain: bytes, end: _End) -> None:
         """Report a chain that ends before its last logged record, and forget its heads."""
@@ -473,8 +467,9 @@ _CHAINS = (
 # bytes.
 _LONGEST = sa.literal_column(str(MAX_RECORD), sa.BigInteger)
 _BOUNDED = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record))
-_IS_NUMBER = _columns.number.between(
-    sa.literal_column("0", sa.BigInteger), sa.literal_column(str(_LARGEST), sa.BigInteger)
+_IS_NUMBER = sa.and_(
+    _columns.number >= sa.literal_column("0", sa.BigInteger),
+    _columns.number == sa.cast(_columns.number, sa.BigInteger),
 )
 _RECORDS = sa.select(_columns.number, _columns.time, _BOUNDED).where(
     _columns.chain == sa.bindparam("chain", type_=sa.LargeBinary), _IS_NUMBER

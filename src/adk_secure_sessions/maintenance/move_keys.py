@@ -71,6 +71,10 @@ _CHANGED = (
     "the keys were changed during the move, by a service or by another run of `move-keys`: stop "
     "all services and other commands that use this database, then run `move-keys` again"
 )
+_NOT_EMPTY = (
+    "the key database has keys that may be in use: check db_url, which may name an old copy of the "
+    "data; or give an empty key database"
+)
 _IN_USE = (
     "this database has its keys, and the other one has keys that may be in use: check db_url, "
     "which may name an old copy of the data"
@@ -259,10 +263,7 @@ class _Move:
         if self._target is self._keys and target.database_id is not None:
             check_features(target, self._opened)
             if FeatureName.MOVING not in target.features:
-                raise ConfigurationError(
-                    "the key database already has keys of this database, and may be in use: check "
-                    "db_url, which may name an old copy of the data; or give an empty key database"
-                )
+                raise ConfigurationError(_NOT_EMPTY)
             if _is_parked(target):
                 raise _other_way("db")
         if target.missing_tables & {keyring.name, data_keys.name}:
@@ -275,10 +276,7 @@ class _Move:
             ]
             is_newer = is_newer or not there <= here
         if is_newer:
-            raise ConfigurationError(
-                "the key database has keys that the database does not have: check db_url, which "
-                "may name an old copy of the data; or give an empty key database"
-            )
+            raise ConfigurationError(_NOT_EMPTY)
 
     async def _copy(self, source: Survey, target: Survey) -> None:
         # Reject a malformed row before anything is changed.
