@@ -170,14 +170,20 @@ def test_other_value_for_the_ids_is_rejected() -> None:
 # --- What was rejected ---
 
 
-async def test_rejected_record_is_recorded_with_its_row_and_reason(
-    log: Log, url: str, tmp_path: Path
-) -> None:
+async def tampered(url: str, directory: Path, *statements: str) -> None:
+    """Store a session with an event, and then change it with *statements*."""
     async with service_of(url) as service:
         session = await service.create_session(**IDS)
         await service.append_event(session, event())
-    with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
-        connection.execute("UPDATE secure_events SET event = substr(event, 1, 40)")
+    with closing(sqlite3.connect(directory / "s.db")) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+async def test_rejected_record_is_recorded_with_its_row_and_reason(
+    log: Log, url: str, tmp_path: Path
+) -> None:
+    await tampered(url, tmp_path, "UPDATE secure_events SET event = substr(event, 1, 40)")
     async with service_of(url) as service:
         with pytest.raises(DecryptionError) as caught:
             await service.get_session(**IDS)
@@ -192,12 +198,8 @@ async def test_rejected_record_is_recorded_with_its_row_and_reason(
 async def test_rows_that_are_missing_or_orphaned_are_recorded_once_each(
     log: Log, url: str, tmp_path: Path
 ) -> None:
-    async with service_of(url) as service:
-        session = await service.create_session(**IDS)
-        await service.append_event(session, event())
-    with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
-        connection.execute("DELETE FROM secure_sessions")
-        connection.execute("UPDATE secure_users SET state = substr(state, 1, 40)")
+    statement = "UPDATE secure_users SET state = substr(state, 1, 40)"
+    await tampered(url, tmp_path, "DELETE FROM secure_sessions", statement)
     async with Database(url, AesGcmBackend(KEY)) as db:
         found = await verify(db)
     expected = sorted((problem.table, problem.row) for problem in found.problems)
@@ -248,11 +250,16 @@ async def test_wrong_key_is_recorded(log: Log, url: str) -> None:
 # --- Commands ---
 
 
+def with_key(directory: Path) -> list[str]:
+    """Options that name a database and a file with its key."""
+    (directory / "root.key").touch(0o600)
+    (directory / "root.key").write_text(KEY)
+    return ["--db", f"sqlite:///{directory}/s.db", "--key", f"file:{directory}/root.key"]
+
+
 def test_command_line_appends_its_records_to_a_file(tmp_path: Path) -> None:
-    place, log = f"sqlite:///{tmp_path}/s.db", tmp_path / "audit.log"
-    (tmp_path / "root.key").touch(0o600)
-    (tmp_path / "root.key").write_text(KEY)
-    options = ["--db", place, "--key", f"file:{tmp_path}/root.key", "--audit-log", str(log)]
+    log = tmp_path / "audit.log"
+    options = [*with_key(tmp_path), "--audit-log", str(log)]
     for command in ("init", "verify"):
         assert run(command, *options).code == 0
     assert log.stat().st_mode & 0o777 == 0o600
@@ -264,10 +271,7 @@ def test_command_line_appends_its_records_to_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/dev/full", "."])
 def test_command_line_fails_if_a_record_cannot_be_written(tmp_path: Path, path: str) -> None:
-    (tmp_path / "root.key").touch(0o600)
-    (tmp_path / "root.key").write_text(KEY)
-    options = ["--db", f"sqlite:///{tmp_path}/s.db", "--key", f"file:{tmp_path}/root.key"]
-    said = run("init", *options, "--audit-log", path)
+    said = run("init", *with_key(tmp_path), "--audit-log", path)
     assert (said.code, "Traceback" in said.stderr) == (2, False)
     assert said.stderr.startswith("Error: ")
 

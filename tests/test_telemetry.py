@@ -61,6 +61,7 @@ from tests.processes import results
 PAGE = Path(__file__).parent.parent / "docs" / "telemetry.md"
 NEEDLE = "penicillin"
 USER, SESSION = "ada-lovelace", "session-of-ada"
+IDS: Any = {"app_name": "clinic", "user_id": USER, "session_id": SESSION}
 DURATION = "adk_secure_sessions.operation.duration"
 CIPHER = "adk_secure_sessions.cipher.duration"
 PROGRESS = "adk_secure_sessions.command.progress"
@@ -132,13 +133,15 @@ def event(text: str = NEEDLE) -> Event:
 
 
 async def converse(service: EncryptedSessionService, events: int = 3) -> None:
-    session = await service.create_session(
-        app_name="clinic", user_id=USER, session_id=SESSION, state={"user:a": NEEDLE}
-    )
+    session = await service.create_session(**IDS, state={"user:a": NEEDLE})
     for _ in range(events):
         await service.append_event(session, event())
-    await service.get_session(app_name="clinic", user_id=USER, session_id=SESSION)
+    await service.get_session(**IDS)
     await service.list_sessions(app_name="clinic", user_id=USER)
+
+
+async def save(artifacts: EncryptedArtifactService, filename: str) -> None:
+    await artifacts.save_artifact(**IDS, filename=filename, artifact=types.Part(text=NEEDLE))
 
 
 # --- Operations ---
@@ -150,16 +153,15 @@ def _operations(say: Say, path: str) -> None:
     async def main() -> None:
         async with service_of(path) as service:
             await converse(service)
-            ids: Any = {"app_name": "clinic", "user_id": USER, "session_id": SESSION}
-            old = await service.get_session(**ids)
-            new = await service.get_session(**ids)
+            old = await service.get_session(**IDS)
+            new = await service.get_session(**IDS)
             assert old
             assert new
             await service.append_event(new, event())
             with pytest.raises(Exception, match="modified"):
                 await service.append_event(old, event())
             with pytest.raises(AlreadyExistsError):
-                await service.create_session(**ids)
+                await service.create_session(**IDS)
 
     asyncio.run(main())
     say((measured.points(), measured.spans()))
@@ -281,15 +283,9 @@ def _everything(say: Say, path: str) -> None:
             # The service has cached the old data keys.
             await service.get_user_state(app_name="clinic", user_id=USER)
             artifacts = EncryptedArtifactService(service, Path(path).parent)
-            await artifacts.save_artifact(
-                app_name="clinic",
-                user_id=USER,
-                session_id=SESSION,
-                filename="scan",
-                artifact=types.Part(text=NEEDLE),
-            )
+            await save(artifacts, "scan")
             memory = EncryptedMemoryService(service)
-            session = await service.get_session(app_name="clinic", user_id=USER, session_id=SESSION)
+            session = await service.get_session(**IDS)
             assert session
             await memory.add_session_to_memory(session)
             await memory.search_memory(app_name="clinic", user_id=USER, query=NEEDLE)
@@ -299,7 +295,7 @@ def _everything(say: Say, path: str) -> None:
             connection.execute("UPDATE secure_events SET event = zeroblob(100) WHERE seq = 1")
         async with EncryptedSessionService(url, backend) as service:
             with pytest.raises(DecryptionError):
-                await service.get_session(app_name="clinic", user_id=USER, session_id=SESSION)
+                await service.get_session(**IDS)
 
     asyncio.run(main())
     say((measured.points(), measured.spans()))
@@ -410,13 +406,7 @@ def _commands(say: Say, directory: str) -> None:
         async with EncryptedSessionService(url, backend) as service:
             artifacts = EncryptedArtifactService(service, blobs)
             for number in range(3):
-                await artifacts.save_artifact(
-                    app_name="clinic",
-                    user_id="a",
-                    session_id=SESSION,
-                    filename=f"scan {number}",
-                    artifact=types.Part(text=NEEDLE),
-                )
+                await save(artifacts, f"scan {number}")
         async with Database(url, backend) as db:
             rotated = await rotate_data_and_blobs(db, blobs, progress=progress)
             assert rotated.blobs == 3
@@ -498,14 +488,12 @@ def test_every_table_can_be_named() -> None:
 def _long_history(say: Say, path: str) -> None:
     async def main() -> None:
         async with service_of(path) as service:
-            session = await service.create_session(
-                app_name="clinic", user_id=USER, session_id=SESSION
-            )
+            session = await service.create_session(**IDS)
             for _ in range(200):
                 await service.append_event(session, event())
             measured = Measurements()  # set late: an earlier operation found no provider
             await asyncio.sleep(1.1)
-            await service.get_session(app_name="clinic", user_id=USER, session_id=SESSION)
+            await service.get_session(**IDS)
             say(measured.points())
 
     asyncio.run(main())

@@ -28,7 +28,9 @@ from adk_secure_sessions import (
     TamperedError,
     UnknownKeyError,
 )
+from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.maintenance import Database as Maintained
+from adk_secure_sessions.storage.schema import metadata
 from tests.attacks.replica import Replica
 from tests.attacks.world import (
     BACKENDS,
@@ -237,6 +239,17 @@ def dump(path: Path) -> Dump:
         names = sorted(name for (name,) in tables)
         connection.text_factory = lambda raw: f"text {raw!r}"
         return {name: connection.execute(f'SELECT * FROM "{name}"').fetchall() for name in names}
+
+
+def contents(db: Database) -> Dump:
+    """All rows, to be replayed later."""
+    return {name: db.rows(f"SELECT * FROM {name}") for name in metadata.tables}
+
+
+def named_by_records(data: Dump) -> set[int]:
+    """The ids of the data keys that the records in *data* name."""
+    tables = ("apps", "users", "sessions", "bases", "events", "witnesses")
+    return {parse_header(row[-1])[1] for table in tables for row in data[f"secure_{table}"]}
 
 
 # --- what an application does --------------------------------------------------------------------

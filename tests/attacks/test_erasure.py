@@ -23,7 +23,6 @@ from adk_secure_sessions import (
     UnknownKeyError,
     maintenance,
 )
-from adk_secure_sessions.formats.records import parse_header
 from tests.attacks.databases import also_on
 from tests.attacks.forging import insert_rows
 from tests.attacks.support import (
@@ -33,12 +32,14 @@ from tests.attacks.support import (
     append_delta,
     assert_rejected,
     assert_works,
+    contents,
     create_again,
     create_another,
     get,
     get_last,
     get_no_events,
     list_user,
+    named_by_records,
     outcome,
     rejection,
     user_state,
@@ -78,11 +79,8 @@ async def erase(db: Database) -> Rows:
 
 
 def replay(db: Database, rows: Rows, *tables: str) -> None:
-    with db.connect() as connection:
-        for table in tables:
-            for row in rows[table]:
-                slots = ", ".join("?" * len(row))
-                connection.execute(f"INSERT INTO {table} VALUES ({slots})", row)
+    for table in tables:
+        insert_rows(db, table, rows[table])
 
 
 async def tables_named_by_verify(db: Database) -> set[str]:
@@ -430,27 +428,16 @@ async def test_erased_key_of_a_higher_generation_encrypts_nothing_of_the_returne
         await append_delta(service, session, {"step": 2, "user:step": 2})
         assert await get(service, db, VISIT) == session
         await create_another(service, db, VISIT)
-    assert not named_by_records(db) & erased
+    assert not named_by_records(contents(db)) & erased
     async with db.maintained() as maintained:
         assert (await maintenance.rotate_data(maintained)).left == 0
     async with db.service() as service:
         await append_delta(service, session, {"step": 3})
-    assert not named_by_records(db) & erased
+    assert not named_by_records(contents(db)) & erased
     async with db.maintained() as maintained:
         await maintenance.retire(maintained)
         assert not {row_id for (row_id,) in db.rows("SELECT id FROM secure_data_keys")} & erased
         assert (await maintenance.verify(maintained)).bad == 0
-
-
-def named_by_records(db: Database) -> set[int]:
-    """The ids of the data keys that any record names."""
-    columns = dict.fromkeys(("users", "sessions", "bases"), "state")
-    columns |= {"events": "event", "witnesses": "seal"}
-    return {
-        parse_header(record)[1]
-        for table, column in columns.items()
-        for (record,) in db.rows(f"SELECT {column} FROM secure_{table}")
-    }
 
 
 # --- copies of the rows --------------------------------------------------------------------------

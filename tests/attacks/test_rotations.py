@@ -28,10 +28,9 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage.schema import metadata
 from tests.attacks.cells import RECORDS, SESSION_STATE, Cell, by_name
 from tests.attacks.databases import also_on
-from tests.attacks.forging import ForgedKey
+from tests.attacks.forging import ForgedKey, insert_rows
 from tests.attacks.support import (
     Database,
     Dump,
@@ -40,14 +39,17 @@ from tests.attacks.support import (
     append_delta,
     assert_rejected,
     assert_works,
+    contents,
     create_another,
     get,
+    named_by_records,
     rejection,
 )
 from tests.attacks.world import ALL_SESSIONS, BOB, KEY, SECRET, VISIT
 from tests.format_reader import expand
+from tests.maintenance.support import NEW, ROTATIONS, interrupt
+from tests.maintenance.support import OTHER as NEWER
 
-NEW, NEWER = bytes(range(32, 64)), bytes(range(64, 96))
 _PLAINTEXT = re.compile(rf"(key|text)-{SECRET}".encode())  # too long to come up by chance
 ALICES_TAG = "(SELECT tag FROM secure_users WHERE id = :alice)"
 
@@ -55,11 +57,6 @@ ALICES_TAG = "(SELECT tag FROM secure_users WHERE id = :alice)"
 def under(root: bytes, db: Database) -> EncryptionBackend:
     """The database's backend with another root key."""
     return FernetBackend(root) if db.is_fernet else AesGcmBackend(root)
-
-
-def contents(db: Database) -> Dump:
-    """All rows, to be replayed later."""
-    return {name: db.rows(f"SELECT * FROM {name}") for name in metadata.tables}
 
 
 async def replace_data_keys(db: Database) -> None:
@@ -79,12 +76,6 @@ async def replace_all(db: Database, *, retiring: bool = True) -> None:
             assert (await retire(maintained)).kept == 0
 
 
-def named_by_records(data: Dump) -> set[int]:
-    """The ids of the data keys that the records in *data* name."""
-    tables = ("apps", "users", "sessions", "bases", "events", "witnesses")
-    return {parse_header(row[-1])[1] for table in tables for row in data[f"secure_{table}"]}
-
-
 async def assert_whole(db: Database, *backends: EncryptionBackend) -> None:
     backend, *others = backends or (db.backend(),)
     async with Maintained(db.url, backend, others) as maintained:
@@ -95,11 +86,7 @@ async def assert_whole(db: Database, *backends: EncryptionBackend) -> None:
 def replay(db: Database, before: Dump, table: str) -> None:
     """Insert the rows of *table* whose ids are no longer there."""
     there = {row[0] for row in db.rows(f"SELECT * FROM {table}")}
-    for row in before[table]:
-        if row[0] not in there:
-            slots = ", ".join("?" * len(row))
-            with db.connect() as connection:
-                connection.execute(f"INSERT INTO {table} VALUES ({slots})", row)
+    insert_rows(db, table, [row for row in before[table] if row[0] not in there])
 
 
 # --- an attacker with old keys reads -------------------------------------------------------------
@@ -278,21 +265,10 @@ async def test_retired_master_replayed_wraps_keys_unless_the_root_key_was_rotate
 
 # --- an attacker makes a rotation skip rows ------------------------------------------------------
 
-ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
 
-
-async def interrupt(db: Database, name: str) -> str:
+async def checkpoint_of(db: Database, name: str) -> str:
     """Begin a rotation and stop it; return its checkpoint."""
-
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        raise Stop
-
-    async with Maintained(db.url, db.backend()) as maintained:
-        with pytest.raises(Stop):
-            await ROTATIONS[name](maintained, progress=stop)
+    await interrupt(db.url, ROTATIONS[name], db.backend())
     value: str = db.value("SELECT value FROM secure_meta WHERE name = :n", n=f"rotation.{name}")
     return value
 
@@ -312,13 +288,18 @@ def now() -> int:
     return time.time_ns() // 1000
 
 
+def replaced(done: Any) -> int:
+    """How many keys or records a rotation has replaced."""
+    return getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0)
+
+
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("whose", ["nobody's", "another index master's", "the other rotation's"])
 async def test_forged_checkpoint_is_rejected(file_db: Database, name: str, whose: str) -> None:
     text = str(now())
     if whose == "the other rotation's":
         (other,) = ROTATIONS.keys() - {name}
-        value = await interrupt(file_db, other)
+        value = await checkpoint_of(file_db, other)
     else:
         index = BlindIndex(bytes(32) if whose == "nobody's" else KEY)
         value = f"{text} {index.mac('checkpoint', f'rotation.{name}', text).hex()}"
@@ -338,7 +319,7 @@ async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
     file_db: Database, name: str
 ) -> None:
     """The rotation has ended; rows that it has replaced are not replaced again."""
-    value = await interrupt(file_db, name)
+    value = await checkpoint_of(file_db, name)
     async with Maintained(file_db.url, file_db.backend()) as maintained:
         first = await ROTATIONS[name](maintained)
         store(file_db, name, value)
@@ -349,10 +330,7 @@ async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
         restarted = await ROTATIONS[name](maintained, restart=True)
         assert restarted.resumed is False
         assert restarted.since >= began
-    rotated = [
-        getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0) for done in (again, restarted)
-    ]
-    assert rotated[0] == 0 < rotated[1]
+    assert replaced(again) == 0 < replaced(restarted)
 
 
 @pytest.mark.parametrize("since", ["", "-1", "1" * 18 + "2", "x", "01", "1 0 -1", "\u0661"])
@@ -383,10 +361,9 @@ async def test_forged_checkpoint_of_an_early_time_is_reported(file_db: Database,
     store(file_db, name, await forged_checkpoint(file_db, name, 0))
     async with Maintained(file_db.url, file_db.backend()) as maintained:
         done = await ROTATIONS[name](maintained)
-        rotated = getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0)
-        assert (done.resumed, done.since, rotated) == (True, 0, 0)
+        assert (done.resumed, done.since, replaced(done)) == (True, 0, 0)
         again = await ROTATIONS[name](maintained, restart=True)
-    assert getattr(again, "rotated", 0) + getattr(again, "reencrypted", 0) > 0
+    assert replaced(again) > 0
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
@@ -401,8 +378,7 @@ async def test_forged_checkpoint_of_a_late_time_replaces_all_keys(
         again = await ROTATIONS[name](maintained)
     assert (done.since, done.left, again.left) == (since, 0, 0)
     assert again.since > since
-    for one in (done, again):
-        assert getattr(one, "rotated", 0) + getattr(one, "reencrypted", 0) > 0
+    assert min(replaced(done), replaced(again)) > 0
     await assert_whole(file_db)
 
 

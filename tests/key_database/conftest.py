@@ -1,12 +1,9 @@
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 
-from tests.key_database.support import Pair, pair_in
-from tests.servers import Server
+from tests.key_database.support import Pair, empty_pair, pair_in
 
 # The data's database and that of the keys.
 ON_SERVERS = ["postgresql mariadb", "mariadb postgresql"]
@@ -46,13 +43,5 @@ def files(tmp_path: Path) -> Pair:
 )
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """Two empty databases, of one kind or of two."""
-    with ExitStack() as stack:
-
-        def place(kind: str, name: str) -> sa.URL:
-            if kind == "sqlite":
-                return sa.URL.create("sqlite", database=f"{tmp_path}/{name}.db")
-            server: Server = request.getfixturevalue(kind)
-            return stack.enter_context(server.database())
-
-        data, keys = request.param.split()
-        yield Pair(place(data, "data"), place(keys, "keys"))
+    with empty_pair(request, tmp_path) as found:
+        yield found

@@ -6,7 +6,8 @@ services' backs.
 """
 
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from adk_secure_sessions.maintenance import Database
 from tests.attacks.support import dump
 from tests.faults import Point, with_faults
 from tests.maintenance.support import query, run_sql
-from tests.servers import for_service
+from tests.servers import Server, for_service
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
 APP = "clinic"
@@ -53,6 +54,21 @@ def pair_in(directory: Path, name: str = "") -> Pair:
     """Two SQLite files."""
     data, keys = (f"{directory}/{name}{part}.db" for part in ("data", "keys"))
     return Pair(sa.URL.create("sqlite", database=data), sa.URL.create("sqlite", database=keys))
+
+
+@contextmanager
+def empty_pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[Pair]:
+    """Two empty databases of the kinds in the parameter of *request*, such as "sqlite mariadb"."""
+    with ExitStack() as stack:
+
+        def place(kind: str, name: str) -> sa.URL:
+            if kind == "sqlite":
+                return sa.URL.create("sqlite", database=f"{directory}/{name}.db")
+            server: Server = request.getfixturevalue(kind)
+            return stack.enter_context(server.database())
+
+        data, keys = request.param.split()
+        yield Pair(place(data, "data"), place(keys, "keys"))
 
 
 def count(place: sa.URL, table: str) -> int:
@@ -141,6 +157,7 @@ __all__ = [
     "Pair",
     "count",
     "create",
+    "empty_pair",
     "event",
     "everything",
     "find",

@@ -4,7 +4,9 @@ import pytest
 
 from adk_secure_sessions import UnknownKeyError
 from adk_secure_sessions.maintenance import erase_user, verify
-from tests.key_database.support import APP, Pair, count, create, event, find, query, run_sql
+from tests.faults import Point, with_faults
+from tests.key_database.support import APP, Pair, count, create, event, find
+from tests.maintenance.support import Killed
 
 
 async def test_erased_user_is_gone_from_both_databases(pair: Pair) -> None:
@@ -28,11 +30,14 @@ async def test_erased_user_is_gone_from_both_databases(pair: Pair) -> None:
 async def test_erasure_that_was_killed_after_the_keys_is_completed_by_the_next(pair: Pair) -> None:
     async with pair.service() as service:
         await create(service)
-    run_sql(
-        pair.keys,
-        "DELETE FROM secure_data_keys WHERE owner = :tag",
-        tag=query(pair.data, "SELECT tag FROM secure_users")[0][0],
-    )
+    db, faults = with_faults(pair.maintained)
+    async with db:
+        await db.keys()
+        # The first work on the data looks for `secure_migrated`.
+        faults.data.before(Point.WORK, Killed(), nth=2)
+        with pytest.raises(Killed):
+            await erase_user(db, APP, "ada")
+    assert (count(pair.keys, "secure_data_keys"), count(pair.data, "secure_users")) == (1, 1)
     async with pair.service() as service:
         with pytest.raises(UnknownKeyError):
             await find(service)

@@ -2,8 +2,9 @@
 
 `url` (tests/conftest.py) is an empty database for services, and `place` the same one for plain SQL
 behind their backs: `run_sql` changes it and `query` reads it.  `fill` has a service write sessions,
-events and states; `interrupt` leaves a rotation unfinished.  Two more helpers end or disturb a run
-at a chosen statement: tests/faults.py in this process, dying.py in a process that is killed there.
+events and states, `content` reads them, and `assert_whole` verifies the database.  `interrupt`
+leaves a rotation unfinished.  Two more helpers end or disturb a run at a chosen statement:
+tests/faults.py in this process, dying.py in a process that is killed there.
 """
 
 import warnings
@@ -22,11 +23,22 @@ from adk_secure_sessions import (
     EncryptionBackend,
     NoOpBackend,
 )
-from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.maintenance import (
+    Database,
+    Verification,
+    rotate_data,
+    rotate_master,
+    verify,
+)
 
 OLD, NEW, OTHER = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 APP = "clinic"
 START = 1_700_000_000.0
+ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
+
+
+class Killed(Exception):
+    """Ends a run of a command, as if its process had been killed."""
 
 
 def plaintext_backend() -> NoOpBackend:
@@ -65,17 +77,35 @@ async def fill(
                     await service.append_event(session, event(n, n=n))
 
 
-async def interrupt(url: str, rotate: Any) -> None:
+async def content(service: EncryptedSessionService) -> dict[tuple[str, str], str]:
+    """All sessions as *service* reads them, as JSON, by user and id; it is closed afterwards."""
+    found = {}
+    async with service:
+        for one in (await service.list_sessions(app_name=APP)).sessions:
+            who: dict[str, Any] = {"app_name": APP, "user_id": one.user_id, "session_id": one.id}
+            session = await service.get_session(**who)
+            assert session is not None
+            found[one.user_id, one.id] = session.model_dump_json()
+    return found
+
+
+async def assert_whole(url: str | sa.URL, *backends: EncryptionBackend) -> Verification:
+    """`verify` finds nothing wrong with *backends*, by default with that of `fill`."""
+    backend, *others = backends or (AesGcmBackend(OLD),)
+    async with Database(url, backend, others) as db:
+        found = await verify(db)
+    assert (found.bad, found.unchecked, found.problems) == (0, 0, ())
+    return found
+
+
+async def interrupt(url: str, rotate: Any, backend: EncryptionBackend | None = None) -> None:
     """Begin a rotation, and end it with an error when it first reports progress."""
 
-    class Stop(Exception):
-        pass
-
     def stop(done: int, total: int) -> None:
-        raise Stop
+        raise Killed
 
-    async with Database(url, AesGcmBackend(OLD)) as db:
-        with pytest.raises(Stop):
+    async with Database(url, backend or AesGcmBackend(OLD)) as db:
+        with pytest.raises(Killed):
             await rotate(db, progress=stop)
 
 

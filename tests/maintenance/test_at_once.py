@@ -84,19 +84,15 @@ class Command(NamedTuple):
     only_reads: bool = False
 
 
-async def _migrate(db: Database, directory: Path) -> object:
-    async with await open_source(f"sqlite:///{directory}/adk.db") as source:
-        return await migrate(source, db)
+def _from_source(function: Callable[..., Awaitable[object]]) -> Run:
+    async def run(db: Database, directory: Path) -> object:
+        async with await open_source(f"sqlite:///{directory}/adk.db") as source:
+            return await function(source, db)
+
+    return run
 
 
-async def _compare(db: Database, directory: Path) -> object:
-    async with await open_source(f"sqlite:///{directory}/adk.db") as source:
-        return await compare(source, db)
-
-
-async def _erase_source(db: Database, directory: Path) -> object:
-    async with await open_source(f"sqlite:///{directory}/adk.db") as source:
-        return await erase_source(source, db)
+_migrate = _from_source(migrate)
 
 
 async def _migrate_artifacts(db: Database, directory: Path) -> object:
@@ -140,9 +136,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "debug lookup": Command(lambda db, directory: lookup(db, APP, "ada"), only_reads=True),
     "migrate artifacts": Command(_migrate_artifacts),
-    "migrate compare": Command(_compare, before=(_migrate,)),
+    "migrate compare": Command(_from_source(compare), before=(_migrate,)),
     "migrate copy": Command(_migrate),
-    "migrate erase-source": Command(_erase_source, before=(_migrate,)),
+    "migrate erase-source": Command(_from_source(erase_source), before=(_migrate,)),
     "move-keys": Command(lambda db, directory: move_keys(db, "key-db"), world="one"),
     "move-keys --to db": Command(lambda db, directory: move_keys(db, "db"), world="pair"),
     "purge sessions": Command(lambda db, directory: purge(db, timedelta(0))),

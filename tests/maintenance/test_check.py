@@ -18,11 +18,7 @@ from adk_secure_sessions.maintenance import (
 )
 from tests.faults import Point, with_faults
 from tests.key_database.support import KEY, OTHER, Pair, create, pair_in, query, run_sql
-
-
-class Killed(Exception):
-    """Ends a run of a command, as if its process had been killed."""
-
+from tests.maintenance.support import Killed
 
 _META = "SELECT name || ' ' || value FROM secure_meta"
 # While `separate` stores "separating" in the key database, the data database has the old id.

@@ -8,18 +8,11 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
-from adk_secure_sessions.maintenance import (
-    Database,
-    UnfinishedRotation,
-    rotate_data,
-    rotate_master,
-    status,
-)
+from adk_secure_sessions.maintenance import Database, UnfinishedRotation, status
 from tests.format_reader import Database as Reader
-from tests.maintenance.support import NEW, OLD, fill, interrupt, run_sql
+from tests.maintenance.support import NEW, OLD, ROTATIONS, fill, interrupt, run_sql
 
 AES = AesGcmBackend(OLD)
-ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
 
 
 @pytest.mark.parametrize("name", ROTATIONS)

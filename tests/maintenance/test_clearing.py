@@ -19,7 +19,7 @@ from adk_secure_sessions.maintenance.vacuum import clear
 from adk_secure_sessions.storage.schema import data_keys
 from tests.attacks.needles import files_of
 from tests.maintenance.support import APP, OLD, event, fill, query
-from tests.servers import MariaDB, PostgreSQL, Server, unavailable
+from tests.servers import DRIVERS, MariaDB, PostgreSQL, Server, unavailable
 
 BACKEND = AesGcmBackend(OLD)
 USERS = [f"u{number}" for number in range(120)]  # enough for pages of their keys to be split
@@ -165,32 +165,38 @@ def wrapped_of(place: sa.URL) -> bytes:
     return bytes(wrapped)
 
 
-async def test_postgresql_keeps_bytes_in_the_table_until_it_is_rewritten(
-    postgresql: PostgreSQL,
+@pytest.mark.parametrize("kind", DRIVERS)
+async def test_server_keeps_bytes_in_the_table_until_it_is_rewritten(
+    kind: str, request: pytest.FixtureRequest
 ) -> None:
-    if postgresql.directory is None:
+    server: Server = request.getfixturevalue(kind)
+    if server.directory is None:
         unavailable("the server's files are not to be read here")
-    with postgresql.database() as place:
-        url = place.set(drivername="postgresql+asyncpg")
+    with file_per_table(server), server.database() as place:
+        url = place.set(drivername=DRIVERS[kind])
         await fill(url.render_as_string(hide_password=False), users=["ada"], sessions=1)
         wrapped = wrapped_of(place)
         async with Database(url, BACKEND) as db:
-            ((old,),) = query(place, "SELECT pg_relation_filepath('secure_data_keys')")
+            table = file_of_table(place)
+            write_out(server, place)
+            assert table in files_with(server, wrapped)
             found = await erase_user(db, APP, "ada")
             assert (found.data_keys, found.cleared) == (1, False)
             assert "not rewritten" in found.obstacle
-            postgresql.flush()
-            assert Path(old).name in files_with(postgresql, wrapped)
+            write_out(server, place)
+            assert table in files_with(server, wrapped)
             found = await erase_user(db, APP, "ada", rewrite=True)
             assert (found.rows, found.cleared, found.obstacle) == (0, True, "")
-            postgresql.flush()
-            # The write-ahead log remains, a file whose name has 24 hexadecimal digits.
-            assert {name for name in files_with(postgresql, wrapped) if len(name) != 24} == set()
-            timeout = await db.unit.executors.data.run(
-                lambda connection: connection.exec_driver_sql("SHOW lock_timeout").scalar(),
-                commit=False,
-            )
-            assert timeout == "0"
+            write_out(server, place)
+            # The write-ahead log remains, whose names have 24 hexadecimal digits, or the redo log.
+            logs = {name for name in files_with(server, wrapped) if len(name) == 24}
+            assert files_with(server, wrapped) - logs <= {"ib_logfile0"}
+            if kind == "postgresql":
+                timeout = await db.unit.executors.data.run(
+                    lambda connection: connection.exec_driver_sql("SHOW lock_timeout").scalar(),
+                    commit=False,
+                )
+                assert timeout == "0"
 
 
 async def test_postgresql_account_that_owns_no_table_erases_but_cannot_rewrite(
@@ -228,14 +234,13 @@ def _account(server: PostgreSQL, place: sa.URL) -> Iterator[sa.URL]:
             connection.exec_driver_sql(f"DROP ROLE {name}")
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("kind", DRIVERS)
 async def test_rewriting_gives_up_while_another_transaction_uses_the_table(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue(kind)
-    driver = {"postgresql": "postgresql+asyncpg", "mariadb": "mariadb+asyncmy"}[kind]
     with file_per_table(server), server.database() as place:
-        url = place.set(drivername=driver).render_as_string(hide_password=False)
+        url = place.set(drivername=DRIVERS[kind]).render_as_string(hide_password=False)
         await fill(url, users=["ada"], sessions=1)
         engine = sa.create_engine(place)
         async with Database(url, BACKEND) as db:
@@ -266,27 +271,6 @@ def file_per_table(server: Server) -> Iterator[None]:
             connection.exec_driver_sql(change.format(before))
 
 
-async def test_mariadb_keeps_bytes_in_the_table_until_it_is_rewritten(mariadb: MariaDB) -> None:
-    if mariadb.directory is None:
-        unavailable("the server's files are not to be read here")
-    with file_per_table(mariadb), mariadb.database() as place:
-        url = place.set(drivername="mariadb+asyncmy")
-        await fill(url.render_as_string(hide_password=False), users=["ada"], sessions=1)
-        wrapped = wrapped_of(place)
-        async with Database(url, BACKEND) as db:
-            write_out(mariadb, place)
-            assert "secure_data_keys.ibd" in files_with(mariadb, wrapped)
-            found = await erase_user(db, APP, "ada")
-            assert (found.data_keys, found.cleared) == (1, False)
-            assert "not rewritten" in found.obstacle
-            write_out(mariadb, place)
-            assert "secure_data_keys.ibd" in files_with(mariadb, wrapped)
-            found = await erase_user(db, APP, "ada", rewrite=True)
-            assert (found.rows, found.cleared, found.obstacle) == (0, True, "")
-            write_out(mariadb, place)
-            assert files_with(mariadb, wrapped) <= {"ib_logfile0"}  # the redo log
-
-
 async def test_mariadb_table_is_rewritten_without_a_setting_of_the_connection(
     mariadb: MariaDB,
 ) -> None:
@@ -309,21 +293,18 @@ async def test_mariadb_table_is_rewritten_without_a_setting_of_the_connection(
         assert not [text for text in statements if text.startswith("SET")]
 
 
-def write_out(server: MariaDB, place: sa.URL, table: str = "secure_data_keys") -> None:
+def file_of_table(place: sa.URL) -> str:
+    if place.get_backend_name() != "postgresql":
+        return "secure_data_keys.ibd"
+    ((path,),) = query(place, "SELECT pg_relation_filepath('secure_data_keys')")
+    return Path(path).name
+
+
+def write_out(server: Server, place: sa.URL) -> None:
     """Have the table's file hold what is in memory."""
+    if not isinstance(server, MariaDB):
+        server.flush()
+        return
     with server.admin.connect() as connection:
-        connection.exec_driver_sql(f"FLUSH TABLES {place.database}.{table} FOR EXPORT")
+        connection.exec_driver_sql(f"FLUSH TABLES {place.database}.secure_data_keys FOR EXPORT")
         connection.exec_driver_sql("UNLOCK TABLES")
-
-
-async def test_mariadb_table_that_shares_a_file_cannot_be_cleared(mariadb: MariaDB) -> None:
-    with mariadb.admin.connect() as connection:
-        if connection.exec_driver_sql("SELECT @@innodb_file_per_table").scalar():
-            unavailable("this server keeps each table in a file of its own")
-    with mariadb.database() as place:
-        url = place.set(drivername="mariadb+asyncmy")
-        await fill(url.render_as_string(hide_password=False), users=["ada"], sessions=1)
-        async with Database(url, BACKEND) as db:
-            found = await erase_user(db, APP, "ada", rewrite=True)
-            assert (found.users, found.cleared) == (1, False)
-            assert "innodb_file_per_table" in found.obstacle

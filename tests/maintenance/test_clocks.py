@@ -30,6 +30,8 @@ from tests.maintenance.support import (
     APP,
     NEW,
     OLD,
+    ROTATIONS,
+    assert_whole,
     event,
     fill,
     interrupt,
@@ -43,7 +45,6 @@ PATIENCE = 20.0  # seconds; each case takes less than one
 each_shift = pytest.mark.parametrize(
     "days", [-400, 400, *(pytest.param(days, marks=pytest.mark.soak) for days in (-2, 2))]
 )
-ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
 
 
 def newest_master(place: sa.URL) -> int:
@@ -51,12 +52,6 @@ def newest_master(place: sa.URL) -> int:
         place, "SELECT id FROM secure_keyring WHERE purpose = 'data' ORDER BY created_at DESC"
     )
     return int(row[0])
-
-
-async def assert_whole(url: str, *backends: Any) -> None:
-    async with Database(url, *backends) as db:
-        found = await verify(db)
-    assert (found.bad, found.unchecked) == (0, 0), found.problems
 
 
 @pytest.fixture
@@ -199,7 +194,7 @@ async def test_command_does_the_same_whatever_its_clock_says(
                     found = len(found.rotated), len(found.unchanged), len(found.plaintext)
                 results.append(found)
                 await verify(db)
-        await assert_whole(url, NEXT, [AES])
+        await assert_whole(url, NEXT, AES)
     assert results[0] == results[1]
 
 

@@ -36,7 +36,7 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
 from tests.maintenance.dying import Statements, dying
-from tests.maintenance.support import APP, NEW, OLD, event, fill, query, run_sql
+from tests.maintenance.support import APP, NEW, OLD, assert_whole, event, fill, query, run_sql
 from tests.on_servers.proxy import Cut, proxy_before
 from tests.processes import children
 from tests.servers import DRIVERS, PostgreSQL, Server
@@ -105,12 +105,6 @@ async def fill_with_large_state(url: str) -> None:
             await service.create_session(app_name="bank", user_id=user, session_id="s0")
 
 
-async def assert_clean(url: str) -> None:
-    async with Database(url, BACKEND) as db:
-        found = await verify(db)
-        assert (found.bad, found.unchecked, found.problems) == (0, 0, ())
-
-
 async def test_erasure_deletes_all_rows_of_the_user_and_none_of_others(
     url: str, place: sa.URL
 ) -> None:
@@ -128,7 +122,7 @@ async def test_erasure_deletes_all_rows_of_the_user_and_none_of_others(
         assert [one.row for one in of_ada] == [None, None]
         assert (await erase_user(db, APP, "ada")).rows == 0
         assert rows(place) == bobs
-    await assert_clean(url)
+    await assert_whole(url)
 
 
 async def test_erasure_deletes_large_states_and_leaves_the_same_ids_of_another_app(
@@ -208,7 +202,7 @@ async def test_user_with_more_sessions_than_one_statement_names_is_erased(
         db.limits = Limits(headers=2)
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
-    await assert_clean(url)
+    await assert_whole(url)
 
 
 async def test_wrong_root_key_erases_nothing(file_url: str) -> None:
@@ -295,7 +289,7 @@ async def test_user_who_returns_is_a_new_user_to_every_service(url: str, place: 
             assert (found.state["n"], "k" in found.state) == (number, False)
     assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
     assert before[1] == 2
-    await assert_clean(url)
+    await assert_whole(url)
     async with Database(url, BACKEND) as db:
         records = (await status(db)).records
     assert [one for one in records if one.rows != one.newest] == []
@@ -337,7 +331,7 @@ async def test_user_who_is_erased_between_a_read_and_its_write_is_a_new_one(
         found = await service.list_sessions(**who)
         assert len(found.sessions) == (2 if known == "user" else 1)
     assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
-    await assert_clean(url)
+    await assert_whole(url)
 
 
 def create_two(say: Say, url: str, directory: Path) -> None:
@@ -381,7 +375,7 @@ async def test_session_that_is_made_while_an_erasure_commits_waits_for_it(
         found = await service.list_sessions(app_name=APP, user_id="ada")
         assert [session.id for session in found.sessions] == ["new"]
     assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
-    await assert_clean(url)
+    await assert_whole(url)
 
 
 async def test_event_whose_append_is_running_when_an_erasure_begins_is_erased(
@@ -401,7 +395,7 @@ async def test_event_whose_append_is_running_when_an_erasure_begins_is_erased(
             )
         assert counts(await erasure) == (1, 1, 1, 0, 4, 2)
     engine.dispose()
-    await assert_clean(url)
+    await assert_whole(url)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +448,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
         assert (await asyncio.wrap_future(erasures[0])).was_migrated
         left = {name: len(found) for name, found in rows(place).items()}
         assert (left["secure_users"], left["secure_sessions"], left["secure_events"]) == (0, 0, 0)
-        await assert_clean(url)
+        await assert_whole(url)
         async with Database(url, BACKEND) as db:
             imported = await db.imports.imported([(APP, "ada", "other")])
             assert imported[APP, "ada", "other"].row.is_tombstone
@@ -514,7 +508,7 @@ async def test_services_that_write_during_erasures_leave_no_row_behind(
     app_rows = {"secure_apps", "secure_witnesses"}  # the app's state has changed
     assert {name: len(left[name]) for name in left} == {name: len(bobs[name]) for name in bobs}
     assert [name for name in left if name not in app_rows and left[name] != bobs[name]] == []
-    await assert_clean(url)
+    await assert_whole(url)
     async with EncryptedSessionService(url, BACKEND) as service:
         new = await service.create_session(app_name=APP, user_id="ada", session_id="p0-0")
         assert {key for key in new.state if not key.startswith("app:")} == set()
@@ -570,32 +564,3 @@ async def test_erasure_whose_answer_is_lost_reports_what_it_deleted(
                     assert number > 10
                     return
     pytest.fail("it never ends")
-
-
-# --- key database --------------------------------------------------------------------------------
-
-
-async def test_keys_in_a_key_database_are_deleted_first_and_for_good(tmp_path: Path) -> None:
-    data, keys = (
-        sa.URL.create("sqlite", database=f"{tmp_path}/{name}.db") for name in ("data", "keys")
-    )
-    both: dict[str, Any] = {"db_url": data, "key_db_url": keys, "backend": BACKEND}
-    async with EncryptedSessionService(**both) as service:
-        for user in ("ada", "bob"):
-            for _ in range(2):
-                session = await service.create_session(app_name=APP, user_id=user)
-                for n in range(3):
-                    await service.append_event(session, event(n))
-    db, faults = with_faults(lambda: Database(**both))
-    async with db:
-        await db.keys()
-        # The first work on the data looks for `secure_migrated`.
-        faults.data.before(Point.WORK, RuntimeError("the process ends"), nth=2)
-        with pytest.raises(RuntimeError, match="the process ends"):
-            await erase_user(db, APP, "ada")
-        assert query(keys, "SELECT count(*) FROM secure_data_keys") == [(2,)]
-        assert query(data, "SELECT count(*) FROM secure_users") == [(2,)]
-        assert counts(await erase_user(db, APP, "ada", dry_run=True)) == (0, 1, 2, 0, 6, 3)
-        assert counts(await erase_user(db, APP, "ada")) == (0, 1, 2, 0, 6, 3)
-        assert counts(await erase_user(db, APP, "bob")) == (1, 1, 2, 0, 6, 3)
-        assert query(keys, "SELECT count(*) FROM secure_data_keys") == [(1,)]

@@ -5,7 +5,6 @@ import contextlib
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,19 +27,26 @@ from adk_secure_sessions.maintenance import (
     KeyMove,
     erase_user,
     move_keys,
-    retire,
-    rotate_data,
-    rotate_master,
-    rotate_root,
     status,
     verify,
 )
 from tests.faults import Faults, Point, lost, with_faults
-from tests.key_database.support import Pair, count, marks, pair_in
+from tests.key_database.support import Pair, count, empty_pair, marks, pair_in
 from tests.maintenance.dying import Statements, dying
-from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
+from tests.maintenance.support import (
+    APP,
+    NEW,
+    OLD,
+    Killed,
+    content,
+    event,
+    fill,
+    plaintext_backend,
+    query,
+    run_sql,
+)
 from tests.processes import children, results
-from tests.servers import Server, for_service
+from tests.servers import for_service
 
 AES = AesGcmBackend(OLD)
 INTO: Literal["key-db"] = "key-db"
@@ -50,10 +56,6 @@ KEY_ROWS = {
     "secure_keyring": "id, purpose, root_key_id, created_at, wrapped",
     "secure_data_keys": "id, owner, generation, backend_id, created_at, wrapped",
 }
-
-
-class Killed(Exception):
-    """Ends a run of the command, as if its process had been killed."""
 
 
 LATER = ["mariadb mariadb", "sqlite postgresql", "postgresql mariadb"]
@@ -77,16 +79,8 @@ in_files = pytest.mark.parametrize(
 )
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """A place for the data and one for the keys, both empty."""
-    with ExitStack() as stack:
-
-        def place(kind: str, name: str) -> sa.URL:
-            if kind == "sqlite":
-                return sa.URL.create("sqlite", database=f"{tmp_path}/{name}.db")
-            server: Server = request.getfixturevalue(kind)
-            return stack.enter_context(server.database())
-
-        data, keys = request.param.split()
-        yield Pair(place(data, "data"), place(keys, "keys"))
+    with empty_pair(request, tmp_path) as found:
+        yield found
 
 
 @pytest.fixture
@@ -121,18 +115,6 @@ async def prepare(pair: Pair, to: str) -> None:
 async def move(pair: Pair, to: Any) -> KeyMove:
     async with database(pair) as db:
         return await move_keys(db, to)
-
-
-async def content(service: EncryptedSessionService) -> Content:
-    found = {}
-    async with service:
-        for one in (await service.list_sessions(app_name=APP)).sessions:
-            session = await service.get_session(
-                app_name=APP, user_id=one.user_id, session_id=one.id
-            )
-            assert session is not None
-            found[one.user_id, one.id] = session.model_dump_json()
-    return found
 
 
 def keys_in(place: sa.URL) -> set[tuple[Any, ...]]:
@@ -195,23 +177,6 @@ async def test_keys_move_into_a_key_database_and_back(pair: Pair) -> None:
     assert (await move(pair, BACK)).resumed
     await move(pair, INTO)
     await assert_moved(pair, INTO, keys, before)
-
-
-@in_files
-@pytest.mark.parametrize("to", [INTO, BACK])
-async def test_commands_work_after_the_move(pair: Pair, to: str) -> None:
-    await prepare(pair, to)
-    await move(pair, to)
-    urls = pair.urls if to == INTO else {"db_url": for_service(pair.data)}
-    async with Database(**urls, backend=AES) as db:
-        assert (await erase_user(db, APP, "bob")).data_keys == 1
-        assert (await rotate_master(db)).left == 0
-        assert (await rotate_data(db)).left == 0
-        assert (await retire(db)).data_keys == 2
-    async with Database(**urls, backend=AesGcmBackend(NEW), additional_backends=[AES]) as db:
-        assert len((await rotate_root(db)).rotated) == 2
-        found = await verify(db)
-        assert (found.bad, found.unchecked, found.users) == (0, 0, 1)
 
 
 def copy_of(files: Pair, directory: Path) -> Pair:
@@ -394,30 +359,6 @@ async def test_keys_that_differ_after_the_copy_are_not_deleted(pair: Pair) -> No
         with pytest.raises(SecureSessionError, match="stop all services"):
             await move_keys(db, INTO)
     assert keys_in(pair.data) == keys
-
-
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("to", [INTO, BACK])
-async def test_run_that_was_overtaken_by_another_one_changes_nothing_any_more(
-    files: Pair, tmp_path: Path, to: Any, step: int
-) -> None:
-    await prepare(files, to)
-    keys = keys_in(files.keys if to == BACK else files.data)
-    for nth in range(1, 30, step):
-        one = copy_of(files, tmp_path / str(nth))
-        db, faults = with_faults(lambda one=one: database(one))  # type: ignore[misc]
-        target = faults.data if to == INTO else faults.keys
-        plan = target.before(Point.RUN, lambda one=one: move(one, to), nth=nth)  # type: ignore[misc]
-        async with db:
-            with contextlib.suppress(SecureSessionError):
-                await move_keys(db, to)
-        if not plan.happened:
-            break
-        new, old = (one.keys, one.data) if to == INTO else (one.data, one.keys)
-        assert (keys_in(new), keys_in(old)) == (keys, set())
-        async with service_in(one, to) as service:
-            await service.prepare_tables()
-    assert nth > 4
 
 
 @in_files

@@ -9,7 +9,6 @@ import sqlalchemy as sa
 from adk_secure_sessions import (
     AesGcmBackend,
     EncryptedSessionService,
-    EncryptionBackend,
     FernetBackend,
     SecureSessionError,
 )
@@ -22,18 +21,22 @@ from adk_secure_sessions.maintenance import (
     rotate_data,
     rotate_master,
     status,
-    verify,
 )
 from adk_secure_sessions.maintenance.database import Limits
 from tests.faults import Faults, Point, with_faults
-from tests.maintenance.support import APP, OLD, event, fill, interrupt, query
+from tests.maintenance.support import (
+    APP,
+    OLD,
+    Killed,
+    assert_whole,
+    event,
+    fill,
+    interrupt,
+    query,
+)
 from tests.servers import Server
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(OLD)
-
-
-class Killed(BaseException):
-    """Ends a run as a signal would: nothing catches it."""
 
 
 def maintained(url: str) -> tuple[Database, Faults]:
@@ -43,12 +46,6 @@ def maintained(url: str) -> tuple[Database, Faults]:
 def of(text: str) -> Callable[[Any, Any], bool]:
     """Queries that contain *text*."""
     return lambda step, answer: text in str(step.query)
-
-
-async def assert_whole(url: str, *backends: EncryptionBackend) -> None:
-    async with Database(url, backends[0], backends[1:]) as db:
-        found = await verify(db)
-    assert (found.bad, found.unchecked) == (0, 0), found.problems
 
 
 async def rotate_until_the_second_session(url: str) -> None:

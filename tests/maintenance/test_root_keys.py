@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,21 +18,19 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.maintenance import Database, rotate_root, verify
 from tests.faults import Point, with_faults
-from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import (
     APP,
     NEW,
     OLD,
     OTHER,
+    assert_whole,
     event,
     fill,
     plaintext_backend,
     query,
 )
-from tests.processes import children
 
 KEYRING = "SELECT id, purpose, root_key_id, created_at, wrapped FROM secure_keyring ORDER BY id"
-Say = Callable[[object], None]
 
 
 def old() -> AesGcmBackend:
@@ -45,9 +42,7 @@ def new() -> AesGcmBackend:
 
 
 async def assert_readable(url: str, backend: AesGcmBackend, *others: AesGcmBackend) -> None:
-    async with Database(url, backend, others) as db:
-        found = await verify(db)
-        assert (found.bad, found.users) == (0, 2)
+    assert (await assert_whole(url, backend, *others)).users == 2
 
 
 async def test_rotated_database_opens_with_the_new_root_key_and_not_with_the_old(
@@ -181,46 +176,3 @@ async def test_new_root_key_that_does_not_unwrap_what_it_wraps_is_rejected(file_
             await rotate_root(db)
     assert "7Qx" not in str(info.value)
     await assert_readable(file_url, old())
-
-
-# --- killed --------------------------------------------------------------------------------------
-
-
-# What may leave one of the two rows replaced; "" is a statement that goes to asyncpg directly.
-WRITES = "^(BEGIN|UPDATE|COMMIT|$)"
-
-
-def rotate_and_die(say: Say, url: str, number: int) -> None:
-    """Rotate, but die before the write of that number; say so if there are fewer."""
-    db = dying(lambda: Database(url, new(), [old()]), Statements(number, WRITES), url)
-
-    async def main() -> None:
-        async with db:
-            await rotate_root(db)
-
-    asyncio.run(main())
-    say("ended")
-
-
-async def test_rotation_that_is_killed_at_any_statement_leaves_all_or_nothing(
-    url: str, place: sa.URL
-) -> None:
-    await fill(url)
-    old_id, new_id = old().root_key.key_id, new().root_key.key_id
-    seen: list[str] = []
-    said: list[str] = []
-    for number in range(1, 100):
-        with children((rotate_and_die, url, number)) as (child,):
-            said = await asyncio.to_thread(list, child.said())
-        roots = {row[2] for row in query(place, KEYRING)}
-        assert len(roots) == 1, "rows under both root keys"
-        seen += roots
-        await assert_readable(url, new(), old())
-        if said:
-            break
-        if new_id in roots:
-            async with Database(url, old(), [new()]) as db:
-                await rotate_root(db)
-    assert said == ["ended"]
-    assert seen[-1] == new_id
-    assert old_id in seen[:-1], "it was never killed before the end"

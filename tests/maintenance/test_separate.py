@@ -18,14 +18,20 @@ from adk_secure_sessions import (
 from adk_secure_sessions.maintenance import Database, separate, verify
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
-from tests.maintenance.support import APP, OLD, event, fill, query, run_sql
+from tests.maintenance.support import (
+    APP,
+    OLD,
+    Killed,
+    assert_whole,
+    content,
+    event,
+    fill,
+    query,
+    run_sql,
+)
 
 AES = AesGcmBackend(OLD)
 BIG = "x" * 20_000
-
-
-class Killed(Exception):
-    """Ends a run of the command, as if its process had been killed."""
 
 
 def reads_wrapped_keys(step: Any, rows: Any) -> bool:
@@ -58,23 +64,13 @@ def copy(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(original, tmp_path / "copy.db"))
 
 
-async def content(file: Path) -> dict[tuple[str, str], str]:
-    async with EncryptedSessionService(url_of(file), AES) as service:
-        found = {}
-        for one in (await service.list_sessions(app_name=APP)).sessions:
-            session = await service.get_session(
-                app_name=APP, user_id=one.user_id, session_id=one.id
-            )
-            assert session is not None
-            found[one.user_id, one.id] = session.model_dump_json()
-        return found
+async def content_of(file: Path) -> dict[tuple[str, str], str]:
+    return await content(EncryptedSessionService(url_of(file), AES))
 
 
 async def assert_separated(original: Path, copy: Path, before: dict[tuple[str, str], str]) -> None:
-    assert await content(copy) == await content(original) == before
-    async with Database(url_of(copy), AES) as db:
-        found = await verify(db)
-        assert (found.bad, found.unchecked) == (0, 0)
+    assert await content_of(copy) == await content_of(original) == before
+    await assert_whole(url_of(copy))
     ours, theirs = place_of(copy), place_of(original)
     for column, table in (("id", "secure_data_keys"), ("wrapped", "secure_keyring")):
         statement = f"SELECT {column} FROM {table}"
@@ -87,7 +83,7 @@ async def assert_separated(original: Path, copy: Path, before: dict[tuple[str, s
 async def test_copy_has_no_key_of_the_original_and_the_same_content(
     original: Path, copy: Path
 ) -> None:
-    before = await content(original)
+    before = await content_of(original)
     async with Database(url_of(copy), AES) as db:
         done = await separate(db)
     assert (done.complete, done.resumed) == (True, False)
@@ -99,7 +95,7 @@ async def test_rows_of_the_original_are_rejected_in_the_copy(
 ) -> None:
     async with Database(url_of(copy), AES) as db:
         await separate(db)
-    assert await content(copy)
+    assert await content_of(copy)
     for table in metadata.tables.keys() - {"secure_meta"}:
         mixed = Path(shutil.copy(copy, tmp_path / f"{table}.db"))
         where = "seq = 1" if table == "secure_events" else "1"
@@ -110,7 +106,7 @@ async def test_rows_of_the_original_are_rejected_in_the_copy(
                 f"INSERT INTO main.{table} SELECT * FROM original.{table} WHERE {where}"
             )
         with pytest.raises((DecryptionError, WrongKeyError)):
-            await content(mixed)
+            await content_of(mixed)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +115,7 @@ async def test_rows_of_the_original_are_rejected_in_the_copy(
 async def test_separation_that_was_killed_is_continued_and_no_service_starts_meanwhile(
     original: Path, copy: Path, nth: int
 ) -> None:
-    before = await content(original)
+    before = await content_of(original)
     db, faults = with_faults(lambda: Database(url_of(copy), AES))
     plan = faults.data.after(Point.RUN, Killed(), nth=nth)
     async with db:

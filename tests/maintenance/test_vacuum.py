@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from google.adk.events.event import Event
 from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import (
     Database,
     Vacuum,
@@ -23,7 +23,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.maintenance.database import Limits
 from tests.attacks.needles import files_of
 from tests.cli.support import run
-from tests.maintenance.support import APP, OLD, fill, plaintext_backend
+from tests.maintenance.support import APP, OLD, assert_whole, fill, plaintext_backend
 from tests.servers import MariaDB, unavailable
 
 AES, NO_OP = AesGcmBackend(OLD), plaintext_backend()
@@ -65,13 +65,6 @@ async def leave_no_op(url: str) -> None:
         assert (await retire(db)).kept == 0
 
 
-async def assert_whole(url: str) -> None:
-    async with Database(url, AES, [NO_OP]) as db:
-        found = await verify(db)
-    assert (found.bad, found.unchecked) == (0, 0)
-    assert found.events
-
-
 def present(path: Path, needles: list[bytes]) -> int:
     content = b"".join(files_of(path).values())
     return sum(text in content for text in needles)
@@ -96,7 +89,7 @@ async def test_sqlite_file_holds_no_plaintext_after_no_op_was_left_and_vacuum(
         listed = await service.list_sessions(app_name=APP)
         assert len(listed.sessions) == USERS * SESSIONS
     assert present(path, needles) == 0
-    await assert_whole(url)
+    assert (await assert_whole(url, AES, NO_OP)).events
 
 
 async def test_both_files_are_rewritten_with_a_key_database(tmp_path: Path) -> None:
@@ -129,17 +122,6 @@ async def test_table_that_another_connection_uses_is_named(file_url: str, tmp_pa
             assert done.cleared is False
             assert "other connections used the database" in done.obstacles[0]
         assert await vacuum(db) == Vacuum(True, ())
-
-
-async def test_database_without_our_tables_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "other.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE notes (text)")
-    before = path.read_bytes()
-    async with Database(f"sqlite:///{path}") as db:
-        with pytest.raises(ConfigurationError):
-            await vacuum(db)
-    assert path.read_bytes() == before
 
 
 def test_command_rewrites_and_exits_with_1_if_it_cannot(

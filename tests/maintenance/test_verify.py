@@ -23,6 +23,7 @@ from adk_secure_sessions.maintenance import (
     rotate_data,
     rotate_root,
     status,
+    vacuum,
     verify,
 )
 from adk_secure_sessions.maintenance.database import Limits
@@ -143,3 +144,5 @@ async def test_database_without_our_tables_is_left_unchanged(url: str) -> None:
             await verify(db)
         with pytest.raises(ConfigurationError, match="`adk-secure-sessions init`"):
             await db.survey()
+        with pytest.raises(ConfigurationError, match="`adk-secure-sessions init`"):
+            await vacuum(db)
