@@ -148,7 +148,7 @@ class _MasterRotationRun(Rotation):
         return self.done.rotated > before
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
-        """Wrap the data keys with the new data master; read each back before counting it."""
+        """Wrap the data keys with the new data master; count those that are stored."""
         keys: dict[DataKeyRow, bytes] = {}
         for row in rows:
             try:
@@ -162,16 +162,10 @@ class _MasterRotationRun(Rotation):
         assert master_id is not None, "only a dry run creates no data master"
         pairs = [(row, wrap_data_key(row, masters, master_id, key)) for row, key in keys.items()]
         await self._db.unit.change_keys(partial(_rewrap, pairs, master_id))
-        new = {after: keys[before] for before, after in pairs}
+        new = {after for _, after in pairs}
         span = Span(rows[0].id - 1, rows[-1].id)
         stored = await span.read(self._db.unit.read_keys, DATA_KEYS, data_keys.c.id)
-        for row in (DataKeyRow(*values) for values in stored):
-            if row in new:
-                if unwrap_data_key(row, masters) != new[row]:
-                    raise SecureSessionError(
-                        f"data key {row.id} does not read back as it was written"
-                    )
-                self.done.rotated += 1
+        self.done.rotated += sum(DataKeyRow(*values) in new for values in stored)
 
     async def _count_left(self) -> int:
         if self._dry_run:

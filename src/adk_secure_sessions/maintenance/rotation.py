@@ -97,8 +97,8 @@ class Rotation(ABC):
         self._problems.stored_in(self.done)
         if self._dry_run or self.done.left or self.done.bad:
             await self._require_checkpoint()
-        elif not await self._db.unit.change(self._remove_checkpoint):
-            raise self._overlapped()
+        else:
+            await self._db.unit.change(self._remove_checkpoint)
         self._meter.finish()
 
     @abstractmethod
@@ -129,8 +129,8 @@ class Rotation(ABC):
         if self._dry_run:
             return
         rows = await self._db.unit.read(meta.VALUE, {"name": self._checkpoint})
-        if not all(self._is_own(value) for (value,) in rows):
-            raise self._overlapped()
+        for (value,) in rows:
+            self._require_own(value)
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
@@ -160,18 +160,14 @@ class Rotation(ABC):
         meta.put(connection, self._checkpoint, value)
         return True
 
-    def _remove_checkpoint(self, connection: sa.Connection) -> bool:
-        if not self._is_own(meta.read(connection, self._checkpoint, lock=True)):
-            return False
+    def _remove_checkpoint(self, connection: sa.Connection) -> None:
+        self._require_own(meta.read(connection, self._checkpoint, lock=True))
         meta.put(connection, self._checkpoint, None)
-        return True
 
-    def _is_own(self, stored: object) -> bool:
+    def _require_own(self, stored: object) -> None:
         # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
-        return stored is None or str(stored).startswith(f"{self.done.since} ")
-
-    def _overlapped(self) -> SecureSessionError:
-        return SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")
+        if stored is not None and not str(stored).startswith(f"{self.done.since} "):
+            raise SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")
 
 
 # --- times ---------------------------------------------------------------------------------------
