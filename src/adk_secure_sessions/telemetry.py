@@ -11,7 +11,7 @@ and the sums are recorded once, at the end of the operation.
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -85,57 +85,44 @@ class _Instruments:
         except PackageNotFoundError:
             release = ""
         meter = metrics.get_meter(_NAME, release)
+
+        def counter(name: str, unit: str, text: str) -> "Counter":
+            return meter.create_counter(f"{_NAME}.{name}", unit, text)
+
+        def histogram(name: str, unit: str, text: str, limits: Sequence[float]) -> "Histogram":
+            return meter.create_histogram(
+                f"{_NAME}.{name}", unit, text, explicit_bucket_boundaries_advisory=limits
+            )
+
         self.context: ModuleType = context
         self.trace: ModuleType = trace
         self.tracer: Tracer = trace.get_tracer(_NAME, release)
         self.internal: SpanKind = trace.SpanKind.INTERNAL
         self.client: SpanKind = trace.SpanKind.CLIENT
-        self.operation_duration: Histogram = meter.create_histogram(
-            f"{_NAME}.operation.duration",
-            unit="s",
-            description="Duration of one call of a service or of one command",
-            explicit_bucket_boundaries_advisory=_SECONDS,
+        self.operation_duration: Histogram = histogram(
+            "operation.duration", "s", "Duration of one call of a service or command", _SECONDS
         )
-        self.cipher_duration: Histogram = meter.create_histogram(
-            f"{_NAME}.cipher.duration",
-            unit="s",
-            description="Time that one operation spends on encryption or on decryption",
-            explicit_bucket_boundaries_advisory=_CIPHER_SECONDS,
+        self.cipher_duration: Histogram = histogram(
+            "cipher.duration", "s", "Time of one operation for its cipher", _CIPHER_SECONDS
         )
-        self.plaintext_io: Counter = meter.create_counter(
-            f"{_NAME}.plaintext.io",
-            unit="By",
-            description="Plaintext that was encrypted or decrypted",
+        self.plaintext_io: Counter = counter(
+            "plaintext.io", "By", "Plaintext that was encrypted or decrypted"
         )
-        self.cache_lookups: Counter = meter.create_counter(
-            f"{_NAME}.cache.lookups",
-            unit="{lookup}",
-            description="Lookups in the caches of a service",
+        self.cache_lookups: Counter = counter(
+            "cache.lookups", "{lookup}", "Lookups in the caches of a service"
         )
-        self.key_service_duration: Histogram = meter.create_histogram(
-            f"{_NAME}.key_service.duration",
-            unit="s",
-            description="Duration of one request to a key service",
-            explicit_bucket_boundaries_advisory=_SECONDS,
+        self.key_service_duration: Histogram = histogram(
+            "key_service.duration", "s", "Duration of one request to a key service", _SECONDS
         )
-        self.rejected: Counter = meter.create_counter(
-            f"{_NAME}.decryption.failures",
-            unit="{error}",
-            description="Stored values that were rejected",
+        self.rejected: Counter = counter(
+            "decryption.failures", "{error}", "Stored values that were rejected"
         )
-        self.retries: Counter = meter.create_counter(
-            f"{_NAME}.retries", unit="{retry}", description="Repeated attempts at an operation"
-        )
-        self.group_commits: Histogram = meter.create_histogram(
-            f"{_NAME}.group_commit.size",
-            unit="{transaction}",
-            description="Transactions that one commit of SQLite stores",
-            explicit_bucket_boundaries_advisory=_BATCHES,
+        self.retries: Counter = counter("retries", "{retry}", "Repeated attempts at an operation")
+        self.group_commits: Histogram = histogram(
+            "group_commit.size", "{transaction}", "Transactions in one commit of SQLite", _BATCHES
         )
         self.progress: Gauge = meter.create_gauge(
-            f"{_NAME}.command.progress",
-            unit="1",
-            description="Part of a maintenance command that is done",
+            f"{_NAME}.command.progress", "1", "Part of a maintenance command that is done"
         )
 
 
@@ -215,7 +202,7 @@ class Operation:
     def __init__(self, name: str) -> None:
         self.name: str = name
         self.values: list[Value] = []
-        self._sums: _Sums | None = None  # of values no longer in the list
+        self._sums: _Sums = {}  # of values no longer in the list
 
     def limit(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
@@ -224,11 +211,12 @@ class Operation:
                 number = len(self.values)
                 values = self.values[:number]
                 del self.values[:number]  # keeps what other threads have appended meanwhile
-                self._sums = _added_up(values, self._sums)
+                self._add_up(values)
 
     def record(self, otel: _Instruments) -> None:
         """Record the sums of all values in the instruments of *otel*."""
-        for kind, (amount, seconds) in _added_up(self.values, self._sums).items():
+        self._add_up(self.values)
+        for kind, (amount, seconds) in self._sums.items():
             if kind.of_duration is None:
                 otel.cache_lookups.add(amount, kind.of_amount)
             else:
@@ -236,17 +224,13 @@ class Operation:
                 size_class = bisect_left(_SIZES, amount)
                 otel.cipher_duration.record(seconds, kind.of_duration[size_class])
 
+    def _add_up(self, values: Iterable[Value]) -> None:
+        for kind, amount, seconds in values:
+            before = self._sums.get(kind, (0, 0.0))
+            self._sums[kind] = before[0] + amount, before[1] + seconds
+
 
 _adding_up = ThreadLock()
-
-
-def _added_up(values: Iterable[Value], sums: _Sums | None) -> _Sums:
-    """Add *values* to *sums*, or to new sums, by kind; return the sums."""
-    sums = {} if sums is None else sums
-    for kind, amount, seconds in values:
-        before = sums.get(kind, (0, 0.0))
-        sums[kind] = before[0] + amount, before[1] + seconds
-    return sums
 
 
 _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)
