@@ -137,9 +137,8 @@ def entry(event: str, **facts: object) -> AuditEntry:
     """Return a record with the time and the actor of this task; see `record`."""
     actor = audit_actor.get()
     now = time.time_ns() // 1000
-    moment = _EPOCH + timedelta(microseconds=now)
     fields: dict[str, object] = {
-        "time": moment.isoformat(timespec="microseconds"),
+        "time": (_EPOCH + timedelta(microseconds=now)).isoformat(timespec="microseconds"),
         "event": event,
         "actor": None if actor is None else str(actor),  # the application may have set any object
         "process": os.getpid(),
@@ -399,7 +398,7 @@ class SecurityCall:
     def __init__(self, trail: Trail | None) -> None:
         self._trail = trail
         self._is_stored = trail is not None
-        self._trails: list[Trail] = []  # those that could be opened
+        self.trails: list[Trail] = []  # those that could be opened, and store the records
         self._kept: list[AuditEntry] = []
         self._omitted = 0
         # The record of this call that its last transaction has stored; None if it stored none.
@@ -422,7 +421,7 @@ class SecurityCall:
             with bound(_call, running):
                 if self._trail is not None:
                     await self._trail.prepare()
-                    self._trails.append(self._trail)
+                    self.trails.append(self._trail)
                 result = await function()
         except BaseException as error:
             with bound(_call, running):
@@ -446,7 +445,7 @@ class SecurityCall:
         """Record a stored value that was rejected after the call of the service had ended."""
         with bound(_call, self):
             record_rejected(error)
-        self._trails = [] if self._trail is None else [self._trail]
+        self.trails = [] if self._trail is None else [self._trail]
         await self._store(None, has_failed=True)
 
     def _entry(self, result: object, error: str | None) -> AuditEntry | None:
@@ -463,7 +462,7 @@ class SecurityCall:
             entries.append(entry("records.omitted", number=self._omitted))
         if made is not None and made is not self._stored:
             entries.append(made)
-        for trail in self._trails:
+        for trail in self.trails:
             try:
                 await trail.store(entries, retries=not has_failed)
             except Exception as error:
@@ -548,25 +547,17 @@ class CommandCall(SecurityCall):
         self._facts = facts
         self._began = entry("command", **facts, outcome="started")
 
-    def is_recorded_in(self, trail: Trail) -> bool:
-        """Return whether *trail* has the record that the command has started."""
-        return trail in self._trails
-
     async def opened(self, trail: Trail, *, is_prepared: bool) -> None:
         """Store the record that the command has started in *trail*; first prepare the trail."""
         # The methods of the trail use the keys, before which `Database` calls this method.
-        self._trails.append(trail)
+        self.trails.append(trail)
         try:
             if not is_prepared:
                 await trail.prepare()
             await trail.store([self._began])
         except BaseException:
-            self._trails.remove(trail)
+            self.trails.remove(trail)
             raise
-
-    def forget_trails(self) -> None:
-        """Store nothing more in the trails, whose rows the command has deleted."""
-        self._trails.clear()
 
     def _entry(self, result: object, error: str | None) -> AuditEntry:
         outcome = "failure" if error else "success"

@@ -47,7 +47,9 @@ async def check_key_provider(
     provider, key = make(), secrets.token_bytes(32)
     _check_key_id(make, provider)
     wrapped = await provider.wrap(key, _CONTEXT)
-    _check_wrap(key, wrapped)
+    _rule(isinstance(wrapped, bytes), "must wrap to bytes")
+    for shown in (key, key.hex().encode(), base64.b64encode(key), base64.urlsafe_b64encode(key)):
+        _rule(shown not in wrapped, "must not show the key in what it wraps")
     _rule(await provider.wrap(key, _CONTEXT) != wrapped, "must return wraps of one key that differ")
     for length in (0, 1, 255, 1000):
         context = secrets.token_bytes(length)
@@ -96,12 +98,6 @@ async def _check_returned(
     size = len(context)
     rule = f"must unwrap the key after it is created again, with {size} bytes of associated data"
     _rule(again == key, rule)
-
-
-def _check_wrap(key: bytes, wrapped: bytes) -> None:
-    _rule(isinstance(wrapped, bytes), "must wrap to bytes")
-    for shown in (key, key.hex().encode(), base64.b64encode(key), base64.urlsafe_b64encode(key)):
-        _rule(shown not in wrapped, "must not show the key in what it wraps")
 
 
 async def _check_modified(provider: KeyProvider, wrapped: bytes, every: int) -> None:

@@ -32,7 +32,7 @@ from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.decrypted_rows import SessionIds
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection, Collections
@@ -98,11 +98,11 @@ class _BlobRotationRun(DataRotationRun):
         return await super()._prepare() + await self._collections.count_items()
 
     async def _after_passes(self) -> None:
-        problems = Problems()
-        async for ids, found in artifacts_of(self._db, problems):
+        for listed in self._problems.kept:
+            self._problems.suppress(listed.table, listed.row)
+        async for ids, found in artifacts_of(self._db, self._problems):
             await self._rotate_artifact(ids, found)
             await self._require_checkpoint()
-        self._problems.add_all(problems)
 
     async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:
         """Re-encrypt the contents of all versions, in ascending order.

@@ -133,19 +133,18 @@ async def verify_audit(
     """
     trail = await _opened(db, progress, rows_per_second)
     logged = _Heads(heads or {}, trail)
-    chains = 0
+    done = AuditVerification(heads=logged.number if heads else None)
     await trail.check_table()
     async for chain, _ in trail.chains():
         bad = trail.problems.count
-        end = await trail.check(chain, heads=logged.of(chain))
-        chains += trail.problems.count == bad
+        end = await trail.check(chain, heads=logged.links.get(chain, {}))
+        done.chains += trail.problems.count == bad
         if end is not None:
             logged.compare(chain, end)
     await trail.check_purged()
     logged.find_missing(trail.purged)
     trail.meter.finish()
-    number = logged.number if heads else None
-    done = AuditVerification(trail.records, chains, len(trail.purged), number)
+    done.records, done.purged = trail.records, len(trail.purged)
     return trail.problems.stored_in(done)
 
 
@@ -178,20 +177,19 @@ async def export_audit(
     first = 0 if since is None else of_datetime(since)
     end = _LARGEST if until is None else of_datetime(until)
     trail = await _opened(db, progress, None)
-    exported = 0
+    done = AuditExport()
 
     def export(chain: bytes, number: int, moment: int, fields: dict[str, Any]) -> None:
-        nonlocal exported
         if first <= moment < end:
             line = json.dumps({"chain": chain.hex(), "number": number} | fields)
             write(line.encode("ascii") + b"\n")
-            exported += 1
+            done.records += 1
 
     await trail.check_table()
     async for chain, _ in trail.chains():
         await trail.check(chain, export)
     trail.meter.finish()
-    return trail.problems.stored_in(AuditExport(exported))
+    return trail.problems.stored_in(done)
 
 
 @audit.command
@@ -375,7 +373,7 @@ class _Heads:
     def __init__(self, logs: Mapping[str, Iterable[str]], trail: _Trail) -> None:
         self.number = 0
         self._add_bad = trail.add_bad
-        self._links: dict[bytes, dict[int, bytes]] = {}
+        self.links: dict[bytes, dict[int, bytes]] = {}
         for name, lines in logs.items():
             before = self.number
             for line in lines:
@@ -388,23 +386,20 @@ class _Heads:
                 self._add_bad("", Reason.MISSING, detail)
 
     def _add(self, chain: bytes, number: int, link: bytes) -> None:
-        if self._links.setdefault(chain, {}).setdefault(number, link) != link:
+        if self.links.setdefault(chain, {}).setdefault(number, link) != link:
             detail = "two different heads of it were logged: a line was added to a log"
             self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
-    def of(self, chain: bytes) -> dict[int, bytes]:
-        return self._links.get(chain, {})
-
     def compare(self, chain: bytes, end: _End) -> None:
         """Report a chain that ends before its last logged record, and forget its heads."""
-        last = max(self._links.pop(chain, {}), default=-1)
+        last = max(self.links.pop(chain, {}), default=-1)
         if last > end.number:
             detail = f"the records {end.number + 1} to {last} at the end of the chain were removed"
             self._add_bad(f"{chain.hex()}, {end.number + 1}", Reason.MISSING, detail)
 
     def find_missing(self, purged: dict[bytes, _End]) -> None:
         """Report chains that are not stored, and that no record in *purged* names."""
-        for chain, links in self._links.items():
+        for chain, links in self.links.items():
             last = max(links)
             end = purged.get(chain)
             if end is None or end.number < last or links.get(end.number, end.link) != end.link:

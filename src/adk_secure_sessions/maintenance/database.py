@@ -205,7 +205,7 @@ class Database(KeyMaterial, ClosedByWith):
 
     async def _record_command(self, keyring: Keyring) -> None:
         command = running_command()
-        is_recorded = command is not None and command.is_recorded_in(self.trail)
+        is_recorded = command is not None and self.trail in command.trails
         if is_recorded or not keyring.has_audit_table or keyring.separation is not None:
             return
         is_listed = FeatureName.AUDIT in keyring.features

@@ -37,7 +37,7 @@ from adk_secure_sessions.storage.schema import (
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
-_APPS, _USERS, _WITNESSES, _SESSIONS, _SNAPSHOTS, _EVENTS = SEALED
+_APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
 # One statement reads a group of records, of at most `_RECORDS` records and at most `_BYTES` bytes.
 # A record larger than `_BYTES` is a group of its own.
 _RECORDS = 64
@@ -230,14 +230,12 @@ class Record(NamedTuple):
 
     @property
     def stored(self) -> bytes:
-        stored: bytes = self.row[-1]
-        return stored
+        return bytes(self.row[-1])
 
     @property
     def name(self) -> str:
         """The row's primary key as text, for messages."""
-        parts = (part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
-        return ", ".join(parts)
+        return ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
 
 
 async def records_of_owner(

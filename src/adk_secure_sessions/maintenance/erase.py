@@ -208,7 +208,7 @@ class _Deletion:
         self._has_index = has_table(self.connection, indexed)
 
     def run(self) -> None:
-        """Delete rows in passes until a pass finds no more rows; a dry run has one pass.
+        """Delete rows in passes until no rows are left; a dry run has one pass.
 
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
@@ -222,9 +222,8 @@ class _Deletion:
         self._dialect.run_triggers_at_once(self.connection)
         self._dialect.overwrite_deleted(self.connection)
         for _ in range(_MOST_PASSES):
-            before = self.counts.total()
             self._pass()
-            if self.counts.total() == before and not self._count():
+            if not self._count():
                 return
         raise DatabaseError(
             "the database does not delete the rows of the user: remove triggers and rules of its "

@@ -131,16 +131,15 @@ async def record_headers(
         parameters["row"] = _key(table, row)
     column = _RECORDS[table]
     source = column.table
-    rows = await db.reader_of(source)(_headers(table, row is not None), parameters)
+    rows = await db.reader_of(source)(_headers(column, row is not None), parameters)
     made = []
     for length, start, more, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
         ids = None if source is keyring else header_ids(start)
         backend_id, key_id = ids or (None, None)
         root_key_id = more if source is keyring else None
-        kind = None
-        if source is sessions:
-            kind = "collection" if more == COLLECTION else "session"
+        of_session = "collection" if more == COLLECTION else "session"
+        kind = of_session if source is sessions else None
         made.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))
     return tuple(made)
 
@@ -163,8 +162,7 @@ def rows_with_tag(table: sa.Table) -> sa.Select[Any]:
 
 
 @functools.cache
-def _headers(name: str, one: bool) -> sa.Select[Any]:
-    column = _RECORDS[name]
+def _headers(column: sa.Column[Any], one: bool) -> sa.Select[Any]:
     table = column.table
     key = list(table.primary_key.columns)
     more = {keyring: keyring.c.root_key_id, sessions: sessions.c.base_revision}.get(table, key[0])

@@ -37,6 +37,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.retire import reject_wrapper
 from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import clusters, meta
@@ -71,13 +72,9 @@ _CHANGED = (
     "the keys were changed during the move, by a service or by another run of `move-keys`: stop "
     "all services and other commands that use this database, then run `move-keys` again"
 )
-_NOT_EMPTY = (
-    "the key database has keys that may be in use: check db_url, which may name an old copy of the "
-    "data; or give an empty key database"
-)
 _IN_USE = (
-    "this database has its keys, and the other one has keys that may be in use: check db_url, "
-    "which may name an old copy of the data"
+    "the move would overwrite or delete keys that may be in use: check db_url, which may name an "
+    "old copy of the data, and key_db_url"
 )
 
 
@@ -159,7 +156,6 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run = secrets.token_hex(16)
-        self._lock_wait = db.limits.lock_wait
         self._data = _Place("db", db.unit.executors.data, db.unit.read, db.unit.change)
         self._keys = _Place(
             "key-db", db.unit.executors.keys, db.unit.read_keys, db.unit.change_keys
@@ -192,10 +188,10 @@ class _Move:
         copy = await _fingerprint(self._target.read)
         if source.keyring and await _fingerprint(self._source.read) != copy:
             raise ConfigurationError(_IN_USE)
-        if source.format_version is not None:
-            await self._source.change(partial(self._delete, copy))
         tables = [one for one in (keyring, data_keys) if one.name not in source.missing_tables]
-        obstacles = await rewrite(self._source.executor, tables, self._lock_wait) if tables else []
+        if source.format_version is not None:
+            await self._source.change(partial(self._delete, tables, copy))
+        obstacles = await rewrite(self._source.executor, tables, self._db.limits.lock_wait)
         opened = self._mark(target.features - {FeatureName.MOVING})
         await self._target.change(partial(self._open, target.meta[meta.FEATURES], opened))
         to, (masters, number, _) = self._target.name, copy
@@ -255,15 +251,11 @@ class _Move:
 
         The move overwrites the keys in the target.  So each of them must also be in the source.
         """
-        if FeatureName.WRAPPER in source.features:
-            raise ConfigurationError(
-                "EncryptedSessionWrapper uses this database, and cannot use another one for its "
-                "keys: no key was moved"
-            )
+        reject_wrapper(source, "move-keys")
         if self._target is self._keys and target.database_id is not None:
             check_features(target, self._opened)
             if FeatureName.MOVING not in target.features:
-                raise ConfigurationError(_NOT_EMPTY)
+                raise ConfigurationError(_IN_USE)
             if _is_parked(target):
                 raise _other_way("db")
         if target.missing_tables & {keyring.name, data_keys.name}:
@@ -276,7 +268,7 @@ class _Move:
             ]
             is_newer = is_newer or not there <= here
         if is_newer:
-            raise ConfigurationError(_NOT_EMPTY)
+            raise ConfigurationError(_IN_USE)
 
     async def _copy(self, source: Survey, target: Survey) -> None:
         # Reject a malformed row before anything is changed.
@@ -320,7 +312,7 @@ class _Move:
         dialect = dialect_of(connection)
         dialect.see_what_is_committed(connection)
         dialect.overwrite_deleted(connection)
-        dialect.lock_tables(connection, data_keys, keyring, timeout=self._lock_wait)
+        dialect.lock_tables(connection, data_keys, keyring, timeout=self._db.limits.lock_wait)
         clusters.claim(connection, *clusters.KEYRING_CLAIMS)
         connection.execute(sa.select(keyring.c.id).with_for_update()).all()
 
@@ -370,12 +362,12 @@ class _Move:
         self._require_run(connection)
         meta.put(connection, meta.HOLDS, self._part_after.value)
 
-    def _delete(self, copy: tuple[int, int, str], connection: sa.Connection) -> None:
+    def _delete(
+        self, tables: list[sa.Table], copy: tuple[int, int, str], connection: sa.Connection
+    ) -> None:
         """Delete the keys in the source, and in a key database also all texts of `secure_meta`."""
-        present = set(sa.inspect(connection).get_table_names())
-        if {keyring.name, data_keys.name} <= present:
+        if tables:
             self._lock_keys(connection)
-            tables = (keyring, data_keys)
             if any(connection.execute(sa.select(table.c.id).limit(1)).first() for table in tables):
                 self._require_run(connection)
                 deleted = [connection.execute(sa.delete(table)).rowcount for table in tables]
@@ -437,9 +429,8 @@ async def _fingerprint(read: Reader) -> tuple[int, int, str]:
 
 def _reject_memory(connection: sa.Connection) -> None:
     if dialect_of(connection).has_one_file:
-        for _, name, file in connection.exec_driver_sql("PRAGMA database_list"):
-            if name == "main" and not file:
-                raise ConfigurationError(
-                    "the key database is in memory, so all keys would be lost when this program "
-                    "ends"
-                )
+        (_, _, file), *_ = connection.exec_driver_sql("PRAGMA database_list")
+        if not file:
+            raise ConfigurationError(
+                "the key database is in memory, so all keys would be lost when this program ends"
+            )

@@ -86,12 +86,6 @@ class Problems(Listed[Problem]):
         super().__init__()
         self._named: set[tuple[str, str]] = set()  # rows that later calls skip
 
-    def add_all(self, other: "Problems") -> None:
-        """Add the problems of *other*, except those of rows that are listed already."""
-        listed = {one[:2] for one in self.kept}
-        self.extend(one for one in other.kept if one[:2] not in listed)
-        self.count += other.count - len(other.kept)
-
     def suppress(self, table: str, row: object) -> None:
         """Make later calls skip *row*, which has been counted already."""
         self._named.add((table, str(row)))

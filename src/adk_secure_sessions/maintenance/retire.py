@@ -155,8 +155,8 @@ async def retire(
 def reject_wrapper(survey: Survey, command: str) -> None:
     if FeatureName.WRAPPER in survey.features:
         raise ConfigurationError(
-            f"EncryptedSessionWrapper uses this database, and `{command}` cannot count the records "
-            "that another session service stores: no key was deleted"
+            f"EncryptedSessionWrapper uses this database, and `{command}` cannot see the records "
+            "that another session service stores: no key was changed"
         )
 
 

@@ -29,16 +29,10 @@ from adk_secure_sessions.maintenance.problems import (
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, listing
-from adk_secure_sessions.storage.features.index_rows import (
-    check_key,
-)
+from adk_secure_sessions.storage.features.index_rows import check_key
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
 from adk_secure_sessions.storage.pages import spans
-from adk_secure_sessions.storage.schema import (
-    indexed,
-    sessions,
-    users,
-)
+from adk_secure_sessions.storage.schema import indexed, sessions, users
 
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.
@@ -104,7 +98,7 @@ async def fill_index(
     Raises:
         ConfigurationError: A key cannot be indexed.
     """
-    _check(app_name, keys)
+    _check(keys)
     add_facts(app=app_name)
     await db.survey()
     tags = await db.index.declare(app_name, keys)
@@ -139,7 +133,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     Raises:
         ConfigurationError: A key cannot be indexed.
     """
-    _check(app_name, keys)
+    _check(keys)
     add_facts(app=app_name)
     index = (await db.keys()).keyring.index
     if indexed.name not in (await db.survey()).feature_tables:
@@ -150,9 +144,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     return IndexChange(removed=await _delete(db, tags))
 
 
-def _check(app_name: object, keys: object) -> None:
-    if not isinstance(app_name, str):
-        raise ConfigurationError("app_name must be text")
+def _check(keys: object) -> None:
     if isinstance(keys, str) or not isinstance(keys, Sequence) or not keys:
         raise ConfigurationError("keys must be a list of one or more keys of the state")
     for key in keys:

@@ -229,7 +229,7 @@ async def _drop_rows_of_original(db: Database) -> None:
     await db.unit.change(empty)
     # A killed or incomplete run leaves no record, and a complete one stores both of its records.
     if command := running_command():
-        command.forget_trails()
+        command.trails.clear()
 
 
 def _store(

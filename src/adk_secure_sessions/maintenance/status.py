@@ -173,7 +173,7 @@ async def status(
     survey = await db.survey()
     assert survey.database_id is not None, "survey() rejects such a database"
     masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
-    rotations = await _unfinished(db, survey)
+    rotations = await unfinished_rotations(db)
     total = await count_rows(db, *(column.table for column in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
@@ -197,12 +197,7 @@ async def status(
 
 _NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")  # the row id in a tombstone
 # `secure_migrated` also has rows for copied users and apps.  `_COPIED` counts only sessions.
-_IS_OWNER = sa.or_(
-    *(
-        sa.exists(sa.select(sa.literal_column("1")).where(table.c.tag == migrated.c.tag))
-        for table in (users, apps)
-    )
-)
+_IS_OWNER = sa.or_(*(migrated.c.tag.in_(sa.select(table.c.tag)) for table in (users, apps)))
 _COPIED = number_of(migrated, migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
 _TOMBSTONES = number_of(migrated, migrated.c.row_id == _NO_ROW)
 _INDEXED = number_of(indexed, indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
@@ -252,10 +247,7 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 @hides_locals
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
-    return await _unfinished(db, await db.survey())
-
-
-async def _unfinished(db: Database, survey: Survey) -> tuple[UnfinishedRotation, ...]:
+    survey = await db.survey()
     index = await _index(db) if any(unfinished(survey.meta, None)) else None
     return tuple(unfinished(survey.meta, index))
 

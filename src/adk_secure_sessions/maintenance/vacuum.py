@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import IN_USE, dialect_of
-from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor, repeated
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, must_be_true
@@ -84,10 +84,7 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
 
 async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int) -> list[str]:
     """Rewrite all *tables* of this package in a database; return the reasons why not."""
-    try:
-        dialect = await executor.run(dialect_of, commit=False)
-    except Disconnected as lost:
-        return [str(lost.error)]
+    dialect = await repeated(lambda: executor.run(dialect_of, commit=False))
     obstacles = []
     for table in tables[:1] if dialect.has_one_file else tables:
         if obstacle := await clear(executor, table, lock_wait, rewrite=True):

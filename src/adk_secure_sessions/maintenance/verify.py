@@ -125,7 +125,9 @@ async def verify(
     if indexed.name in of_features:
         await run.check_marks()
     await run.check_owners()
-    await run.check_sessions()
+    async for page in located_sessions(db):
+        for located in page:
+            await run.check_session(located)
     if imports:
         await run.check_imports()
     await run.check_features()
@@ -187,11 +189,6 @@ class _Verifier:
                     await self._check_owner(table, row)
                     await self._meter.advance()
 
-    async def check_sessions(self) -> None:
-        async for page in located_sessions(self._db):
-            for located in page:
-                await self._check_session(located)
-
     async def _check_owner(self, table: sa.Table, row: OwnerRow) -> None:
         try:
             found = await read_owner(self._db, table, row)
@@ -212,10 +209,9 @@ class _Verifier:
             # If the name of a user's app was modified, that is the cause, and was reported.
             if table is users and row.app_row in self._misnamed_apps:
                 self.done.unchecked += 1
+                self.problems.suppress(users.name, row.id)
             else:
                 self.problems.add_error(error, table.name, row.id)
-            if table is users:
-                self.problems.suppress(users.name, row.id)
 
     async def check_features(self) -> None:
         """Report a list that lacks a feature which rows need.
@@ -273,7 +269,7 @@ class _Verifier:
         except UNREADABLE:
             return False
 
-    async def _check_session(self, located: LocatedSession) -> None:
+    async def check_session(self, located: LocatedSession) -> None:
         rows = 1
         try:
             # Read the whole session in one statement, as a service does, so that its rows fit

@@ -394,7 +394,7 @@ WITNESSES = SealedColumn("witness", WitnessRow, witnesses, "number", ids=1)
 SESSIONS = SealedColumn("session", SessionRow, sessions, "revision", ids=2)
 SNAPSHOTS = SealedColumn("base", SnapshotRow, snapshots, "revision", ids=3)
 EVENTS = SealedColumn("event", EventRow, events, "", ids=3)
-SEALED: tuple[SealedColumn[Any], ...] = (APPS, USERS, WITNESSES, SESSIONS, SNAPSHOTS, EVENTS)
+SEALED: tuple[SealedColumn[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
 
 
 class naming:  # noqa: N801 - used like a function: `with naming(...)`
