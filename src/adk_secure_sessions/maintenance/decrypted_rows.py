@@ -147,15 +147,14 @@ async def read_owner(
         app_name, tag = app_name_of(row.app_name), binary(row.tag)
         who = await db.unit.identify(app_name)
         if not of_user and who.app_tag != tag:
-            detail = "its app_name or its tag was modified"
-            raise TamperedError(detail, reason=Reason.WRONG_OWNER)
+            raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)
     check = reads.CheckOwner(who._replace(user_tag=tag) if of_user else who, of_user=of_user)
     owner = await db.unit.run(check)
     if owner is None:
         return None
     if of_user and (await db.unit.identify(app_name, owner.user_id)).user_tag != tag:
-        error = TamperedError("its tag belongs to another user", reason=Reason.WRONG_OWNER)
-        raise error.located(table.name, row.id)
+        detail = "its tag belongs to another user"
+        raise TamperedError(detail, Reason.WRONG_OWNER, table.name, row.id)
     return app_name, owner, check.header_counts
 
 
@@ -198,8 +197,8 @@ def _locate(
     """Decrypt the ids of *row*; *owner* is its user's row, and the name of the user's app."""
     try:
         if owner is None:
-            error = TamperedError("its user's row was removed", reason=Reason.MISSING)
-            raise error.located(sessions.name, row.id)
+            detail = "its user's row was removed"
+            raise TamperedError(detail, Reason.MISSING, sessions.name, row.id)
         user, stored_name = owner
         with naming(users.name, user.id):
             app_name = app_name_of(stored_name)
@@ -208,8 +207,8 @@ def _locate(
         with naming(sessions.name, row.id):
             context = _SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
-    except UNREADABLE as rejected:
-        return LocatedSession(row, rejected)
+    except UNREADABLE as error:
+        return LocatedSession(row, error)
     is_collection = row.base_revision == COLLECTION
     return LocatedSession(row, SessionIds(app_name, user_id, session_id, is_collection))
 

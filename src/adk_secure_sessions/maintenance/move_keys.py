@@ -194,8 +194,8 @@ class _Move:
         obstacles = await rewrite(self._source.executor, tables, self._db.limits.lock_wait)
         opened = self._mark(target.features - {FeatureName.MOVING})
         await self._target.change(partial(self._open, target.meta[meta.FEATURES], opened))
-        to, (masters, number, _) = self._target.name, copy
-        return KeyMove(to, masters, number, has_begun, not obstacles, tuple(obstacles))
+        to, done = self._target.name, not obstacles
+        return KeyMove(to, *copy[:2], has_begun, done, tuple(obstacles))
 
     async def _look(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
@@ -415,13 +415,8 @@ async def _fingerprint(read: Reader) -> tuple[int, int, str]:
             numbers = (row.id, row.generation, row.backend_id, row.created_at)
             are_sound = all(isinstance(one, int) and 0 <= one < 2**63 for one in numbers)
             if not (are_sound and isinstance(row.owner, bytes) and isinstance(row.wrapped, bytes)):
-                raise TamperedError(
-                    "the row is malformed, and was not moved: restore it from a backup, or delete "
-                    "it",
-                    reason=Reason.MALFORMED,
-                    table=data_keys.name,
-                    row=row.id,
-                )
+                detail = "it is malformed and was not moved: restore it from a backup, or delete it"
+                raise TamperedError(detail, Reason.MALFORMED, data_keys.name, row.id)
             digest.update(repr(tuple(row)).encode())
         number += len(keys)
     return len(masters), number, digest.hexdigest()

@@ -138,13 +138,11 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 async def reject_orphans(db: Database) -> None:
     """Raise TamperedError if a row belongs to no session, collection, user or app."""
     async for table, row, _ in orphans(db, users, sessions, snapshots, events, witnesses):
-        raise TamperedError(
+        detail = (
             "the row that it belongs to was removed: restore that row, or delete this one; "
-            "`verify` lists all such rows",
-            reason=Reason.MISSING,
-            table=table,
-            row=row,
+            "`verify` lists all such rows"
         )
+        raise TamperedError(detail, Reason.MISSING, table, row)
 
 
 def _orphans(

@@ -169,13 +169,11 @@ async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
     async for page in located_sessions(db):
         for one in page:
             if isinstance(one.ids, Exception):
-                raise TamperedError(
+                detail = (
                     "it cannot be decrypted, and may need any key: restore it, or delete it; "
-                    "`verify` lists all such rows",
-                    reason=Reason.MISMATCH,
-                    table=sessions.name,
-                    row=one.id,
+                    "`verify` lists all such rows"
                 )
+                raise TamperedError(detail, Reason.MISMATCH, sessions.name, one.id)
         await limit.advance(len(page))
 
 

@@ -124,8 +124,7 @@ class _MasterRotationRun(Rotation):
                 await self._db.renew_keyring()
                 self.done.master_id = newest.id
                 if newest == fresh:
-                    kind = f"{DATA} master"
-                    record_new_key(database_id, kind, newest.id, root_key=root.key_id)
+                    record_new_key(database_id, "data master", newest.id, root_key=root.key_id)
                 return
             if self._dry_run:
                 return

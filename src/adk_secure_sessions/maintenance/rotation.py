@@ -203,13 +203,11 @@ async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
 def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
     """Return the time of creation in *row*, which must be authentic, plus one microsecond."""
     if row.created_at + 1 >= _END:
-        raise TamperedError(
+        detail = (
             "its time of creation is after the year 9999, so an attacker with a key that wraps it "
-            "must have inserted it: delete this row",
-            reason=Reason.MALFORMED,
-            table=table.name,
-            row=row.id,
+            "must have inserted it: delete this row"
         )
+        raise TamperedError(detail, Reason.MALFORMED, table.name, row.id)
     return row.created_at + 1
 
 

@@ -278,8 +278,7 @@ class _Verifier:
             who = await self._db.unit.identify(*ids)
             if who.session_tag != located.columns.tag:
                 kind = "collection" if ids.is_collection else "session"
-                detail = f"its tag belongs to another {kind}"
-                raise TamperedError(detail, reason=Reason.WRONG_OWNER)
+                raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
             is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
 
             def check(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
