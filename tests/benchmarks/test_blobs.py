@@ -56,7 +56,7 @@ def _place(
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the URL of a store of *kind*, and its options."""
     if kind == "directory":
-        return str(tmp_path / "blobs"), None
+        return str(tmp_path), None
     return f"s3://{BUCKET}", s3_options(request.getfixturevalue("s3_address"))
 
 
