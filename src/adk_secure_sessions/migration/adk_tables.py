@@ -103,8 +103,6 @@ class AdkTables(Source):
     def place(self) -> str:
         """The database, for messages: without user name, password and options."""
         db_url, db_engine = self._place
-        if db_engine is None and db_url in (None, ":memory:"):
-            return self.description
         url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
         return str(sa.URL.create(url.drivername, None, None, url.host, url.port, url.database))
 

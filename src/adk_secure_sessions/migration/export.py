@@ -246,19 +246,18 @@ async def _write_sessions(
     known = await adk.differences({ids: batch[ids] for ids in suitable})
     new = {ids: rows for ids, rows in suitable.items() if known[ids] == MISSING}
     rejected = await adk.insert(new)
-    for ids in new.keys() - rejected.keys():
-        run.done.sessions += 1
-        run.done.events += len(batch[ids].events)
     # If the connection was lost after the commit, the repeated INSERT is rejected, although the
     # sessions are stored.  So compare the rejected sessions, too.
-    again = await adk.differences({ids: batch[ids] for ids in rejected})
-    for ids, difference in (known | again).items():
-        if difference is None:
+    known |= await adk.differences({ids: batch[ids] for ids in rejected})
+    for ids, difference in known.items():
+        if ids in new and ids not in rejected:
+            run.done.sessions += 1
+            run.done.events += len(batch[ids].events)
+        elif difference is None:
             run.done.unchanged += 1
-        elif ids in rejected:
-            failed[ids] = rejected[ids]
-        elif difference != MISSING:
-            failed[ids] = f"the target has another session with its ids: {difference}"
+        else:
+            other = f"the target has another session with its ids: {difference}"
+            failed[ids] = rejected.get(ids, other)
     for ids, reason in failed.items():
         run.reject(ids, reason)
 

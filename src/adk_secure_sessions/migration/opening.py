@@ -1,6 +1,7 @@
 """Open the source that a URL names."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, tzinfo
 from itertools import chain
 from pathlib import Path
@@ -118,10 +119,8 @@ def _secrets(spec: str) -> list[str | bytes]:
     if scheme == "file" and rest:
         content = read_private_file(Path(rest))
         secrets: list[str | bytes] = [content] if len(content) == _AES_KEY_LENGTH else []
-        try:
+        with suppress(UnicodeDecodeError):
             secrets.append(content.decode().removesuffix("\n"))
-        except UnicodeDecodeError:
-            pass
         if secrets:
             return secrets
         raise ConfigurationError(f"{rest!r} contains neither text nor an AES key of 32 bytes")
