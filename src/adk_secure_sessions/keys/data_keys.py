@@ -133,6 +133,8 @@ class DataKeys(KeyMaterial):
         self.keyring = keyring  # another object when the keyring is read again
         self.backends = backends
         # What telemetry calls an encryption and a decryption, by backend id.
+        self.encrypting: dict[int, telemetry.WorkKind]
+        self.decrypting: dict[int, telemetry.WorkKind]
         self.encrypting, self.decrypting = (
             {key: telemetry.cipher_kind(one.name, work) for key, one in backends.items()}
             for work in ("encrypt", "decrypt")

@@ -95,7 +95,7 @@ class Walk:
     wanted: Collection[ImportStatus] = tuple(ImportStatus)
 
     def __post_init__(self) -> None:
-        self.versions = Fingerprints()
+        self.versions: Fingerprints = Fingerprints()
         self._tags = Fingerprints()  # of the sessions that were listed first
         # Versions that were listed, and were gone when their contents were read.  If one is there
         # again later, for example from a replica that lagged behind, nobody has visited it.
