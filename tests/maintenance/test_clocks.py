@@ -40,6 +40,7 @@ from tests.maintenance.support import (
 )
 
 AES, NEXT = AesGcmBackend(OLD), AesGcmBackend(NEW)
+DATA_MASTERS = "SELECT id FROM secure_keyring WHERE purpose = 'data'"
 PATIENCE = 20.0  # seconds; each case takes less than one
 # By how many days the clock is behind or ahead.
 each_shift = pytest.mark.parametrize(
@@ -48,9 +49,7 @@ each_shift = pytest.mark.parametrize(
 
 
 def newest_master(place: sa.URL) -> int:
-    (row, *_) = query(
-        place, "SELECT id FROM secure_keyring WHERE purpose = 'data' ORDER BY created_at DESC"
-    )
+    (row, *_) = query(place, f"{DATA_MASTERS} ORDER BY created_at DESC")
     return int(row[0])
 
 
@@ -71,7 +70,7 @@ async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
         with shifted(days):
             done = await asyncio.wait_for(rotate_master(db), PATIENCE)
         assert (done.resumed, done.rotated, done.left, done.bad) == (False, 3, 0, 0)
-        assert len(query(place, "SELECT id FROM secure_keyring WHERE purpose = 'data'")) == 2
+        assert len(query(place, DATA_MASTERS)) == 2
         assert newest_master(place) == done.master_id
         again = await asyncio.wait_for(rotate_master(db), PATIENCE)
         assert (again.resumed, again.rotated, again.left) == (False, 3, 0)
@@ -79,9 +78,7 @@ async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
         assert again.since > done.since
         retired = await retire(db)
         assert (len(retired.masters), retired.kept) == (2, 0)
-    assert query(place, "SELECT id FROM secure_keyring WHERE purpose = 'data'") == [
-        (again.master_id,)
-    ]
+    assert query(place, DATA_MASTERS) == [(again.master_id,)]
     await assert_whole(url, AES)
 
 

@@ -34,10 +34,6 @@ each_size = pytest.mark.parametrize(
 )
 
 
-def needle(number: int) -> str:
-    return f"Ndl{number:04}Wq83Zk"
-
-
 async def talk(url: str, events: int) -> list[bytes]:
     """Write events as plaintext, at once: they are committed in groups.  Return their texts."""
     needles: list[str] = []
@@ -46,7 +42,7 @@ async def talk(url: str, events: int) -> list[bytes]:
         for _ in range(SESSIONS):
             session = await service.create_session(app_name=APP, user_id=user)
             for _ in range(events):
-                needles.append(needle(len(needles)))
+                needles.append(f"Ndl{len(needles):04}Wq83Zk")
                 content = types.Content(role="user", parts=[types.Part(text=needles[-1])])
                 await service.append_event(
                     session, Event(author="user", invocation_id="i", content=content)
