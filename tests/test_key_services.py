@@ -132,6 +132,19 @@ async def test_call_that_fails_for_good_is_not_repeated() -> None:
     assert key.asked == 1
 
 
+@pytest.mark.parametrize(
+    ("retryable", "text"),
+    [
+        (True, "cannot answer now (7); check its status and quotas"),
+        (False, "rejects the call (7); check the kind and state of the key"),
+    ],
+)
+def test_answer_with_an_unknown_code_is_reported(retryable: bool, text: str) -> None:
+    error = Failing(0)._rejected("the service", 7, retryable=retryable)
+    assert str(error) == f"root key 'failing': the service {text}"
+    assert error.retryable is retryable
+
+
 async def test_service_that_hangs_times_out() -> None:
     key = Failing(0)
     key.hangs = True

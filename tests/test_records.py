@@ -130,7 +130,7 @@ def test_record_is_decrypted_in_its_context(
     backend_id: int, key_id: int, associated: bytes, plaintext: bytes
 ) -> None:
     stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
-    assert parse_header(stored) == (backend_id, key_id)
+    assert parse_header(stored) == records.header_ids(stored) == (backend_id, key_id)
     assert open_record(stored, associated, CIPHER) == plaintext
 
 

@@ -18,7 +18,7 @@ PLAN: dict[str, list[list[str]]] = {
     "crypto/aead.py": [["tests/test_backends.py"], _VECTORS],
     "backends/aes_gcm.py": [["tests/test_backends.py"], _VECTORS],
     "backends/fernet.py": [["tests/test_known_answers.py", "tests/test_backends.py"], _VECTORS],
-    "keys/blind_index.py": [["tests/test_blind_index.py"]],
+    "keys/blind_index.py": [["tests/test_blind_index.py"], ["tests/test_audit_vectors.py"]],
     "keys/keyring.py": [["tests/test_keyring.py"], ["tests/test_data_keys.py", *_VECTORS]],
     "keys/data_keys.py": [["tests/test_data_keys.py"], ["tests/test_keyring.py"], _VECTORS],
     "keys/providers.py": [["tests/test_keys.py"], _VECTORS, ["tests/test_platforms.py"]],

@@ -130,8 +130,9 @@ class AwsKmsKey(RemoteKey):
                 known = self._session().get_config_variable("region")
                 self._region = known or os.environ.get("AWS_REGION")
                 if not self._region:
-                    problem = "no AWS region is known: give region, or set AWS_REGION"
-                    raise ConfigurationError(problem)
+                    raise ConfigurationError(
+                        "no AWS region is known: give region, or set AWS_REGION"
+                    )
             # A client that does not sign needs no credentials, which may come from a slow service.
             with closing(self._client(signature_version=UNSIGNED)) as client:
                 # The address may come from the environment, a profile or the region.
