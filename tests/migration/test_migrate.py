@@ -122,15 +122,6 @@ async def test_copies_may_expire_though_the_source_does_not(file_url: str) -> No
         assert (await purge(db)).deleted == 1
 
 
-async def test_times_that_are_not_possible_are_bad(file_url: str) -> None:
-    source = MemorySource()
-    source.put("ada", "s0", updated_at=2**63)
-    source.put("ada", "s1")
-    done = await copy(source, file_url, skip_bad=True)
-    assert (done.copied, done.bad) == (1, 1)
-    assert "not a possible time" in done.findings[0].reason
-
-
 async def test_states_of_owners_without_sessions_are_copied(file_url: str) -> None:
     source = MemorySource()
     source.users[APP, "ada"] = {"a": 1}

@@ -8,7 +8,7 @@ from typing import Any
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
@@ -44,7 +44,6 @@ from adk_secure_sessions.storage.schema import MigratedRow
 _IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
 
 _DUE = (ImportStatus.NEW, ImportStatus.OLDER)
-_TIME = "one of its times, or the time of one of its events, is not a possible time"
 
 
 @dataclass
@@ -234,21 +233,16 @@ class _MigrationRun:
             return ImportStatus.CONFLICT
         if not self.writes:
             return pair.status
-        try:
-            return await self.target.imports.import_session(
-                *pair.session.ids,
-                state=state,
-                events=content.events,
-                created_at=content.created_at,
-                updated_at=content.updated_at,
-                source_version=pair.session.version,
-                replace=is_older,
-                expires_at=expires_at,
-            )
-        except ValueError as error:
-            if isinstance(error, SecureSessionError):
-                raise
-            raise ConversionError(_TIME) from None
+        return await self.target.imports.import_session(
+            *pair.session.ids,
+            state=state,
+            events=content.events,
+            created_at=content.created_at,
+            updated_at=content.updated_at,
+            source_version=pair.session.version,
+            replace=is_older,
+            expires_at=expires_at,
+        )
 
     def _is_conflict(self, pair: Pair[Any], status: ImportStatus) -> bool:
         """Return whether *status* is a conflict; if it is, count and list *pair*."""
