@@ -157,7 +157,8 @@ def _output_to(name: str) -> Iterator[Callable[[bytes], object]]:
         with private_file(name) as file:
             yield file.write
         return
-    yield sys.stdout.buffer.write
+    buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
+    yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
     sys.stdout.flush()
 
 
