@@ -26,7 +26,7 @@ class NoRootKey:
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
         if not wrapped.startswith(_PLAINTEXT_WRAP):
-            raise PlaintextRefusedError("not a key stored as plaintext", reason=Reason.MALFORMED)
+            raise PlaintextRefusedError("not a key stored as plaintext", Reason.MALFORMED)
         return wrapped[1:]
 
 

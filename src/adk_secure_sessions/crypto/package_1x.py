@@ -67,7 +67,7 @@ def parse_envelope(stored: object) -> tuple[bytes, bool]:
     if isinstance(stored, str):
         stored = stored.encode("utf-8", "surrogatepass")
     if not stored:
-        raise TamperedError("its encrypted value was removed", reason=Reason.MISSING)
+        raise TamperedError("its encrypted value was removed", Reason.MISSING)
     data = stored if isinstance(stored, bytes) else b""
     if data.startswith(b"{"):
         raise PlaintextRefusedError("not encrypted: adk-secure-sessions 1.x did not write it")
@@ -78,7 +78,7 @@ def parse_envelope(stored: object) -> tuple[bytes, bool]:
         except ValueError:
             data = b""
     if not data.startswith(_VERSION) or len(data) <= _HEADER_LENGTH:
-        raise TamperedError("not an envelope of adk-secure-sessions 1.x", reason=Reason.MALFORMED)
+        raise TamperedError("not an envelope of adk-secure-sessions 1.x", Reason.MALFORMED)
     return data, is_base64
 
 
@@ -123,7 +123,7 @@ class Package1xKeys(KeyMaterial):
         else:
             raise DecryptionError(
                 f"encrypted by backend {backend_id}, which is not one of adk-secure-sessions 1.x",
-                reason=Reason.UNKNOWN_BACKEND,
+                Reason.UNKNOWN_BACKEND,
             )
         for cipher in ciphers:
             try:

@@ -42,7 +42,7 @@ def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[byte
     """Return the link of the record before *record*, and the fields in *record*."""
     data = binary(record)
     if not data.startswith(_VERSION) or len(data) > MAX_RECORD:
-        raise TamperedError("the audit record is malformed", reason=Reason.MALFORMED)
+        raise TamperedError("the audit record is malformed", Reason.MALFORMED)
     plaintext = cipher.decrypt(data[len(_VERSION) :], _VERSION + context)
     try:
         fields = json.loads(plaintext[AUDIT_LINK_LENGTH:])
@@ -50,7 +50,7 @@ def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[byte
             return plaintext[:AUDIT_LINK_LENGTH], fields
     except (ValueError, RecursionError):
         pass
-    raise TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)
+    raise TamperedError("its plaintext is malformed", Reason.MALFORMED)
 
 
 def link_of(context: bytes, record: bytes) -> bytes:

@@ -123,7 +123,7 @@ def _nonce(number: int, is_last: bool) -> bytes:
 def check_size(found: int, expected: int) -> None:
     if found != expected:
         raise TamperedError(
-            "a blob does not have the length that it was written with", reason=Reason.MISMATCH
+            "a blob does not have the length that it was written with", Reason.MISMATCH
         )
 
 
@@ -132,10 +132,9 @@ def _check_header(header: bytes) -> None:
         return
     if header[: len(MAGIC)] == MAGIC:
         raise TamperedError(
-            f"the blob has version {header[-1]}, which this release does not know",
-            reason=Reason.MALFORMED,
+            f"the blob has version {header[-1]}, which this release does not know", Reason.MALFORMED
         )
-    raise TamperedError("not an encrypted blob", reason=Reason.MALFORMED)
+    raise TamperedError("not an encrypted blob", Reason.MALFORMED)
 
 
 async def regrouped(

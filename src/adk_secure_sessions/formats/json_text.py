@@ -280,8 +280,7 @@ def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) ->
     if type(value) is dict:
         return value
     raise DecryptionError(
-        f"{name} is not a JSON object within the limits: its writer is faulty",
-        reason=Reason.MALFORMED,
+        f"{name} is not a JSON object within the limits: its writer is faulty", Reason.MALFORMED
     )
 
 
@@ -320,5 +319,5 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
         return shown, loads(plaintext[end:])
     raise DecryptionError(
         "the plaintext does not begin with a version of google-adk: its writer is faulty",
-        reason=Reason.MALFORMED,
+        Reason.MALFORMED,
     )

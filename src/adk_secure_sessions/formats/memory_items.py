@@ -88,7 +88,7 @@ def parse_item(values: JsonObject, number: int) -> MemoryItem:
         }
         return MemoryItem(scope and tuple(scope), add, dropped, deleted, replacement)
     raise DecryptionError(
-        "the plaintext is not an item of a memory: its writer is faulty", reason=Reason.MALFORMED
+        "the plaintext is not an item of a memory: its writer is faulty", Reason.MALFORMED
     )
 
 
@@ -145,7 +145,7 @@ def _replayed(table: str, session_row: int, number: int) -> TamperedError:
     return TamperedError(
         "entries were deleted from it, and an older record, or a record of another copy of the "
         "database, was stored in its place",
-        reason=Reason.MISMATCH,
-        table=table,
-        row=f"{session_row}, {number}",
+        Reason.MISMATCH,
+        table,
+        f"{session_row}, {number}",
     )

@@ -134,7 +134,7 @@ def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
         raise DecryptionError(
             f"its flags are {flags:#04x}, which this release of adk-secure-sessions does not "
             "know: install the release that wrote it",
-            reason=Reason.UNKNOWN_FLAGS,
+            Reason.UNKNOWN_FLAGS,
         )
     body = memoryview(plaintext)[1:]
     if flags & PADDED:
@@ -143,11 +143,10 @@ def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
         return b"".join((FLAGS, body))
     found = _zlib_content(body, limit)
     if found is None:
-        raise TamperedError("its compressed content is malformed", reason=Reason.MALFORMED)
+        raise TamperedError("its compressed content is malformed", Reason.MALFORMED)
     if len(found) > limit:
         raise TamperedError(
-            f"its content has more than {limit} bytes after decompression",
-            reason=Reason.MALFORMED,
+            f"its content has more than {limit} bytes after decompression", Reason.MALFORMED
         )
     return b"".join((FLAGS, found))
 
@@ -156,7 +155,7 @@ def reject_flags(plaintext: bytes) -> Never:
     """Reject *plaintext*, of a wrapped key or a version witness, because it has other flags."""
     raise DecryptionError(
         f"its flags are {plaintext[0]:#04x}, and a wrapped key or a version witness has no flags",
-        reason=Reason.UNKNOWN_FLAGS,
+        Reason.UNKNOWN_FLAGS,
     )
 
 
@@ -166,7 +165,7 @@ def _without_padding(body: memoryview) -> memoryview:
         end = start + _LENGTH.unpack_from(body)[0]
         if end <= len(body) and not bytes(body[end:]).strip(b"\x00"):
             return body[start:end]
-    raise TamperedError("its padding is malformed", reason=Reason.MALFORMED)
+    raise TamperedError("its padding is malformed", Reason.MALFORMED)
 
 
 def _zlib_content(body: memoryview, limit: int) -> bytes | None:
@@ -215,7 +214,7 @@ def decode_text(data: object) -> str:
     try:
         return binary(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise TamperedError("its text is not UTF-8", reason=Reason.MALFORMED) from None
+        raise TamperedError("its text is not UTF-8", Reason.MALFORMED) from None
 
 
 def binary(value: object) -> bytes:
@@ -224,9 +223,7 @@ def binary(value: object) -> bytes:
     SQLite stores any type in any column, so a modified row may hold another type.
     """
     if not isinstance(value, bytes):
-        raise TamperedError(
-            "a binary column holds a value of another type", reason=Reason.MALFORMED
-        )
+        raise TamperedError("a binary column holds a value of another type", Reason.MALFORMED)
     return value
 
 
@@ -248,7 +245,7 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
         return parts + _NUMBERS[count].pack(8 * count, *numbers)
     except error:  # SQLite stores any type in any column, so a modified row may hold any type
         detail = "an integer column holds a value of another type"
-        raise TamperedError(detail, reason=Reason.MALFORMED) from None
+        raise TamperedError(detail, Reason.MALFORMED) from None
 
 
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
@@ -258,7 +255,7 @@ def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
         data = encode_text(part) if isinstance(part, str) else part
         if not isinstance(data, bytes):
             raise TamperedError(
-                "a text or binary column holds a value of another type", reason=Reason.MALFORMED
+                "a text or binary column holds a value of another type", Reason.MALFORMED
             )
         made += _LENGTH.pack(len(data)), data
     return b"".join(made)
@@ -288,11 +285,11 @@ def parse_header(stored: object) -> tuple[int, int]:
     SQLite stores any type in any column: in a modified row, *stored* can have another type.
     """
     if not stored:
-        raise TamperedError("its encrypted value was removed", reason=Reason.MISSING)
+        raise TamperedError("its encrypted value was removed", Reason.MISSING)
     if not isinstance(stored, bytes) or not stored.startswith(MAGIC):
         raise PlaintextRefusedError("not an encrypted record")
     if len(stored) < HEADER_LENGTH or stored[3] != VERSION:
-        raise TamperedError("the record's header is malformed", reason=Reason.MALFORMED)
+        raise TamperedError("the record's header is malformed", Reason.MALFORMED)
     _, backend_id, key_id = _HEADER.unpack_from(stored)
     return backend_id, key_id
 
@@ -336,7 +333,7 @@ def open_with_flags(
     if packed:
         return unpack(packed)
     if packed is not None:
-        raise TamperedError("its plaintext is empty", reason=Reason.MALFORMED)
+        raise TamperedError("its plaintext is empty", Reason.MALFORMED)
     raise TamperedError("the backend could not decrypt it")
 
 
@@ -449,4 +446,4 @@ def split_link(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _malformed() -> TamperedError:
-    return TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)
+    return TamperedError("its plaintext is malformed", Reason.MALFORMED)

@@ -151,8 +151,8 @@ async def stored_wrongly(
     if size == encrypted_size(blob.size):
         return None
     if size:
-        return TamperedError("it has another length", reason=Reason.MISMATCH)
-    return TamperedError("it is missing", reason=Reason.MISSING)
+        return TamperedError("it has another length", Reason.MISMATCH)
+    return TamperedError("it is missing", Reason.MISSING)
 
 
 # Blobs that were written less than this time ago are not marked: an upload stores a blob before
@@ -269,7 +269,7 @@ async def artifacts_of(
                 # If the tag of the located row was modified, `get` may have found another row.  But
                 # it is no error if the located row was deleted and another row was created.
                 if found.at.session_row != located.id and await collections.is_stored(located.id):
-                    raise TamperedError("its tag was modified", reason=Reason.WRONG_OWNER)
+                    raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
                 versions_of(found)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, located.id)

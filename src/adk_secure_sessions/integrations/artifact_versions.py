@@ -172,7 +172,7 @@ def _parsed(collection: Collection, item: int) -> Version:
 def _malformed(collection: Collection, item: int) -> TamperedError:
     return TamperedError(
         "its plaintext is malformed",
-        reason=Reason.MALFORMED,
-        table=events.name,
-        row=f"{collection.at.session_row}, {item}",
+        Reason.MALFORMED,
+        events.name,
+        f"{collection.at.session_row}, {item}",
     )

@@ -147,7 +147,7 @@ class BlobDirectory(BlobStore):
             raise TamperedError(
                 "a blob was replaced by a link, or by something else that is not a file: find out "
                 "who can write to the directory of artifacts",
-                reason=Reason.MISMATCH,
+                Reason.MISMATCH,
             )
         return data
 

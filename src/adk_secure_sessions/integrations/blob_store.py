@@ -241,7 +241,7 @@ def missing_blob(place: str) -> TamperedError:
     return TamperedError(
         f"a blob is missing: it was deleted outside the service, or this is not the {place} that "
         "it was written to",
-        reason=Reason.MISSING,
+        Reason.MISSING,
     )
 
 

@@ -509,9 +509,7 @@ class _Records:
                 await asyncio.sleep(0)
             text = _text_of_event(one)
             if text in seen:
-                raise TamperedError(
-                    "it is stored twice", reason=Reason.MISMATCH, table=EVENTS, row=_printed(one.id)
-                )
+                raise TamperedError("it is stored twice", Reason.MISMATCH, EVENTS, _printed(one.id))
             seen.add(text)
             event = self._open_event(one, text)
             # Filter again: not every service filters events, and some compare rounded times.
@@ -551,7 +549,7 @@ class _Records:
         context = _state_context(scope, name)
         entry = loads(self._keys.open(scope.owner, context, _from_base64(value)), "the value")
         if len(entry) != 1:
-            raise TamperedError("its plaintext is malformed", reason=Reason.MALFORMED)
+            raise TamperedError("its plaintext is malformed", Reason.MALFORMED)
         return entry
 
     def _open_event(self, stored: Event, text: str) -> Event:
@@ -567,9 +565,9 @@ class _Records:
     def _check_fields(self, stored: Event, event: Event) -> None:
         for name in (*_TEXTS, "turn_complete"):
             if getattr(stored, name) != getattr(event, name):
-                raise TamperedError(f"its {name} was modified", reason=Reason.MISMATCH)
+                raise TamperedError(f"its {name} was modified", Reason.MISMATCH)
         if not abs(stored.timestamp - event.timestamp) <= _ROUNDING:
-            raise TamperedError("its timestamp was modified", reason=Reason.MISMATCH)
+            raise TamperedError("its timestamp was modified", Reason.MISMATCH)
 
     def _event_context(self, event_id: str) -> bytes:
         who = self._who
@@ -603,7 +601,7 @@ def _check_ids_of(stored: Session, app_name: str, user_id: str, session_id: str)
     if (stored.app_name, stored.user_id, stored.id) != (app_name, user_id, session_id):
         raise TamperedError(
             "the inner service has returned the session of another app or user, or another session",
-            reason=Reason.WRONG_OWNER,
+            Reason.WRONG_OWNER,
         )
 
 

@@ -97,7 +97,7 @@ async def located(db: Database, row_ids: Iterable[int]) -> list[LocatedSession]:
 def app_name_of(stored: object) -> str:
     """Return the app's name from its column, which is None if the app's row was removed."""
     if stored is None:
-        raise TamperedError("its app's row was removed", reason=Reason.MISSING)
+        raise TamperedError("its app's row was removed", Reason.MISSING)
     return decode_text(stored)
 
 

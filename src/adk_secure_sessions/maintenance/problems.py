@@ -91,7 +91,7 @@ class Problems(Listed[Problem]):
         self._named.add((table, str(row)))
 
     def add(self, table: str, row: object, reason: Reason, detail: str) -> None:
-        self.add_error(TamperedError(detail, reason=reason), table, row)
+        self.add_error(TamperedError(detail, reason), table, row)
 
     def add_error(self, error: Exception, table: str, row: object) -> bool:
         """Count and record the row that *error* names or, if *error* names none, *row*.
@@ -99,7 +99,7 @@ class Problems(Listed[Problem]):
         Return whether other rows cannot be decrypted without this row.  Such a row is counted once.
         """
         if not isinstance(error, DecryptionError):
-            error = TamperedError("its content is malformed", reason=Reason.MALFORMED)
+            error = TamperedError("its content is malformed", Reason.MALFORMED)
         if error.table is not None and error.row is not None:
             table, row = error.table, error.row
         is_shared, name = table in _SHARED, (table, str(row))

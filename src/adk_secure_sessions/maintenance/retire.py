@@ -225,7 +225,7 @@ async def _decrypt_owner(
     await db.unit.data_keys_of(owner)  # reads the keyring again if a data key needs a newer one
     masters = (await db.keys()).keyring
     if not all(can_unwrap(row, masters) for row in rows):
-        raise TamperedError("a data key was tampered with", reason=Reason.MISMATCH)
+        raise TamperedError("a data key was tampered with", Reason.MISMATCH)
     found = await read_owner_with_tag(db, owner)
     if found is None:
         return None

@@ -252,7 +252,7 @@ class _Verifier:
                         raise TamperedError(
                             f"the row that was imported has version {version} instead of "
                             f"{row.number} or a later one: an older row was replayed",
-                            reason=Reason.MISMATCH,
+                            Reason.MISMATCH,
                         ).located(migrated.name, row.tag.hex())
                 except UNREADABLE as error:
                     self.problems.add_error(error, migrated.name, row.tag)
