@@ -41,11 +41,6 @@ def call(one: AsyncEngineExecutor) -> bool:
 # --- event loops and processes -------------------------------------------------------------------
 
 
-def test_engine_of_ours_serves_one_event_loop_after_the_other() -> None:
-    one = executor_without_a_server(owns_engine=True)
-    assert [call(one) for _ in range(3)] == [True] * 3
-
-
 @pytest.mark.parametrize("is_server", [True, False])
 def test_second_event_loop_is_rejected_while_a_call_is_under_way(
     is_server: bool,

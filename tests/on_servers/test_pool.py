@@ -21,10 +21,11 @@ def open_service(url: URL, **options: Any) -> EncryptedSessionService:
 
 
 async def converse(service: EncryptedSessionService, n: int) -> None:
-    session = await create(service, f"s{n}", user_id=f"u{n % 5}")
-    for m in range(3):
-        await service.append_event(session, event(f"{n} {m}", delta={"k": m, "user:k": n}))
-    assert (await reload(service, session)).events == session.events
+    session = await create(service, f"s{n}", user_id=f"u{n % 3}")
+    for m in range(4):
+        delta = {"k": m, "user:k": n, "app:k": m}
+        await service.append_event(session, event(f"{n} {m}", delta=delta))
+        assert (await reload(service, session)).events == session.events
 
 
 async def test_many_tasks_share_few_connections(url: URL, server: Server) -> None:

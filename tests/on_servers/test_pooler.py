@@ -25,7 +25,8 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.db.connect import executors_for
 from tests.conformance.services import KEY
-from tests.conformance.support import create, event, reload, together
+from tests.conformance.support import together
+from tests.on_servers.test_pool import converse
 from tests.servers import PgBouncer, PostgreSQL
 
 DRIVERS = ["postgresql+asyncpg", pytest.param("postgresql+psycopg", marks=pytest.mark.soak)]
@@ -41,14 +42,6 @@ def driver(request: pytest.FixtureRequest) -> str:
 def url(pgbouncer: PgBouncer, driver: str) -> Iterator[URL]:
     with pgbouncer.database() as made:
         yield made.set(drivername=driver)
-
-
-async def converse(service: EncryptedSessionService, n: int) -> None:
-    session = await create(service, f"s{n}", user_id=f"u{n % 3}")
-    for m in range(6):
-        delta = {"k": m, "user:k": n, "app:k": m}
-        await service.append_event(session, event(f"{n} {m}", delta=delta))
-        assert (await reload(service, session)).events == session.events
 
 
 async def test_services_share_the_connections_of_a_pooler(url: URL) -> None:
