@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from threading import Event, Thread
 
 import pytest
@@ -529,7 +530,7 @@ async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
     assert rows() is None
 
 
-async def test_timer_keeps_no_unit() -> None:
+async def test_one_timer_runs_which_keeps_no_unit_and_ends_with_close() -> None:
     stored, loop = Stored(), asyncio.get_running_loop()
     executors, _ = one_database(*[stored.rows(keys=True)] * 2)
     unit = await filled_unit(executors, KeyringReads(), 300)
@@ -537,11 +538,20 @@ async def test_timer_keeps_no_unit() -> None:
     assert sum(not timer.cancelled() for timer in waiting) == 1
     for _ in range(100):
         await unit.identify(*WHO[:3])
+        unit.empty_caches()
     assert sum(not timer.cancelled() for timer in waiting) == 1
-    dropped = weakref.ref(unit)
+    await unit.close()
+    assert sum(not timer.cancelled() for timer in waiting) == 0
+    variable = ContextVar[object]("variable")
+    kept = Scripted("done")
+    variable.set(kept)
+    unit = await filled_unit(executors, KeyringReads(), 300)
+    variable.set(None)
+    dropped, of_call = weakref.ref(unit), weakref.ref(kept)
+    del kept
     del unit
     gc.collect()
-    assert dropped() is None
+    assert (dropped(), of_call()) == (None, None)
 
 
 async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings() -> None:

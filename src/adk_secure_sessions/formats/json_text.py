@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import SchemaValidator, core_schema, from_json, to_json, to_jsonable_python
 
-from adk_secure_sessions.errors import DecryptionError, Reason
+from adk_secure_sessions.errors import DecryptionError, Reason, SecureSessionError
 
 JsonObject = dict[str, Any]
 
@@ -95,7 +95,18 @@ def _dumps(value: Any) -> bytes:
     try:
         return to_json(value, inf_nan_mode="constants")
     except ValueError:  # lone surrogates
-        return json.dumps(value, separators=(",", ":")).encode("ascii")
+        try:
+            return json.dumps(value, separators=(",", ":")).encode("ascii")
+        except RecursionError:
+            raise _stack_is_full() from None
+
+
+def _stack_is_full() -> SecureSessionError:
+    # On Python 3.11, 190 levels need 190 frames: then at most 800 functions may be running.
+    return SecureSessionError(
+        "nested JSON with lone surrogates does not fit on the stack: call this from fewer nested "
+        "functions, or set a higher limit with sys.setrecursionlimit"
+    )
 
 
 class _Container(NamedTuple):
@@ -297,6 +308,8 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
         try:
             # int() rejects more digits than a setting of the process allows.
             return json.loads(data.decode(), parse_int=from_json)
+        except RecursionError:
+            raise _stack_is_full() from None
         except ValueError:
             pass
     return None

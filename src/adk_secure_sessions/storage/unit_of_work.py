@@ -13,12 +13,13 @@ attempts by these rules, whose limits and pauses are in `db.protocol.Retries`:
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import compress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import sqlalchemy as sa
 
@@ -307,7 +308,8 @@ class _OpenState(NamedTuple):
     identities: Lru[tuple[str, str, str, bool], Identity]
     attached: dict[object, Any]  # see `UnitOfWork.attached`
     expires: float
-    timed_by: "WeakSet[asyncio.AbstractEventLoop]"  # see `UnitOfWork._start_timer`
+    # The timers that empty the caches.  A strong reference would keep the event loop in memory.
+    timers: "WeakKeyDictionary[asyncio.AbstractEventLoop, ref[asyncio.TimerHandle]]"
 
 
 # The keys are all units of work in this process.  No lock is needed, which a forked process could
@@ -384,10 +386,16 @@ class UnitOfWork:
         If *expires* is given, empty only caches that expire at this time (monotonic seconds).
         """
         if (opened := self._opened) is not None and expires in (None, opened.expires):
-            self._opened = self._with_empty_caches(opened.keys.keyring)
+            new = self._with_empty_caches(opened.keys.keyring)
+            if expires is None:  # the running timers stay
+                new = new._replace(expires=opened.expires, timers=opened.timers)
+            self._opened = new
 
     async def close(self) -> None:
         """Close the connections and discard the keys; the next call opens the database again."""
+        started = self._opened and self._opened.timers.get(asyncio.get_running_loop())
+        if started and (timer := started()):
+            timer.cancel()
         # The frames in an error's traceback refer to keys, so also discard the error.
         self._opened = self._rejected = None
         await self.executors.close()
@@ -614,10 +622,11 @@ class UnitOfWork:
         enough: if its event loop ended before the other loops, the timer would never fire.
         """
         loop = asyncio.get_running_loop()
-        if loop not in opened.timed_by:
-            opened.timed_by.add(loop)
+        if loop not in opened.timers:
             seconds = opened.expires - time.monotonic()
-            loop.call_later(seconds, _empty_expired, ref(self), opened.expires)
+            # Not in the context of this call, whose variables may refer to plaintext.
+            empty, context = partial(_empty_expired, ref(self), opened.expires), Context()
+            opened.timers[loop] = ref(loop.call_later(seconds, empty, context=context))
 
     async def _open(self) -> _OpenState:
         async with self._locks.hold("open"):
@@ -641,7 +650,7 @@ class UnitOfWork:
             Lru(self._cache.sessions),
             {},
             time.monotonic() + self._cache.seconds,
-            WeakSet(),
+            WeakKeyDictionary(),
         )
 
     async def _store_data_key(
