@@ -614,7 +614,7 @@ async def test_head_is_logged_after_a_minute(url: sa.URL, heads: Callable[[], li
     loop = asyncio.get_running_loop()
     due: list[Callable[[], object]] = []
 
-    def call_later(delay: float, callback: Any, *arguments: Any) -> Any:
+    def call_later(delay: float, callback: Any, *arguments: Any, **_: Any) -> Any:
         if delay == 60.0:
             due.append(lambda: callback(*arguments))
             return None

@@ -376,7 +376,11 @@ def at_depth(frames: int, call: Callable[[], Any]) -> Any:
     return at_depth(frames - 1, call) if frames else call()
 
 
-@pytest.mark.parametrize("value", LARGEST.values(), ids=LARGEST)
+@pytest.mark.parametrize(
+    "value",
+    [*LARGEST.values(), ["\ud800", nested(193)]],
+    ids=[*LARGEST, "levels with lone surrogates"],
+)
 def test_writing_and_reading_do_not_depend_on_the_depth_of_the_stack(value: Any) -> None:
     event = from_tool(value)
     frames = sys.getrecursionlimit() - len(inspect.stack(0)) - 60

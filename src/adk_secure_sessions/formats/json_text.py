@@ -8,11 +8,14 @@ Python's module `json` depend on the stack and on a setting of the process.
 
 import json
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic_core import SchemaValidator, core_schema, from_json, to_json, to_jsonable_python
 
-from adk_secure_sessions.errors import DecryptionError, Reason, SecureSessionError
+from adk_secure_sessions.errors import DecryptionError, Reason
 
 JsonObject = dict[str, Any]
 
@@ -95,18 +98,8 @@ def _dumps(value: Any) -> bytes:
     try:
         return to_json(value, inf_nan_mode="constants")
     except ValueError:  # lone surrogates
-        try:
-            return json.dumps(value, separators=(",", ":")).encode("ascii")
-        except RecursionError:
-            raise _stack_is_full() from None
-
-
-def _stack_is_full() -> SecureSessionError:
-    # On Python 3.11, 190 levels need 190 frames: then at most 800 functions may be running.
-    return SecureSessionError(
-        "nested JSON with lone surrogates does not fit on the stack: call this from fewer nested "
-        "functions, or set a higher limit with sys.setrecursionlimit"
-    )
+        data: bytes = _with_room(partial(json.dumps, separators=(",", ":")), value).encode("ascii")
+        return data
 
 
 class _Container(NamedTuple):
@@ -307,9 +300,7 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
     if _SURROGATE.search(data) and fits(_SURROGATE.sub(rb"\\u0020", data).lstrip(), levels):
         try:
             # int() rejects more digits than a setting of the process allows.
-            return json.loads(data.decode(), parse_int=from_json)
-        except RecursionError:
-            raise _stack_is_full() from None
+            return _with_room(partial(json.loads, parse_int=from_json), data.decode())
         except ValueError:
             pass
     return None
@@ -334,3 +325,17 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
         "the plaintext does not begin with a version of google-adk: its writer is faulty",
         Reason.MALFORMED,
     )
+
+
+def _with_room(function: Callable[[Any], Any], argument: object) -> Any:
+    """Return *function*(*argument*), which may recurse 200 levels deep.
+
+    On Python 3.11, the module `json` takes several frames a level: if the stack of this thread is
+    too small, call *function* in a new thread.
+    """
+    try:
+        return function(argument)
+    except RecursionError:
+        pass
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, argument).result()

@@ -374,10 +374,10 @@ class _Listing(ReadOperation):
         expired: bool = False,
     ) -> list[SessionWithStates]:
         """Return each session in *found*, or each collection, that has not, or has, expired."""
+        owners = {user.row.id: user for user in await self._users(attempt, executors, found)}
         app = sealed_rows.open_app(attempt, found)
-        readable = await self._users(attempt, executors, found, app)
-        owners = {user.row.id: user for user in readable}
         app_state = app.state if app else b""
+        of_app: set[int] = set()  # the users of *app*, so that each is checked once
         views = []
         tags: set[object] = set()
         for row in found.sessions:
@@ -396,6 +396,9 @@ class _Listing(ReadOperation):
                 session = sealed_rows.open_session_row(
                     attempt, found, user, row, with_snapshot=with_snapshots
                 )
+                if user.row.id not in of_app:
+                    sealed_rows.require_app(app, user)
+                    of_app.add(user.row.id)
                 is_wanted = session.has_expired == expired
                 if is_wanted and (row.base_revision == COLLECTION) == collections:
                     views.append(SessionWithStates(session, user.user_id, app_state, user.state))
@@ -403,28 +406,23 @@ class _Listing(ReadOperation):
                 self._skip_or_raise(error)
         return views
 
-    async def _users(
-        self, attempt: Attempt, executors: Executors, found: Found, app: Owner | None
-    ) -> list[Owner]:
-        """Return the users of *app* in *found* that can be decrypted."""
-        opened = []
+    async def _users(self, attempt: Attempt, executors: Executors, found: Found) -> list[Owner]:
+        """Return the users in *found* that can be decrypted."""
         if not self._of_app:
             try:
-                if user := sealed_rows.open_user(attempt, found):
-                    sealed_rows.require_app(app, user)
-                    opened.append(user)
+                user = sealed_rows.open_user(attempt, found)
             except DecryptionError as error:
                 self._skip_or_raise(error)
                 found.sessions.clear()
-            return opened
+                return []
+            return [user] if user else []
         if executors.has_key_database:
             keys = await read_data_keys(executors.keys.read, [row.tag for row in found.users])
             attempt.keys.load(keys.data_keys, keys.masters)
+        opened = []
         for row in found.users:
             try:
-                user = sealed_rows.open_user_row(attempt, found, row)
-                sealed_rows.require_app(app, user)
-                opened.append(user)
+                opened.append(sealed_rows.open_user_row(attempt, found, row))
             except DecryptionError as error:
                 self._skip_or_raise(error)
         return opened

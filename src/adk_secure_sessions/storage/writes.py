@@ -126,7 +126,7 @@ class OwnerChanges:
         """
         who = self._attempt.who
         if app is None:
-            row = AppRow(new_row_key(), who.app_tag, encode_text(who.app_name), 0, b"")
+            row = AppRow(0, who.app_tag, encode_text(who.app_name), 0, b"")
             app = self._insert(row, "", delta)
         elif delta or needs_key:
             self._ensure_key(app.row.tag, app.row.state)
@@ -145,9 +145,7 @@ class OwnerChanges:
         """
         who = self._attempt.who
         if user is None:
-            user = self._insert(
-                UserRow(new_row_key(), app_row, who.user_tag, 0, b""), who.user_id, delta
-            )
+            user = self._insert(UserRow(0, app_row, who.user_tag, 0, b""), who.user_id, delta)
             found_entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
             self.changes += index_rows.insertion(index_rows.row_of_user(user.row.id), found_entries)
             return user
@@ -197,8 +195,10 @@ class OwnerChanges:
         return current is not None and current.id in owner.key_ids
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
+        """Add the changes that store a new owner in *row*, which gets its row id here."""
         self._ensure_first_key(row.tag)
         key_ids = self._keys.names(row.tag, ())
+        row = row._replace(id=new_row_key())
         owner, witness = self._sealed(Owner(row, user_id, dumps(state), new_link(), key_ids))
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
         self.changes.append(Change(insert, parameters(owner.row)))
