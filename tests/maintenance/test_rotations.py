@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import sqlalchemy as sa
@@ -22,7 +23,8 @@ from adk_secure_sessions import (
     TamperedError,
     WrongKeyError,
 )
-from adk_secure_sessions.errors import ConfigurationError, Reason
+from adk_secure_sessions.crypto.aead import Aes256Gcm
+from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
@@ -450,6 +452,67 @@ async def test_processes_lose_nothing_while_everything_is_rotated(
 
 
 # --- rows that cannot be decrypted ---------------------------------------------------------------
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize("edits_plaintext", [False, True])
+async def test_record_that_would_not_decrypt_again_is_not_replaced(
+    url: str, edits_plaintext: bool
+) -> None:
+    await filled(url)
+    before = await stored(url, AES)
+
+    class FailsForLongRecords(AesGcmBackend):
+        def cipher(self, key: bytes) -> Any:
+            proper = super().cipher(key)
+
+            def encrypt(plaintext: bytes, associated_data: bytes) -> bytes:
+                is_long = len(plaintext) > len(BIG)
+                if is_long and edits_plaintext:
+                    return proper.encrypt(flipped(plaintext), associated_data)
+                sealed = proper.encrypt(plaintext, associated_data)
+                return flipped(sealed) if is_long else sealed
+
+            return mock.Mock(encrypt=encrypt, decrypt=proper.decrypt)
+
+    named = r"^secure_(bases|events) row \d.*: its new value does not decrypt.*: check the backend"
+    async with Database(url, FailsForLongRecords(OLD)) as db:
+        with pytest.raises(SecureSessionError, match=named):
+            await rotate_data(db)
+    assert await stored(url, AES) == before
+    async with Database(url, AES) as db:
+        done = await rotate_data(db)
+    assert (done.resumed, done.left, done.bad) == (True, 0, 0)
+    assert await stored(url, AES) == before
+    await assert_whole(url, AES)
+
+
+async def test_data_key_that_would_not_unwrap_again_is_not_replaced(
+    url: str, place: sa.URL
+) -> None:
+    await filled(url)
+    before, keys = await stored(url, AES), rows(place)["secure_data_keys"]
+    proper = Aes256Gcm.encrypt
+
+    def encrypt(self: Aes256Gcm, plaintext: bytes, associated_data: bytes) -> bytes:
+        sealed = proper(self, plaintext, associated_data)
+        return flipped(sealed) if b"data-key" in associated_data else sealed
+
+    async with Database(url, AES) as db:
+        named = r"^secure_data_keys row \d+: its new value does not decrypt.*: check the backend"
+        with (
+            mock.patch.object(Aes256Gcm, "encrypt", encrypt),
+            pytest.raises(SecureSessionError, match=named),
+        ):
+            await rotate_master(db)
+        assert rows(place)["secure_data_keys"] == keys
+        done = await rotate_master(db)
+    assert (done.resumed, done.left, done.bad) == (True, 0, 0)
+    assert await stored(url, AES) == before
+    await assert_whole(url, AES)
 
 
 async def test_row_that_cannot_be_decrypted_is_reported_and_left_unchanged(

@@ -34,7 +34,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.progress import Progress
-from adk_secure_sessions.maintenance.rotation import Rotation
+from adk_secure_sessions.maintenance.rotation import Rotation, require_same
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta, writes
 from adk_secure_sessions.storage.schema import (
@@ -114,8 +114,9 @@ async def rotate_data(
         ConfigurationError: The only data master is stored as plaintext.
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
-        SecureSessionError: Another rotation was started during this one.  The records that this
-            rotation has already re-encrypted keep their new data keys.
+        SecureSessionError: Another rotation was started during this one, or a re-encrypted record
+            does not decrypt.  The records that this rotation has already re-encrypted keep their
+            new data keys.
     """
     run = DataRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
@@ -229,17 +230,20 @@ class DataRotationRun(Rotation):
                 with naming(table, record.name):
                     if target is None or header_ids(record.stored) != new_ids:
                         context = record.column.context(record.ids, record.row)
-                        old.append((record, context, _plaintext(keys, owner, record, context)))
+                        opened = _plaintext(keys, owner, context, record.column, record.stored)
+                        old.append((record, context, opened))
             except UNREADABLE as error:
                 if not await self._is_of_new_key(error, owner, record):
                     self._problems.add_error(error, table, record.name)
         if self._dry_run or not old:
             self.done.reencrypted += len(old)
             return
-        changes = [
-            (record, keys.seal(owner, context, plaintext, is_packed=True))
-            for record, context, plaintext in old
-        ]
+        changes: list[tuple[Record, bytes]] = []
+        for record, context, plaintext in old:
+            sealed = keys.seal(owner, context, plaintext, is_packed=True)
+            again = partial(_plaintext, keys, owner, context, record.column, sealed)
+            require_same(record.column.table.name, record.name, plaintext, again)
+            changes.append((record, sealed))
         await self._db.unit.change(partial(_replace, changes))
         for column in dict.fromkeys(record.column for record, _ in changes):
             new = {record.key: sealed for record, sealed in changes if record.column is column}
@@ -269,11 +273,13 @@ class DataRotationRun(Rotation):
         return left.total()
 
 
-def _plaintext(keys: StagedKeys, owner: bytes, record: Record, context: bytes) -> bytes:
-    """Decrypt *record*, check its flags as a reader does, and return its plaintext with them."""
-    if record.column.table is witnesses:
-        return FLAGS + keys.open(owner, context, record.stored, open_without_flags)
-    return keys.open(owner, context, record.stored, open_whole)
+def _plaintext(
+    keys: StagedKeys, owner: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
+) -> bytes:
+    """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
+    if column.table is witnesses:
+        return FLAGS + keys.open(owner, context, stored, open_without_flags)
+    return keys.open(owner, context, stored, open_whole)
 
 
 def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> None:

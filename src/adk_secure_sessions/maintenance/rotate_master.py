@@ -32,6 +32,7 @@ from adk_secure_sessions.maintenance.rotation import (
     Rotation,
     after_creation,
     authentic_masters,
+    require_same,
 )
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import clusters, meta
@@ -84,8 +85,9 @@ async def rotate_master(
         progress: Counts data keys.
 
     Raises:
-        SecureSessionError: Another rotation was started during this one.  The data keys that this
-            rotation has already wrapped keep the new data master.
+        SecureSessionError: Another rotation was started during this one, or a newly wrapped data
+            key cannot be unwrapped.  The data keys that this rotation has already wrapped keep the
+            new data master.
         ConfigurationError: `backend` has no root key.
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
@@ -160,6 +162,9 @@ class _MasterRotationRun(Rotation):
         master_id = self.done.master_id
         assert master_id is not None, "only a dry run creates no data master"
         pairs = [(row, wrap_data_key(row, masters, master_id, key)) for row, key in keys.items()]
+        for before, after in pairs:
+            opened = partial(unwrap_data_key, after, masters)
+            require_same(data_keys.name, after.id, keys[before], opened)
         await self._db.unit.change_keys(partial(_rewrap, pairs, master_id))
         new = {after for _, after in pairs}
         span = Span(rows[0].id - 1, rows[-1].id)

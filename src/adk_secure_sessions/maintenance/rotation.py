@@ -10,7 +10,7 @@ import hmac
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import can_unwrap
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problems
+from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.pages import pages
@@ -168,6 +168,23 @@ class Rotation(ABC):
         # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
         if stored is not None and not str(stored).startswith(f"{self.done.since} "):
             raise SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")
+
+
+def require_same(table: str, row: object, plaintext: bytes, opened: Callable[[], bytes]) -> None:
+    """Raise SecureSessionError unless *opened* decrypts the new value of *row* to *plaintext*.
+
+    Call this before the old value is replaced.  A third party's backend that fails for some sizes,
+    or a fault of the memory, must not destroy data.
+    """
+    try:
+        is_same = opened() == plaintext
+    except UNREADABLE:
+        is_same = False
+    if not is_same:
+        raise SecureSessionError(
+            f"{table} row {row}: its new value does not decrypt, so the row was not replaced: "
+            "check the backend and the memory of this computer, then repeat the command"
+        )
 
 
 # --- times ---------------------------------------------------------------------------------------
