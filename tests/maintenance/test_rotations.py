@@ -25,6 +25,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError
+from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
@@ -513,6 +514,44 @@ async def test_data_key_that_would_not_unwrap_again_is_not_replaced(
     assert (done.resumed, done.left, done.bad) == (True, 0, 0)
     assert await stored(url, AES) == before
     await assert_whole(url, AES)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after the keys were read"])
+async def test_record_under_a_data_key_that_cannot_be_unwrapped_is_bad(
+    file_url: str, tmp_path: Path, is_late: bool
+) -> None:
+    await fill(file_url, users=["ada"])
+    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
+    db, faults = with_faults(lambda: Database(file_url, AES))
+
+    async def plant() -> None:
+        """Insert a data key of ada under a data master that does not exist."""
+        run_sql(
+            place,
+            "INSERT INTO secure_data_keys (id, owner, generation, backend_id, created_at, wrapped) "
+            "SELECT 777, tag, 99, :b, 1, :w FROM secure_users",
+            b=AES.backend_id,
+            w=build_header(AES.backend_id, 99999) + bytes(60),
+        )
+
+    run_sql(
+        place,
+        "UPDATE secure_events SET event = CAST(:h || substr(event, 14) AS BLOB) "
+        "WHERE seq = 1 AND session_row = "
+        "(SELECT min(session_row) FROM secure_events)",
+        h=build_header(AES.backend_id, 777),
+    )
+    if is_late:
+        when = lambda step, _: "length(secure_events" in str(step.query)  # noqa: E731
+        faults.data.before(Point.READ, plant, when=when, nth=1)
+    else:
+        await plant()
+    async with db:
+        done = await rotate_data(db)
+    (problem,) = done.problems
+    assert (done.bad, done.left) == (1, 1)
+    assert (problem.table, problem.row) == ("secure_data_keys", "777")
+    assert "the keyring holds no data master 99999" in problem.detail
 
 
 async def test_row_that_cannot_be_decrypted_is_reported_and_left_unchanged(

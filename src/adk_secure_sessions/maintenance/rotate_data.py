@@ -9,7 +9,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import ConfigurationError, Reason, UnknownKeyError
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    DecryptionError,
+    Reason,
+    UnknownKeyError,
+)
 from adk_secure_sessions.formats.records import (
     FLAGS,
     HEADER_LENGTH,
@@ -253,12 +258,19 @@ class DataRotationRun(Rotation):
     async def _is_of_new_key(self, error: Exception, owner: bytes, record: Record) -> bool:
         """Return whether the key of *record* was created after the keys of *owner* were read.
 
-        A service with another backend may do that.  The next pass re-encrypts the record.
+        A service with another backend may do that.  The next pass re-encrypts the record.  A key
+        that cannot be unwrapped is none: an attacker may have inserted its row.
         """
-        if getattr(error, "reason", None) is not Reason.UNKNOWN_KEY:
+        facts = getattr(error, "reason", None), getattr(error, "table", None)
+        # If the error names a row of `secure_data_keys`, this row was read, and rejected.
+        if facts != (Reason.UNKNOWN_KEY, record.column.table.name):
             return False
-        found = await self._db.unit.read_data_keys([owner])
-        return header_ids(record.stored) in [(row.backend_id, row.id) for row in found.data_keys]
+        keys = await self._db.unit.data_keys_of(owner)
+        try:
+            keys.key_of(owner, record.stored)
+        except DecryptionError:
+            return False
+        return True
 
     async def _count_left(self) -> int:
         if self._dry_run:
