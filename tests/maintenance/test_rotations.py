@@ -694,6 +694,13 @@ async def test_retire_opens_the_keyring_first(file_url: str, tmp_path: Path) -> 
     ("statement", "table"),
     [
         ("UPDATE secure_events SET time = 'x' WHERE seq = 1", "secure_events"),
+        ("UPDATE secure_events SET event = 'x' WHERE seq = 1", "secure_events"),
+        ("UPDATE secure_bases SET state = 7", "secure_bases"),
+        (
+            "UPDATE secure_witnesses SET seal = 'x' WHERE tag IN "
+            "(SELECT tag FROM secure_sessions LIMIT 1)",
+            "secure_witnesses",
+        ),
         ("UPDATE secure_bases SET revision = 'x'", "secure_bases"),
         (
             "UPDATE secure_witnesses SET number = 'x' WHERE tag IN "
@@ -702,7 +709,7 @@ async def test_retire_opens_the_keyring_first(file_url: str, tmp_path: Path) -> 
         ),
     ],
 )
-async def test_malformed_number_prevents_the_rotation_of_no_other_row(
+async def test_malformed_value_prevents_the_rotation_of_no_other_row(
     statement: str, table: str, tmp_path: Path, file_url: str
 ) -> None:
     await filled(file_url)

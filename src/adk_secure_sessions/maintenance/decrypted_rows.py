@@ -228,8 +228,8 @@ class Record(NamedTuple):
         return self.column.key_of(self.row)
 
     @property
-    def stored(self) -> bytes:
-        return bytes(self.row[-1])
+    def stored(self) -> Any:  # bytes, or any other type in a modified row of SQLite
+        return self.row[-1]
 
     @property
     def name(self) -> str:
