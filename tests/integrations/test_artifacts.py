@@ -9,7 +9,12 @@ from google.adk.artifacts import BaseArtifactService, InMemoryArtifactService
 from google.adk.errors.input_validation_error import InputValidationError
 from google.genai import types
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions import (
+    AesGcmBackend,
+    ArtifactStoreError,
+    ConfigurationError,
+    EncryptedSessionService,
+)
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from tests.conformance.support import ADK
 
@@ -298,6 +303,18 @@ async def pieces(*data: bytes, then: Exception | None = None) -> AsyncIterator[b
         yield one
     if then is not None:
         raise then
+
+
+async def test_artifact_is_not_saved_where_the_disk_of_the_store_was_unmounted(
+    ours: EncryptedArtifactService, tmp_path: Path
+) -> None:
+    await ours.save_artifact(**HERE, artifact=blob(b"0"))
+    (tmp_path / "blobs").rename(tmp_path / "unmounted")
+    (tmp_path / "blobs").mkdir()
+    with pytest.raises(ArtifactStoreError, match="not a directory"):
+        await ours.save_artifact(**HERE, artifact=blob(b"1"))
+    assert list((tmp_path / "blobs").iterdir()) == []
+    assert await ours.list_versions(**HERE) == [0]
 
 
 async def test_streams(ours: EncryptedArtifactService) -> None:

@@ -8,6 +8,7 @@ import secrets
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -33,6 +34,7 @@ from tests.integrations.object_server import (
     Failure,
     ObjectServer,
 )
+from tests.processes import results
 
 PREFIX = "0ada57141459e0f9"
 SMALL_OBJECT = 1000  # instead of 8 MiB, in tests of blobs with many objects
@@ -479,18 +481,83 @@ async def test_missing_directory_is_not_created_by_a_write(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("first", ["write", "read"])
+async def test_directory_of_a_disk_that_was_unmounted_is_not_created_again(
+    tmp_path: Path, first: str
+) -> None:
+    name, store = new_name(), ArtifactStore(tmp_path / "disk")
+    store.prepare(create=True)
+    await store.blobs(PREFIX).put_stream(name, pieces_of(b"x"))
+    if first == "read":
+        store = ArtifactStore(tmp_path / "disk")
+        assert await read(store.blobs(PREFIX), name, 1) == b"x"
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    (tmp_path / "disk").mkdir()
+    with pytest.raises(ArtifactStoreError, match="not a directory"):
+        await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"y"))
+    with pytest.raises(ArtifactStoreError, match="not a directory"):
+        await store.blobs(PREFIX).mark(name)
+    assert list((tmp_path / "disk").iterdir()) == []
+    (tmp_path / "disk").rmdir()
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"y"))
+
+
+async def _write(store: ArtifactStore) -> str:
+    try:
+        await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"x"))
+    except ArtifactStoreError as error:
+        return str(error)
+    return "stored"
+
+
+def use_unlistable(say: Callable[[object], None], path: str) -> None:
+    root = Path(path)
+    warm, store = ArtifactStore(root / "other"), ArtifactStore(root / "blobs")
+    asyncio.run(_write(warm))  # imports all, since Python may be root's
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    try:
+        store.prepare(create=True)
+    except ArtifactStoreError as error:
+        say(str(error))
+    say([asyncio.run(_write(store)) for _ in range(3)])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="this system has no modes")
+def test_directory_that_forbids_listing_is_rejected_because_it_cannot_be_flushed() -> None:
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other accounts
+        root = Path(name)
+        for path, its_mode in ((root, 0o755), (root / "other", 0o755), (root / "blobs", 0o333)):
+            path.mkdir(exist_ok=True)
+            path.chmod(its_mode)
+        ((at_start, writes),) = results((use_unlistable, name))
+        (root / "blobs").chmod(0o755)
+        assert [path for path in (root / "blobs").rglob("*") if path.is_file()] == []
+    assert "access was denied" in at_start
+    assert all("access was denied" in text for text in writes)
+
+
 async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
-    name, synced = new_name(), []
-    store = ArtifactStore(tmp_path).blobs(PREFIX)
+    """The entry of each new directory is, too, before anything is written in the directory."""
+    (name, other), synced = (new_name(), new_name()), []
+    store = ArtifactStore(tmp_path)
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        below = sorted(one.name for one in path.glob("*/*"))
+        synced.append((str(path.relative_to(tmp_path)), below))
         real(descriptor)
 
     with mock.patch("os.fsync", fsync):
-        await store.put_stream(name, pieces_of(b"x"))
-    assert synced == [f"{PREFIX}/{name}/0", f"{PREFIX}/{name}", PREFIX, "."]
+        for one in (name, other):
+            await store.blobs(PREFIX).put_stream(one, pieces_of(b"x"))
+    assert synced == [
+        *[(".", []), (".", []), (PREFIX, []), (f"{PREFIX}/{name}/0", []), (f"{PREFIX}/{name}", [])],
+        *[(PREFIX, ["0"]), (f"{PREFIX}/{other}/0", []), (f"{PREFIX}/{other}", [])],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -92,15 +92,22 @@ class BlobDirectory(BlobStore):
     Directories get the mode 0700, and files 0600.
     """
 
-    def __init__(self, root: Path, prefix: str) -> None:
-        """Use the directory *prefix* in *root*, an absolute path; create it with the first file."""
+    def __init__(self, root: Path, prefix: str, seen: set[str]) -> None:
+        """Use the directory *prefix* in *root*, an absolute path; create it with the first file.
+
+        *seen* are the prefixes in *root* whose directories this process has opened.  They are not
+        created again: if one is missing, the volume that has it is not mounted any more, and files
+        would be written to another disk.
+        """
         super().__init__(prefix)
         self._root = root
+        self._seen = seen
 
     @contextmanager
     def _folder(self, flags: int = os.O_RDONLY) -> "Iterator[_Folder]":
         """Open the directory; follow links in the path of *root*, which the operator has chosen."""
         with _opened(self._root, _PASS) as root, root.child(self.prefix, flags) as prefix:
+            self._seen.add(self.prefix)
             yield prefix
 
     @_in_thread
@@ -108,11 +115,10 @@ class BlobDirectory(BlobStore):
         # Create missing directories, and flush them and the file to the disk.
         flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
         flags |= 0 if replace else os.O_EXCL
-        with (
-            _opened(self._root, _PASS) as root,
-            root.made(self.prefix) as prefix,
-            prefix.made(folder) as opened_folder,
-        ):
+        if self.prefix not in self._seen:
+            with _opened(self._root) as root, root.made(self.prefix):
+                root.sync()  # another process may have created it just now
+        with self._folder() as prefix, prefix.made(folder) as opened_folder:
             if replace:  # a new file has a new time, on every file system
                 _unlink(opened_folder, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
@@ -213,16 +219,12 @@ class _Folder:
 
     @contextmanager
     def made(self, name: str) -> "Iterator[_Folder]":
-        """Open the directory *name*; create it if it is missing, and then flush this directory."""
-        is_new = True
-        try:
+        """Open the directory *name*; create it if it is missing, and flush this directory."""
+        with suppress(FileExistsError):
             os.mkdir(self.at(name), 0o700, dir_fd=self.descriptor)
-        except FileExistsError:
-            is_new = False
+            self.sync()
         with self.child(name) as child:
             yield child
-        if is_new:
-            self.sync()
 
     def entries(self) -> "list[os.DirEntry[str]]":
         """Return the entries, whose methods work only while this directory is open."""
@@ -236,16 +238,12 @@ class _Folder:
     def sync(self) -> None:
         if self.descriptor is None:
             return
-        # A descriptor that was opened with `_PASS` cannot be flushed.
-        descriptor = os.open(".", os.O_RDONLY | _DIRECTORY, dir_fd=self.descriptor)
         try:
-            os.fsync(descriptor)
+            os.fsync(self.descriptor)
         except OSError as error:
             # Some network file systems cannot flush a directory.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager
@@ -278,8 +276,17 @@ def _check_directory(path: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Create *directory* and its missing parents, and flush them to the disk."""
-    _translating(lambda: _make_directory(directory))
+    """Create *directory* and its missing parents, and flush them to the disk.
+
+    Raises ArtifactStoreError if *directory* cannot be opened to flush it later.
+    """
+
+    def make() -> None:
+        _make_directory(directory)
+        with _opened(directory):
+            pass
+
+    _translating(make)
 
 
 def _make_directory(directory: Path) -> None:

@@ -82,6 +82,7 @@ class ArtifactStore(KeyMaterial):
             raise ConfigurationError("timeout (in seconds) must be above 0")
         self._timeout = timeout
         self._directory: Path | None = None
+        self._seen: set[str] = set()  # see `BlobDirectory`
         self._remote: ObjectStore | None = None
         if isinstance(store, str | os.PathLike):
             self._directory = _directory_of(store)
@@ -109,7 +110,7 @@ class ArtifactStore(KeyMaterial):
 
         Raises:
             ConfigurationError: *create* is False, and the directory does not exist.
-            ArtifactStoreError: The directory cannot be created.
+            ArtifactStoreError: The directory cannot be created, or not be opened.
         """
         if self._directory is not None and create:
             make_directory(self._directory)
@@ -123,7 +124,7 @@ class ArtifactStore(KeyMaterial):
         if self._remote is not None:
             return _Bucket(self._remote, prefix, self._timeout)
         assert self._directory is not None
-        return BlobDirectory(self._directory, prefix)
+        return BlobDirectory(self._directory, prefix, self._seen)
 
 
 # What the functions that take a store accept; a path or a store of obstore needs no options.
