@@ -1,6 +1,7 @@
 """`EncryptedSource` reads what the services of a database return, and nothing that they reject."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -14,6 +15,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import decode, encode_item
 from adk_secure_sessions.maintenance import Database
+from adk_secure_sessions.migration import migrate
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.sources import (
     Selection,
@@ -21,6 +23,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     Unreadable,
 )
+from adk_secure_sessions.storage.features.imports import SourceEvent
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
 from tests.migration.support import ALL, contents, states
@@ -219,6 +222,34 @@ async def test_session_that_was_tampered_with_is_unreadable(file_url: str, state
     assert len(found) == (1 if selection.since else 2)
     assert bad[0].reason.startswith(f"{REASONS[statement]} row {row}")
     assert "ada" not in bad[0].reason
+
+
+@pytest.mark.parametrize("plaintext", [b"SECRETGARBAGE\xff", b"\x052.0.0SECRET", b"\x052.0.0[1]"])
+async def test_malformed_event_of_a_faulty_writer_is_not_copied(
+    tmp_path: Path, file_url: str, plaintext: bytes
+) -> None:
+    await fill(file_url, users=["ada"])
+    at = 1_700_000_000_000_000
+    async with Database(file_url, BACKEND) as db:
+        await db.imports.import_session(
+            *(APP, "ada", "bad"),
+            state=b"{}",
+            events=[SourceEvent(plaintext, at)],
+            created_at=at,
+            updated_at=at,
+            source_version="1",
+        )
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    ((row,),) = query(place, "SELECT max(id) FROM secure_sessions")
+    async with (
+        EncryptedSource(Database(file_url, BACKEND)) as source,
+        Database(f"sqlite:///{tmp_path}/target.db", BACKEND) as target,
+    ):
+        done = await migrate(source, target, skip_bad=True)
+    assert (done.copied, done.bad) == (2, 1)
+    (finding,) = done.findings
+    assert f"secure_events row {row}, " in finding.reason
+    assert "SECRET" not in finding.reason
 
 
 async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(file_url: str) -> None:

@@ -1,13 +1,14 @@
 """Read sessions from a database of this package, which may have other keys."""
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.states import JsonObject, loads
 from adk_secure_sessions.maintenance.counts import bounded
 from adk_secure_sessions.maintenance.database import Database
@@ -172,19 +173,34 @@ async def _content(db: Database, one: SourceSession) -> SessionContent | Unreada
     if not one.has_ids:
         return Unreadable(one.version.removeprefix(NO_IDS))
     try:
-        found = await stored_content(db, *one.ids)
+        found = await stored_content(db, *one.ids, check_event=_check_event)
     except UNREADABLE as error:
         return Unreadable(reason_of(error))
     has_expired = found is not None and found.expires_at is not None and found.expires_at <= _now()
     return None if has_expired else found
 
 
+def _check_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
+    with naming(events.name, f"{session_row}, {seq}"):
+        read_event(plaintext)
+    return plaintext
+
+
 async def stored_content(
-    db: Database, app_name: str, user_id: str, session_id: str
+    db: Database,
+    app_name: str,
+    user_id: str,
+    session_id: str,
+    *,
+    check_event: Callable[[bytes, int, int], bytes] = lambda plaintext, _row, _seq: plaintext,
 ) -> SessionContent | None:
-    """Return a session of *db*, even if it has expired; None if it does not exist."""
+    """Return a session of *db*, even if it has expired; None if it does not exist.
+
+    *check_event* gets the plaintext, row id of the session and `seq` of each event, and returns the
+    plaintext.
+    """
     who = await db.unit.identify(app_name, user_id, session_id)
-    operation = reads.CheckSession(who, lambda plaintext, _row, _seq: plaintext)
+    operation = reads.CheckSession(who, check_event)
     found = await db.unit.run(operation)
     if found is None:
         return None
