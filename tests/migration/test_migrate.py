@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
+from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.maintenance import purge, verify
+from adk_secure_sessions.maintenance import Database, purge, verify
 from adk_secure_sessions.migration import Selection, compare, migrate
 from adk_secure_sessions.migration.source_walk import Walk
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
 from tests.maintenance.dying import Statements, dying
+from tests.maintenance.support import query
 from tests.migration.memory_source import APP, START, MemorySource, event
-from tests.migration.support import append, copy, database, delete, numbers, service, stored
+from tests.migration.support import KEY, append, copy, database, delete, numbers, service, stored
 from tests.processes import children
 
 ODD = ["", " ", "ü😀", "a" * 500, "x\u0000y", "%_'\"\\", "user:x", "👩‍👩‍👧", "\ud800"]
@@ -45,6 +48,23 @@ def filled(sessions: int = 3, events: int = 3) -> MemorySource:
 
 
 # --- everything is copied ------------------------------------------------------------------------
+
+
+async def test_each_owner_gets_one_data_key(tmp_path: Path) -> None:
+    source = MemorySource(batch=100)
+    for number in range(60):
+        source.put(f"user {number % 3}", f"s{number}", app=f"app {number % 2}", events=1)
+    source.spoil("user 0", "s")
+    names = (f"{tmp_path}/sessions.db", f"{tmp_path}/keys.db")
+    data, keys = (f"sqlite:///{name}" for name in names)
+    async with Database(data, AesGcmBackend(KEY), key_db_url=keys) as db:
+        assert (await migrate(source, db, skip_bad=True)).copied == 60
+    users, apps = (
+        query(sa.make_url(data), f"SELECT count(*) FROM {one}")
+        for one in ("secure_users", "secure_apps")
+    )
+    assert (users, apps) == ([(6,)], [(2,)])
+    assert query(sa.make_url(keys), "SELECT count(*) FROM secure_data_keys") == [(8,)]
 
 
 async def test_sessions_and_states_are_copied_exactly(url: str) -> None:

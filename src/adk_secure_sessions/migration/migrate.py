@@ -198,7 +198,15 @@ class _MigrationRun:
             is_server = await executor.run(lambda c: dialect_of(c).is_server, commit=False)
             number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.walk.sessions():
-            await in_groups(number, self._copy_session, sessions)
+            # The first session of each app and of each user is copied before the others.  Imports
+            # that create an owner's data key at the same time would store all their keys in a key
+            # database, and use only one.
+            due = {pair.ids: pair for pair in sessions if isinstance(pair.content, SessionContent)}
+            for length in 1, 2:
+                first = {ids[:length]: ids for ids in reversed(due)}.values()
+                await in_groups(number, self._copy_session, [due.pop(ids) for ids in first])
+            others = [pair for pair in sessions if not isinstance(pair.content, SessionContent)]
+            await in_groups(number, self._copy_session, [*due.values(), *others])
         async for batch in self.walk.states():
             await in_groups(number, self._copy_state, batch)
 
