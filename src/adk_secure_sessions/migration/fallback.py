@@ -141,6 +141,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self._keyring: Keyring | None = None
         self._is_complete = False
         self._log_at = 0.0
+        self._has_warned = False  # of a state that a service without fallback has written
         self._copies = 0  # how often this object has copied states
 
     @property
@@ -447,7 +448,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         results = await in_groups(
             _AT_ONCE, lambda one: self._imports.import_state(one, states.encode(found[one])), found
         )
-        if ImportStatus.SAME_ID in results:
+        if ImportStatus.SAME_ID in results and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "a state was written without PlaintextFallbackService before it was copied: "
                 "the state in the plaintext source is not used"
