@@ -94,7 +94,7 @@ class ArtifactSource(ABC):
 
     @abstractmethod
     async def clean_up(self) -> None:
-        """Remove what is left of deleted artifacts, also of those that a killed run has deleted."""
+        """Remove the empty directories of deleted artifacts, also those of a killed run."""
 
     @abstractmethod
     def _walk(self) -> Iterator[SourceArtifact]: ...

@@ -112,7 +112,7 @@ class BlobStore(ABC):
 
     async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
         """Wait until *uploads* have ended, then delete the objects that they stored."""
-        # `purge blobs` deletes what is left.
+        # `purge blobs` deletes the remaining objects.
         with suppress(ArtifactStoreError, TimeoutError):
             async with asyncio.timeout(_CLEANUP_SECONDS):
                 # Do not cancel uploads: a request that was sent may still store its object.

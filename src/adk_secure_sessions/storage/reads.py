@@ -150,7 +150,8 @@ class GetSession(ReadOperation, Generic[E]):
         if session.has_expired and not self._finds_expired:
             attempt.cache.histories.drop(session.row.tag)
             return None
-        view = _with_states(session, user, app)
+        app = sealed_rows.require_app(app, user)
+        view = SessionWithStates(session, user.user_id, app.state, user.state)
         if not self._caches:
             return view, await self.history(attempt, found, session)
         return view, await self._cached_history(attempt, found, session, known)
@@ -665,8 +666,3 @@ class CheckLocatedSession(ReadOperation, Generic[E]):
         if session is None:
             return None
         return session, await self._whole.history(attempt, found, session)
-
-
-def _with_states(session: StoredSession, user: Owner, app: Owner | None) -> SessionWithStates:
-    app = sealed_rows.require_app(app, user)
-    return SessionWithStates(session, user.user_id, app.state, user.state)
