@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from adk_secure_sessions import generate_key
 from examples import demo
 from tests import pages
 from tests.pages import DOCS, ROOT
@@ -188,17 +189,18 @@ def test_quickstart_keeps_its_database_and_no_other(
 def test_whole_example_of_the_readme_works_again_and_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A user copies it into a file, and runs this file twice."""
+    """A user generates the key, copies the script into a file, and runs this file twice."""
     regions = [region for _, region in pages.blocks(ROOT / "README.md").regions]
     _, source, *_ = (
         str(one.parsed["source"]) for one in regions if pages.language(one) == "python"
     )
     script = tmp_path / "first.py"
     script.write_text(source, encoding="utf-8")
+    (tmp_path / "root.key").touch(mode=0o600)
+    (tmp_path / "root.key").write_text(generate_key())
     for _ in range(3):
         runpy.run_path(str(script), run_name="__main__")
         assert capsys.readouterr().out == "{'user:allergies': ['penicillin']}\n"
-    assert (tmp_path / "root.key").stat().st_mode & 0o777 == 0o600
 
 
 # --- PostgreSQL ----------------------------------------------------------------------------------

@@ -186,9 +186,12 @@ def test_search_finds_the_right_page_first(site: Path) -> None:
 
 
 def test_every_page_says_the_version(site: Path, html: dict[str, Html]) -> None:
+    version = PROJECT["version"]
+    if f"## [{version}] - unreleased" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"):
+        version += ", unreleased"
     for name in html:
         header = (site / name).read_text(encoding="utf-8").partition("</header>")[0]
-        assert f'<span class="release">{PROJECT["version"]}</span>' in header, name
+        assert f'<span class="release">{version}</span>' in header, name
 
 
 def test_links_to_the_repository_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Shows the version in the header of each page, and keeps the header from loading anything.
 
 The version is that of pyproject.toml: the pages describe the sources beside them, whatever is
-installed.
+installed.  CHANGELOG.md says whether it is released.
 """
 
 import re
@@ -22,7 +22,10 @@ def on_config(config: Any, **_: object) -> None:
     """See https://www.mkdocs.org/user-guide/configuration/#hooks."""
     path = Path(config.config_file_path).with_name("pyproject.toml")
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
-    config.extra["release"] = project["version"]
+    release = project["version"]
+    changelog = path.with_name("CHANGELOG.md").read_text(encoding="utf-8")
+    is_unreleased = f"## [{release}] - unreleased\n" in changelog
+    config.extra["release"] = f"{release}, unreleased" if is_unreleased else release
 
 
 def on_post_page(output: str, config: Any, **_: object) -> str:
