@@ -189,6 +189,20 @@ async def test_session_that_was_deleted_meanwhile_is_omitted() -> None:
     assert [one.session_id for one in await source.read(sessions)] == ["b"]
 
 
+async def test_run_after_one_that_stopped_copies_only_what_is_selected(tmp_path: Path) -> None:
+    service = InMemorySessionService()
+    await fill(service, [said(at=math.nan)], app_name="a", session_id="bad")
+    for app_name in ("a", "b"):
+        await fill(service, [said()], app_name=app_name, session_id="good")
+    async with (
+        ServiceSource(service, ["a", "b"]) as source,
+        database(f"sqlite:///{tmp_path}/target.db") as db,
+    ):
+        assert (await migrate(source, db)).stopped
+        done = await migrate(source, db, selection=Selection("b"))
+        assert (done.copied, done.unchanged, done.stopped) == (1, 0, False)
+
+
 async def test_scope_selects_sessions_by_last_update() -> None:
     service = InMemorySessionService()
     for number in range(4):

@@ -110,6 +110,7 @@ class ServiceSource(Source):
 
     async def _with_numbers_of_events(self, listed: Sequence[SourceSession]) -> list[SourceSession]:
         """Read the sessions *listed*, and return them with versions for `compares_events`."""
+        self._contents = {}  # an error of the caller may have ended an earlier `sessions`
         for one, session in zip(listed, await self._get_all(listed), strict=True):
             if session is not None:
                 version = f"{session.last_update_time!r} {len(session.events)}"
