@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.sources import SourceSession
 from tests import servers
+from tests.faults import Point, lost, with_faults
 from tests.migration.memory_source import MemorySource, event
 from tests.migration.support import KEY, copy, database
 
@@ -48,6 +50,20 @@ async def test_full_disk_ends_the_run_and_the_next_one_continues(tmp_path: Path)
     assert done.unchanged > 0
     assert (done.copied + done.unchanged, done.conflicts) == (20, 0)
     assert await is_equal(source, url)
+
+
+async def test_connection_lost_at_any_transaction_does_not_end_the_run(tmp_path: Path) -> None:
+    source, total = filled(sessions=2, events=1), 0
+    for number in range(100):
+        db, faults = with_faults(partial(database, f"sqlite:///{tmp_path}/{number}.db"))
+        if number:
+            faults.data.before(Point.RUN, lost(), nth=number)
+        async with db:
+            assert (await migrate(source, db)).copied == 2
+        total = total or faults.data.counts[Point.RUN]
+        if number == total:
+            break
+    assert 3 < total < 100
 
 
 @pytest.fixture(scope="module")

@@ -194,9 +194,8 @@ class _MigrationRun:
         if self.walk.index is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
-            executor = self.target.unit.executors.data
-            is_server = await executor.run(lambda c: dialect_of(c).is_server, commit=False)
-            number = _IMPORTS if is_server else _IMPORTS_ON_SQLITE
+            dialect = await self.target.unit.change(dialect_of, commit=False)
+            number = _IMPORTS if dialect.is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.walk.sessions():
             # The first session of each app and of each user is copied before the others.  Imports
             # that create an owner's data key at the same time would store all their keys in a key
