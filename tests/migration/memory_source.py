@@ -14,6 +14,7 @@ from google.adk.events import Event
 from google.genai import types
 
 from adk_secure_sessions.formats import events as stored_events
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.states import JsonObject
 from adk_secure_sessions.migration.sources import (
     Selection,
@@ -35,6 +36,15 @@ def event(number: int, text: str = "") -> SourceEvent:
     content = types.Content(role="user", parts=[types.Part(text=text or f"text {number}")])
     made = Event(id=f"e{number}", author="user", timestamp=START + number, content=content)
     return SourceEvent(stored_events.encode(made), (START + number) * 1_000_000)
+
+
+def event_of_another_adk(event: SourceEvent) -> SourceEvent:
+    """Return the event as another release of google-adk stores it: with its fields reordered."""
+    version, fields = json_text.read_event(event.plaintext)
+    other = b"9.9.9"
+    assert version != other.decode()
+    text = json_text.dumps(dict(reversed(fields.items())))
+    return event._replace(plaintext=bytes([len(other)]) + other + text)
 
 
 class MemorySource(Source):

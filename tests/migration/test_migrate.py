@@ -20,7 +20,7 @@ from adk_secure_sessions.migration.source_walk import Walk
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import query
-from tests.migration.memory_source import APP, START, MemorySource, event
+from tests.migration.memory_source import APP, START, MemorySource, event, event_of_another_adk
 from tests.migration.support import KEY, append, copy, database, delete, numbers, service, stored
 from tests.processes import children
 
@@ -217,6 +217,22 @@ async def test_what_a_service_wrote_is_never_overwritten(url: str) -> None:
     again = await copy(source, url, show_ids=True)
     assert numbers(again) == numbers(done)
     assert (APP, "bob", "mine") in [one[3:6] for one in again.findings]
+
+
+async def test_upgrade_of_google_adk_makes_no_conflict_with_an_erased_source(
+    file_url: str,
+) -> None:
+    """A source returns events in the form of the installed google-adk."""
+    source, later = MemorySource(), [event_of_another_adk(event(n)) for n in range(3)]
+    source.put("ada", "continued", events=2)
+    source.put("ada", "changed", events=2)
+    await copy(source, file_url)
+    async with database(file_url) as db:
+        await db.imports.complete_migration(source_is_erased=True)
+    source.put("ada", "continued", events=later)
+    source.put("ada", "changed", events=later[1:])
+    done = await copy(source, file_url)
+    assert (done.copied, done.conflicts, done.events) == (1, 1, 3)
 
 
 async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str) -> None:

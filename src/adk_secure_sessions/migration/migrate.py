@@ -13,6 +13,7 @@ from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
+from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.encrypted import stored_content
 from adk_secure_sessions.migration.source_walk import (
     CONFLICTS,
@@ -267,9 +268,11 @@ class _MigrationRun:
         replace the copy.
         """
         copy = await stored_content(self.target, *pair.ids)
-        if copy is None or copy.created_at != content.created_at:
-            return copy is None
-        return list(content.events[: len(copy.events)]) == list(copy.events)
+        if copy is None:
+            return True
+        number = len(copy.events)
+        beginning = content._replace(events=content.events[:number])
+        return not differences(beginning, copy, copied=number)
 
     async def _copy_state(self, pair: StatePair) -> None:
         status = pair.status
