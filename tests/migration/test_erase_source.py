@@ -26,7 +26,7 @@ from adk_secure_sessions.migration import (
     open_source,
 )
 from adk_secure_sessions.storage.features.imports import MigrationEnd
-from tests.faults import FaultyExecutor, Point
+from tests.faults import FaultyExecutor, Point, lost
 from tests.maintenance.support import event, query, run_sql
 from tests.migration.memory_source import APP, MemorySource
 from tests.migration.support import database, service
@@ -258,6 +258,17 @@ async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
         assert not done.comparison.withdrawn
         assert await db.imports.migration_end() is MigrationEnd.SOURCE_ERASED
     assert rows(source_file)[0] == 2
+
+
+async def test_rows_are_counted_if_the_connection_is_lost_in_the_commit(
+    source_file: str, target_url: str
+) -> None:
+    async with AdkTables(source_file) as source, database(target_url) as db:
+        writer = FaultyExecutor(source.writer())
+        source.writer = lambda: writer  # type: ignore[method-assign]
+        writer.after(Point.RUN, lost())
+        assert numbers(await erase_source(source, db)) == (6, 18, 3)
+    assert rows(source_file) == [0, 0, 0, 0]
 
 
 async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_comparison(

@@ -93,34 +93,34 @@ async def erase_source(
     # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
-    imports, is_new, may_be_deleted = db.imports, False, False
+    imports, is_new = db.imports, False
     if comparison.completed:  # an empty source is perhaps the wrong one, and ends no migration
         is_new = await imports.complete_migration(source_is_erased=True)
     queries, writer = await source.queries(), source.writer()
+    attempts: list[tuple[int, int, int]] = []  # one whose connection was lost may be committed
 
-    def delete(connection: sa.Connection) -> tuple[int, int, int] | None:
-        nonlocal may_be_deleted
-        if not _is_unchanged(queries, run, connection):
-            return None
-        deleted = queries.delete_all(connection)
-        may_be_deleted = True  # even if the connection is lost in the commit
-        return deleted
+    def delete(connection: sa.Connection) -> bool:
+        is_unchanged = _is_unchanged(queries, run, connection)
+        if is_unchanged:
+            attempts.append(queries.delete_all(connection))
+        return is_unchanged
 
     try:
-        deleted = await repeated(lambda: writer.run(delete, commit=True), writes=True)
-        obstacles = await rewrite(writer, TABLES, _LOCK_WAIT) if deleted else []
+        is_deleted = await repeated(lambda: writer.run(delete, commit=True), writes=True)
+        obstacles = await rewrite(writer, TABLES, _LOCK_WAIT) if is_deleted else []
     finally:
         await writer.close()
-        if may_be_deleted and comparison.completed:
+        if attempts and comparison.completed:
             # Another run at the same time may have deleted nothing, and replaced the mark.
             await imports.complete_migration(source_is_erased=True)
         elif is_new:
             await imports.withdraw_migration(source_is_kept=True)
-    if deleted is None:
+    if not is_deleted:
         comparison.clean = comparison.completed = False
         comparison.withdrawn = await imports.withdraw_migration()
         return SourceErasure(comparison, changed=True)
-    return SourceErasure(comparison, *deleted, obstacles=tuple(obstacles))
+    # The attempt after a committed one finds no rows.
+    return SourceErasure(comparison, *max(attempts), obstacles=tuple(obstacles))
 
 
 def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connection) -> bool:
