@@ -89,8 +89,9 @@ def main() -> None:
         search(directory)
     print("\nTo open the page at http://127.0.0.1:8000:")
     module = f"{sys.executable} -m adk_secure_sessions"
-    print(f'  export ADK_SESSIONS_KEY="$({module} keygen)"')
-    print(f'  {module} adk web {AGENTS} --service_uri "{URI}"')
+    uri = URI.replace("env:ADK_SESSIONS_KEY", "file:root.key")
+    print(f"  {module} keygen --output root.key")
+    print(f'  {module} adk web {AGENTS} --service_uri "{uri}"')
 
 
 if __name__ == "__main__":

@@ -288,10 +288,14 @@ class Page:
             self._adk(command, line)
             return
         status: object = 0
-        try:
-            main(command[1:], prog_name=command[0])
-        except SystemExit as end:
-            status = end.code
+        with contextlib.ExitStack() as stack:
+            if "2>&1" in command:
+                command.remove("2>&1")
+                stack.enter_context(contextlib.redirect_stderr(sys.stdout))
+            try:
+                main(command[1:], prog_name=command[0])
+            except SystemExit as end:
+                status = end.code
         assert bool(status) is bool(otherwise), f"{line!r} ends with {status}"
         print(*(word.replace("$?", str(status)) for word in otherwise), end="\n" if status else "")
 
