@@ -11,7 +11,7 @@ from adk_secure_sessions.formats import json_text, states
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.encrypted import reason_of, stored_content, stored_state
+from adk_secure_sessions.migration.encrypted import stored_content, stored_state
 from adk_secure_sessions.migration.source_walk import (
     CONFLICTS,
     GONE,
@@ -22,6 +22,7 @@ from adk_secure_sessions.migration.source_walk import (
     StatePair,
     Walk,
     packed,
+    undecryptable,
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
@@ -133,9 +134,13 @@ class ComparisonRun:
         async for changed in self.walk.changed():
             done.changed += 1
             self._findings.add(self.walk.tag(*changed.ids), _OLDER, *changed.ids)
-        async for ids, copy in self.walk.gone():
-            done.changed += 1
-            self._findings.add(copy.tag, GONE, *ids)
+        async for ids, tag, copy in self.walk.gone():
+            if isinstance(copy, Unreadable):
+                done.different += 1
+                self._findings.add(tag, copy.reason, *ids)
+            else:
+                done.changed += 1
+                self._findings.add(tag, GONE, *ids)
         self._meter.finish()
         done.clean = done.succeeded
         is_whole = self._selection == EVERYTHING and self._source.has_all_apps
@@ -235,7 +240,7 @@ async def _read(read: Awaitable[Any]) -> tuple[Any, str]:
     try:
         return await read, ""
     except UNREADABLE as error:
-        return None, f"the target cannot decrypt it: {reason_of(error)}"
+        return None, undecryptable(error)
 
 
 # --- fields --------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class Migration(Result):
         conflicts: How many sessions and states have changed in the source since they were copied,
             and were also changed or deleted in the target; or have the ids of a session or state of
             the target that was never copied.  They were left unchanged.
-        bad: How many sessions and states could not be read, or exceed a limit.
+        bad: How many sessions and states could not be read, or exceed a limit.  They include copied
+            sessions that the source no longer has, and that the target cannot decrypt.
         gone: How many copied sessions the source no longer has, without those that have expired or
             that services have continued.  0 if only recent sessions were read.
         behind: How many sessions were created or changed in the source while this run copied it:
@@ -296,7 +297,11 @@ class _MigrationRun:
         """Count the sessions that have changed since, and those that the source no longer has."""
         async for _ in self.walk.changed():
             self.done.behind += 1
-        async for ids, copy in self.walk.gone():
+        async for ids, tag, copy in self.walk.gone():
+            if isinstance(copy, Unreadable):
+                self.done.bad += 1
+                self.findings.add(tag, copy.reason, *ids)
+                continue
             if delete and not self.walk.versions:
                 raise ConfigurationError(
                     "the source has no sessions, although sessions were copied before: nothing was "
@@ -305,7 +310,7 @@ class _MigrationRun:
             if delete and self.writes and not await self._delete(ids, copy):
                 continue
             self.done.gone += 1
-            self.findings.add(copy.tag, GONE, *ids)
+            self.findings.add(tag, GONE, *ids)
 
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""

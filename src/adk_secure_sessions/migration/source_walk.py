@@ -22,6 +22,7 @@ from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.decrypted_rows import located
 from adk_secure_sessions.maintenance.problems import Listed
+from adk_secure_sessions.migration.encrypted import reason_of
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,
@@ -150,22 +151,29 @@ class Walk:
                 if not self.has_visited(one):
                     yield one
 
-    async def gone(self) -> AsyncIterator[tuple[tuple[str, str, str], MigratedRow]]:
-        """Yield the ids of copied sessions that the source no longer has, and what was copied.
+    async def gone(
+        self,
+    ) -> AsyncIterator[tuple[tuple[str, str, str], bytes, MigratedRow | Unreadable]]:
+        """Yield the ids and tags of copied sessions that the source no longer has, and the copies.
 
         Sessions that were continued in the target, or have expired there, are left out: the source
         may not list an expired session.  With `since`, or after a comparison has ended the
-        migration, no session is gone.
+        migration, no session is gone.  If the target cannot decrypt the ids, the last of them is
+        the table and row.
         """
         for tag, row in self._missing.items():
             for found in await located(self.target, [row]):
-                ids = found.known_ids()[:3]
+                if isinstance(found.ids, Exception):
+                    ids = ("", "", f"{sessions.name} row {row}")
+                    yield ids, tag, Unreadable(undecryptable(found.ids))
+                    continue
+                ids = found.ids[:3]
                 has_expired = found.columns.expires_at <= time.time_ns() // 1000
                 if found.columns.tag != tag or has_expired:
                     continue
                 copy = (await self.target.imports.imported([ids])).get(ids)
                 if copy and copy.is_untouched:
-                    yield ids, copy.row
+                    yield ids, tag, copy.row
 
     async def _find_missing(self) -> None:
         """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
@@ -239,6 +247,11 @@ def _copies(of_app: bool) -> sa.Select[Any]:
         source = source.join(apps, apps.c.id == users.c.app_row)
         query = query.where(apps.c.tag == sa.bindparam("app_tag", type_=apps.c.tag.type))
     return query.select_from(source)
+
+
+def undecryptable(error: Exception) -> str:
+    """Return the reason of a finding; *error* is one of `UNREADABLE`."""
+    return f"the target cannot decrypt it: {reason_of(error)}"
 
 
 def encode_states(batch: States) -> dict[Ids, bytes | Unreadable]:
