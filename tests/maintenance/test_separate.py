@@ -192,6 +192,17 @@ async def test_separation_does_not_end_while_a_data_key_of_the_original_is_store
             await service.prepare_tables()
 
 
+async def test_all_old_keys_that_are_left_are_counted(copy: Path) -> None:
+    place, statement = place_of(copy), "SELECT id FROM secure_data_keys"
+    old = len(query(place, statement))
+    run_sql(place, "UPDATE secure_events SET event = event || X'00' WHERE seq = 1")
+    async with Database(url_of(copy), AES) as db:
+        done = await separate(db)
+    assert (done.complete, done.data_keys) == (False, 0)
+    assert done.kept == old + 1, "and the old data master"
+    assert len(query(place, statement)) == 2 * old
+
+
 async def test_state_of_an_ended_separation_that_was_inserted_again_begins_a_new_one(
     copy: Path,
 ) -> None:

@@ -122,32 +122,37 @@ async def _separate(
     if separation is None:
         raise _not_first()  # this run has begun the separation, and another one has ended it
     done = Separated(opened.database_id.hex(), resumed)
-    stored = (await db.survey()).meta
-    if f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.masters:
-        master = await rotate_master(db, **options)
-        if not master.succeeded:
-            done.kept = master.left
-            return done
-    # Records that are not encrypted with the current data key, or with one that is too old.
-    counts, _ = await count_records(db, Meter(None, 0, rows_per_second), separation.since)
-    is_left = any(one.rows > one.newest for one in counts) or f"{meta.ROTATION}data" in stored
-    if is_left and not (await rotate_data(db, **options)).succeeded:
-        done.kept = len(separation.masters)
-        return done
-    retirement = await retire(db, **options)
+    are_replaced = await _replace_keys(db, opened, separation, options)
+    if are_replaced:
+        retirement = await retire(db, **options)
+        done.data_keys, done.masters = retirement.data_keys, retirement.masters
     remaining = (await db.renew_keyring()).masters.keys() & separation.masters
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
     ((old,),) = await db.unit.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
-    done.complete = not remaining and not old
+    done.kept = len(remaining) + int(old)
+    done.complete = are_replaced and not done.kept
     if done.complete:
         await _end(db, opened)
         if opened.has_audit_table:
             await db.renew_keyring()
             await db.keys()  # store in the audit trail of the copy that this command has run
-    done.data_keys, done.masters = retirement.data_keys, retirement.masters
-    done.kept = max(retirement.kept, old)
     return done
+
+
+async def _replace_keys(
+    db: Database, opened: Keyring, separation: Separation, options: dict[str, Any]
+) -> bool:
+    """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
+    stored = (await db.survey()).meta
+    is_due = f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.masters
+    if is_due and not (await rotate_master(db, **options)).succeeded:
+        return False
+    # Records that are not encrypted with the current data key, or with one that is too old.
+    meter = Meter(None, 0, options["rows_per_second"])
+    counts, _ = await count_records(db, meter, separation.since)
+    is_left = any(one.rows > one.newest for one in counts) or f"{meta.ROTATION}data" in stored
+    return not is_left or (await rotate_data(db, **options)).succeeded
 
 
 _OLD_DATA_KEYS = number_of(
