@@ -1,6 +1,5 @@
 """Fill the search index of state keys for sessions that are stored already, or delete it."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.protocol import CONFLICTS, Parameters
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.states import USER_PREFIX
@@ -100,7 +100,6 @@ async def fill_index(
     """
     _check(keys)
     add_facts(app=app_name)
-    await db.survey()
     tags = await db.index.declare(app_name, keys)
     of_users = any(key.startswith(USER_PREFIX) for key in keys)
     total = await count_rows(db, sessions, *([users] if of_users else []))
@@ -169,17 +168,17 @@ class _Filler:
         fill_row: Callable[[Any], Awaitable[None]],
     ) -> None:
         """Call *fill_row* with each of *pages*, which are rows of *table*."""
+
+        async def fill_or_report(row: Any) -> None:
+            try:
+                await fill_row(row)
+            except UNREADABLE as error:
+                self.problems.add_error(error, table.name, row.id)
+                self.done.bad += 1
+            await self.meter.advance()
+
         async for rows in pages:
-            for start in range(0, len(rows), _AT_ONCE):
-                some = rows[start : start + _AT_ONCE]
-                results = await asyncio.gather(*map(fill_row, some), return_exceptions=True)
-                for row, error in zip(some, results, strict=True):
-                    if isinstance(error, UNREADABLE):
-                        self.problems.add_error(error, table.name, row.id)
-                        self.done.bad += 1
-                    elif error is not None:
-                        raise error
-                await self.meter.advance(len(some))
+            await in_groups(_AT_ONCE, fill_or_report, rows)
 
     async def fill_user(self, row: OwnerRow) -> None:
         found = await read_owner(self._db, users, row)
