@@ -73,8 +73,8 @@ _CHANGED = (
     "all services and other commands that use this database, then run `move-keys` again"
 )
 _IN_USE = (
-    "the move would overwrite or delete keys that may be in use: check db_url, which may name an "
-    "old copy of the data, and key_db_url"
+    "the move would overwrite or delete keys that may be in use: wait for the end of another run "
+    "of `move-keys`, or check db_url, which may name an old copy of the data, and key_db_url"
 )
 
 
@@ -129,12 +129,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
         raise ConfigurationError("give the key database: pass it as key_db_url")
     db.require_files(of_keys=to == "db")
     move = _Move(db, to, progress)
-    try:
-        found = await move.transfer()
-    except SecureSessionError:
-        if not await move.another_run_has_begun():
-            raise
-        raise SecureSessionError(_OVERLAPPED, retryable=True) from None
+    found = await move.transfer()
     await db.close()  # the next call opens the database with its keys in the new place
     db.find_keys(in_key_database=to == "key-db")
     if move.has_audit_table:
@@ -163,15 +158,7 @@ class _Move:
         into = to == "key-db"
         self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]
         self._part_after = Part.DATA if into else Part.ALL  # of the data database
-        # Of the data database: as this run has read it, and as this run may have changed it.
-        self._parts: tuple[Part, ...] = ()
         self.has_audit_table: bool = False
-
-    async def another_run_has_begun(self) -> bool:
-        """Return whether another run has changed the row `holds`."""
-        if not self._parts:
-            return False
-        return (await repeated(lambda: look_at(self._data.executor))).part not in self._parts
 
     async def transfer(self) -> KeyMove:
         await self._look()
@@ -181,7 +168,6 @@ class _Move:
                 await place.change(partial(self._claim, survey.meta))
         if not self._has_arrived:
             await self._copy(*self._found)
-            self._parts += (self._part_after,)
             await self._data.change(self._switch)
             await self._look()
         source, target = self._found
@@ -202,8 +188,9 @@ class _Move:
         data = await repeated(lambda: look_at(self._data.executor))
         keys = await repeated(lambda: look_at(self._keys.executor, is_key_database=True))
         await repeated(lambda: self._keys.executor.run(_reject_memory, commit=False))
-        if not self._parts and data.part is not None:
-            self._parts = (data.part,)
+        # If another run has ended since the first survey, the key database seems to be a wrong one.
+        if (await repeated(lambda: look_at(self._data.executor))).part is not data.part:
+            raise SecureSessionError(_OVERLAPPED, retryable=True)
         self.has_audit_table = audit_records.name in data.feature_tables
         is_in_keys = data.part is Part.DATA
         check(data, Part.DATA if is_in_keys else Part.ALL, create_tables=True)

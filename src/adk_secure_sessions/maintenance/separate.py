@@ -44,6 +44,10 @@ from adk_secure_sessions.storage.survey import (
     look_at,
 )
 
+_CHANGED = (
+    "the keyring or the features were changed meanwhile, perhaps by another run of `separate`: try "
+    "again"
+)
 _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
 
 
@@ -95,17 +99,6 @@ async def separate(
         SecureSessionError: Another process has changed the keyring or started a rotation during
             this run; or another run of `separate` was first.
     """
-    try:
-        return await _separate(db, progress, rows_per_second)
-    except SecureSessionError:
-        if not await _another_run_was_first(db):
-            raise
-        raise _not_first() from None
-
-
-async def _separate(
-    db: Database, progress: Progress | None, rows_per_second: float | None
-) -> Separated:
     await _finish_ids(db)
     opened = (await db.keys()).keyring
     # If no old data master is left, begin a new separation: an attacker may have replayed the
@@ -120,7 +113,9 @@ async def _separate(
     opened = (await db.keys()).keyring
     separation = opened.separation
     if separation is None:
-        raise _not_first()  # this run has begun the separation, and another one has ended it
+        raise SecureSessionError(
+            "another run of `separate` has ended the separation: run `check`", retryable=True
+        )
     done = Separated(opened.database_id.hex(), resumed)
     are_replaced = await _replace_keys(db, opened, separation, options)
     if are_replaced:
@@ -160,19 +155,6 @@ _OLD_DATA_KEYS = number_of(
 )
 
 
-async def _another_run_was_first(db: Database) -> bool:
-    """Return whether another run has begun a separation since this run opened the database."""
-    known = db.unit.database_id
-    stored = await repeated(lambda: look_at(db.unit.executors.keys, is_key_database=True))
-    return known is not None and stored.meta.get(meta.DATABASE_ID) != known.hex()
-
-
-def _not_first() -> SecureSessionError:
-    return SecureSessionError(
-        "another run of `separate` was first: wait for its end, then run `check`", retryable=True
-    )
-
-
 async def _begin(db: Database) -> None:
     """Store a new database id, bind all master keys to it, and delete old checkpoints."""
     survey, opened = await db.survey(), (await db.keys()).keyring
@@ -193,9 +175,7 @@ async def _begin(db: Database) -> None:
     old = (old_id.hex(), survey.meta[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, marks, old)
     if not await db.unit.change_keys(work):
-        raise SecureSessionError(
-            "the keyring or the features were changed meanwhile: try again", retryable=True
-        )
+        raise SecureSessionError(_CHANGED, retryable=True)
     if db.unit.executors.has_key_database:
         await db.unit.change(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
@@ -288,4 +268,4 @@ async def _end(db: Database, opened: Keyring) -> None:
         return True
 
     if not await db.unit.change_keys(end):
-        raise SecureSessionError("the features were changed meanwhile: try again", retryable=True)
+        raise SecureSessionError(_CHANGED, retryable=True)

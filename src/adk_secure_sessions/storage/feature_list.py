@@ -30,7 +30,10 @@ from adk_secure_sessions.storage.survey import (
 )
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 
-REPLACED = "the database was replaced by another one: restart the service"
+REPLACED = (
+    "the database was replaced by another one, or another run of `separate` has changed its id: "
+    "restart the service, or run the command again"
+)
 
 
 def feature_mark(
