@@ -46,6 +46,7 @@ from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import (
     NEVER,
+    SessionWithStates,
     StoredSession,
     sessions,
     snapshots,
@@ -262,7 +263,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         who = await self._unit.identify(app_name, user_id, session_id)
         expires_at = NEVER
         if lifetime is not None:
-            await self._expiry.ensure()
+            await self._expiry.feature.ensure()
             expires_at = min(now + lifetime, NEVER - 1)
         while True:
             creation = writes.CreateSession(who, app_delta, user_delta, own, now, expires_at)
@@ -563,16 +564,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         who = await self._unit.identify(app_name, of_user)
         return await self._unit.run(reads.ListPage(who, options, of_app=user_id is None))
 
-    def _by_update(
-        self, app_name: str, views: list[reads.SessionWithStates]
-    ) -> ListSessionsResponse:
+    def _by_update(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
         views.sort(
             key=lambda view: (view.session.row.updated_at, view.user_id, view.session.session_id)
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
     def _sessions(
-        self, app_name: str, views: list[reads.SessionWithStates], *, include_state: bool = True
+        self, app_name: str, views: list[SessionWithStates], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
         for view in views:
@@ -844,7 +843,7 @@ def _as_stored(value: object) -> object:
     return loads(encode({"value": value}))["value"]
 
 
-def _state(view: reads.SessionWithStates) -> dict[str, Any]:
+def _state(view: SessionWithStates) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
     table, row = sessions.name, stored.row.id
     try:
@@ -863,7 +862,7 @@ def _state(view: reads.SessionWithStates) -> dict[str, Any]:
 
 def _session(
     app_name: str,
-    view: reads.SessionWithStates,
+    view: SessionWithStates,
     history: list[Event] | None = None,
     *,
     include_state: bool = True,

@@ -161,7 +161,7 @@ async def test_replayed_list_of_features_does_not_hide_the_source_from_an_erasur
     older = value(target.path, FEATURES)
     async with target.service() as service:
         if is_empty:
-            await service._imports.prepare_imports()
+            await service._imports.feature.ensure()
         else:
             session = await service.get_session(**OTHER)
             assert session is not None

@@ -182,7 +182,7 @@ async def test_modified_row_of_a_user_is_rejected(
     victim.modify("user", change)
     for call in (
         store.imported([(APP, USER, "new")]),
-        store.imported_states([(APP, USER)]),
+        store.imported([(APP, USER)]),
         store.import_state((APP, USER), b'{"k":2}', replace=True),
     ):
         with pytest.raises(TamperedError, match="secure_migrated"):

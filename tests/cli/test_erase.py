@@ -50,7 +50,7 @@ def test_source_of_a_migration_is_named(file_url: str) -> None:
 
     async def prepare() -> None:
         async with Database(file_url, AesGcmBackend(OLD)) as db:
-            await db.imports.prepare_imports()
+            await db.imports.feature.ensure()
 
     asyncio.run(prepare())
     erase = ["erase-user", "--db", file_url, *ADA, *confirmed(file_url)]

@@ -182,7 +182,7 @@ async def test_states_are_set_exactly(
         assert await store.import_state(owner, b'{"c":1}') is ImportStatus.CONFLICT
         assert await store.import_state(owner, b"{}", replace=True) is ImportStatus.OLDER
         assert await store.import_state(owner, small, replace=True) is ImportStatus.OLDER
-        one = (await store.imported_states([owner, ("unknown", *owner[1:])]))[owner]
+        one = (await store.imported([owner, ("unknown", *owner[1:])]))[owner]
         assert one.has_state(other)
         assert not one.has_state(b"{}")
     await rotate_data(db)  # changes the versions of the rows, and no state
@@ -222,7 +222,7 @@ async def test_import_after_a_lost_answer_is_stored_once(
     db, faults = with_faults(lambda: maintained(url, kind))
     async with db:
         again = db.imports
-        await again.prepare_imports()
+        await again.feature.ensure()
         plan = faults.data.after(Point.WRITE, lost())
         result = await imported(again, of=history(3), version="2", replace=replace)
         assert result is (ImportStatus.OLDER if replace else ImportStatus.NEW)
@@ -342,15 +342,15 @@ async def test_separated_copy_has_no_imports(
 async def test_process_that_stops_before_the_feature_is_added_leaves_a_usable_database(
     service: BaseSessionService, store: Imports, db: Database, kind: Kind, url: URL
 ) -> None:
-    assert not await store.has_imports()
+    assert not await store.feature.is_added()
     await db.unit.change(
         lambda connection: create_table_of(FeatureName.MIGRATION, connection, may_create=True)
     )
-    assert not await store.has_imports()
+    assert not await store.feature.is_added()
     async with maintained(url, kind) as other:
         assert await is_clean(other)
         assert await imported(other.imports) is ImportStatus.NEW
-    assert await store.has_imports()
+    assert await store.feature.is_added()
     await create(service)
 
 
@@ -372,7 +372,7 @@ async def test_table_is_not_created_if_the_application_forbids_it(
     name = names.get(url.get_backend_name(), url.get_backend_name())
     with pytest.raises(ConfigurationError, match=rf"docs/sql/{name}-migration\.sql"):
         await imported(store)
-    assert not await store.has_imports()
+    assert not await store.feature.is_added()
     with pytest.raises(ConfigurationError, match="create_tables is False"):
         await store.tombstone(APP, USER)
     await db.unit.change(lambda connection: migrated.create(connection))

@@ -173,9 +173,9 @@ MISMATCHES: dict[str, tuple[Wrong, str]] = {
     "keys beside data": (lambda p: (p.whole, p.pair.keys), "omit key_db_url"),
     "new keys beside data": (lambda p: (p.whole, p.new.keys), "omit key_db_url"),
     "another's keys": (lambda p: (p.pair.data, p.other.keys), "belongs to another database"),
-    "all of a database as keys": (lambda p: (p.pair.data, p.whole), "keys of their own"),
-    "all of a database as new keys": (lambda p: (p.new.data, p.whole), "keys of their own"),
-    "data as keys": (lambda p: (p.pair.data, p.other.data), "whose keys are in a key database"),
+    "all of a database as keys": (lambda p: (p.pair.data, p.whole), "a database of sessions"),
+    "all of a database as new keys": (lambda p: (p.new.data, p.whole), "a database of sessions"),
+    "data as keys": (lambda p: (p.pair.data, p.other.data), "a database of sessions"),
     "new keys": (lambda p: (p.pair.data, p.new.keys), "restore the key database from a backup"),
     "new data": (lambda p: (p.new.data, p.pair.keys), "check db_url"),
 }

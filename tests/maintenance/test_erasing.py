@@ -434,7 +434,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
         async with db:
             await init(db)
             store = db.imports
-            await store.prepare_imports()
+            await store.feature.ensure()
             if stops_at == "the second request":
                 faults.data.before(Point.APPLY, begin_erasure, nth=2)
             else:

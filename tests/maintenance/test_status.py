@@ -77,7 +77,7 @@ async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL)
     async with Database(url, AES) as db:
         assert (await status(db)).migration is None
         store = db.imports
-        await store.prepare_imports()
+        await store.feature.ensure()
         assert (await status(db)).migration == MigrationStatus(0, 0, False, None)
         for number in range(3):
             await store.import_session(

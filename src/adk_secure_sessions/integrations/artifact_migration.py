@@ -119,7 +119,7 @@ async def migrate_artifacts(
     elif not dry_run:
         place.prepare(create=True)
         await init(db)
-        await db.imports.prepare_imports()  # from now on, `erase-user` stores tombstones
+        await db.imports.feature.ensure()  # from now on, `erase-user` stores tombstones
     is_new, findings = await db.is_new() and action == "copy", Findings(with_ids=show_ids)
     run = _ArtifactRun(db, Collections(db.unit), place, action, dry_run, findings, is_new)
     some: list[SourceArtifact] = []
@@ -191,7 +191,7 @@ class _ArtifactRun:
         name = collection_name(one.session_id, one.filename)
         stored: list[Version] = []
         if not self.is_new:
-            state = (await self.db.imports.imported_states([one.owner])).get(one.owner)
+            state = (await self.db.imports.imported([one.owner])).get(one.owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
             found = await self.collections.get(*one.owner, name)

@@ -318,7 +318,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                     "plaintext source; replace it by EncryptedSessionService"
                 )
             else:
-                await self._imports.prepare_imports()
+                await self._imports.feature.ensure()
                 if is_first:
                     logger.warning(
                         "plaintext fallback is switched on: sessions and states that were not "
@@ -443,7 +443,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         unknown = {owner for owner in owners if not cache.get(owner)}
         if not unknown:
             return
-        missing = unknown - (await self._imports.imported_states(unknown)).keys()
+        missing = unknown - (await self._imports.imported(unknown)).keys()
         found = await self._states_of(app_name, missing)
         results = await in_groups(
             _AT_ONCE, lambda one: self._imports.import_state(one, states.encode(found[one])), found

@@ -180,7 +180,7 @@ class Walk:
         target, app_name = self.target, self.selection.app_name
         if self.index is None or self.selection.since is not None:
             return
-        if await target.imports.migration_end() or not await target.imports.has_imports():
+        if await target.imports.migration_end() or not await target.imports.feature.is_added():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
         query, key, size = _copies(app_name is not None), migrated.c.tag, target.limits.headers
@@ -210,7 +210,7 @@ class Walk:
 
     async def _state_pairs(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
         """Return the status of the state of each owner in *encoded*: the state in the source."""
-        copies = await self.target.imports.imported_states(encoded) if self.index else {}
+        copies = await self.target.imports.imported(encoded) if self.index else {}
         found: list[StatePair] = []
         for ids, state in encoded.items():
             status = ImportStatus.NEW

@@ -16,7 +16,7 @@ from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.db.dialects import already_exists, dialect_of
 from adk_secure_sessions.db.protocol import Executor, Executors
-from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
@@ -36,8 +36,8 @@ from adk_secure_sessions.storage.survey import (
     Survey,
     look,
     merged,
+    run_to_open,
     survey_both,
-    unusable,
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -52,12 +52,10 @@ async def open_database(
 ) -> Keyring:
     """Check the database, create missing tables and keys, and open the keyring.
 
-    The tables and keys of a key database are created before the tables of the data database.  If
-    the process crashes between the two steps, the next start creates the tables that are missing.
-
-    If *known* is given, a keyring opened earlier, nothing is created, and its keys are not
-    unwrapped again.  If a key service fails while a new or changed row is unwrapped, the result
-    does not contain the master key of this row until a later call.
+    The tables and keys of a key database are created first, so that after a crash between the two,
+    the next start creates the rest.  If *known* is given, a keyring opened earlier, nothing is
+    created, and its keys are not unwrapped again.  If a key service fails while a new or changed
+    row is unwrapped, the result does not contain the master key of this row until a later call.
     """
     if known is not None:
         return await open_existing(executors, backends, known, is_service=True)
@@ -108,11 +106,10 @@ async def open_for_service(
 
 
 async def survey_existing(executors: Executors, known: Keyring | None = None) -> Survey:
-    """Check and survey a database that already exists, without changing it.
+    """Check and survey a database that already exists, without changing it; see `merged`.
 
-    With a key database, return the survey of the data database, but with the keyring and the
-    features of the key database.  A running service passes the keyring that it has accepted, so
-    that it accepts a keyring to which an attacker has added many rows.
+    A running service passes the keyring that it has accepted, so that it accepts a keyring to which
+    an attacker has added many rows.
     """
     data, keys = await survey_both(executors, True, () if known is None else known.rows.keys())
     data.reject_new()
@@ -130,8 +127,8 @@ async def open_existing(
 ) -> Keyring:
     """Open the keyring of a database that already exists, without changing the database.
 
-    The keys of *known* are not unwrapped again.  A running service keeps working while a key
-    service fails, and rejects a copy that is being separated.
+    A running service keeps working while a key service fails, and rejects a copy that is being
+    separated.
     """
     survey = await survey_existing(executors, known if is_service else None)
     if is_service:
@@ -187,10 +184,8 @@ async def _make(
     """Create missing tables and rows, unless the database is not as *expected* any more."""
     if part.value is not None:
         marks = {**marks, meta.HOLDS: part.value}
-    try:
-        await executor.run(partial(_establish, part, expected, marks, fresh), commit=True)
-    except DatabaseError as error:
-        raise unusable(error, is_key_database=part is Part.KEYS) from None
+    work = partial(_establish, part, expected, marks, fresh)
+    await run_to_open(executor, work, commit=True, is_key_database=part is Part.KEYS)
 
 
 def _establish(
@@ -221,10 +216,8 @@ def _establish(
 
 
 def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> bool:
-    """Create the missing tables among *tables*; return False if another process did the same.
-
-    If the result is False, the transaction was rolled back.  `exclusively` usually prevents this,
-    but not on every database.
+    """Create the missing tables among *tables*; roll back and return False if another process did
+    the same: `exclusively` does not prevent this on every database.
     """
     # MySQL and MariaDB commit each CREATE TABLE, so there, the tables can be created one by one.
     for _ in tables if dialect_of(connection).commits_each_table else tables[:1]:

@@ -74,10 +74,7 @@ async def pages(
 async def rows_where(
     read: Reader, query: sa.Select[Any], column: Key, values: Iterable[object]
 ) -> list[Row]:
-    """Return the rows of *query* whose *column* has one of *values*.
-
-    *query* must be a constant or cached, because each form of it is kept.
-    """
+    """Return the rows of *query*, a constant or cached, whose *column* has one of *values*."""
     rows: list[Row] = []
     for part in chunks(values):
         rows += await read(_where(query, column, len(part)), numbered(part))
@@ -85,10 +82,7 @@ async def rows_where(
 
 
 async def spans(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[Span]:
-    """Yield spans of *key* that together cover every value, with *size* stored values each.
-
-    Use `pages` unless several statements must read the rows of the same keys.
-    """
+    """Yield spans of *key*, with *size* stored values each, for several statements; see `pages`."""
     after = None
     async for values in pages(read, _keys(key), key, size, lambda value: value):
         if len(values) == size:

@@ -239,8 +239,7 @@ def _session_forms(*history: sa.Select[Any]) -> QueryForms:
 def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
     """Return the forms of the query for a user's sessions and collections.
 
-    A listing of sessions also reads the collections, to authenticate that they are collections.
-    Otherwise, an attacker could hide a session by marking its row as a collection.
+    Without the collections, an attacker could hide a session by marking its row as a collection.
     """
     mine = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
     return _forms(
@@ -253,8 +252,8 @@ def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
 def _listing_of_app() -> QueryForms:
     """Return the forms of the query for the sessions of all users of an app.
 
-    It reads the users without sessions, too.  Otherwise, an attacker could hide the sessions of a
-    user by changing the id of the user's row.
+    Without the users that have no sessions, an attacker could hide the sessions of a user by
+    changing the id of the user's row.
     """
     of_app = users.c.app_row == _APP_ID
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
@@ -283,13 +282,12 @@ def page_of_sessions(
 
     The rows are those of one user or, with *of_app*, of all users of the app, by their users' row
     ids and then their own row ids, which is the order of creation; with *newest*, in reverse.  The
-    parameters `after_user` and `after_row` are the position.  With *by_time*, the page contains
-    only sessions whose last update is at `updated_from` or later, and before `updated_until`.
+    parameters `after_user` and `after_row` are the position.  With *by_time*, the last update of
+    the sessions is at `updated_from` or later, and before `updated_until`.
 
-    If *found_by* is `session` or `user`, *of_app* must be True.  The page then contains only the
-    sessions that `secure_state_index` lists with `value_tag`, or the sessions of the users that it
-    lists.  The query also reads the mark of `key_tag`.  If it is `expiry`, the page contains the
-    sessions that have expired at the time `now`, and begins with the first one that did.
+    *found_by* requires *of_app*.  With `session` or `user`, the page contains only sessions, or
+    sessions of users, that `secure_state_index` lists with `value_tag`, and the mark of `key_tag`.
+    With `expiry`, it contains those that have expired at the time `now`, the earliest first.
     """
     user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
     rows = sa.select(own, sessions.c.user_row)
@@ -631,9 +629,7 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 @functools.cache
 def data_keys_of(number: int) -> sa.CompoundSelect[Any]:
     """Return the query for all data keys of *number* owners, whose tags `numbered` returns, and the
-    `MasterMark` of each row of the keyring.
-
-    It is for a key database, whose rows cannot be read together with the data, and for commands.
+    `MasterMark` of each row of the keyring, for a key database and for commands.
     """
     if number > _FEW:
         return sa.union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _MASTERS)

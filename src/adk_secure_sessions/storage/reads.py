@@ -27,6 +27,7 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     Identity,
     Owner,
+    SessionWithStates,
     StoredSession,
     apps,
     events,
@@ -34,9 +35,6 @@ from adk_secure_sessions.storage.schema import (
     snapshots,
     users,
     witnesses,
-)
-from adk_secure_sessions.storage.schema import (
-    SessionWithStates as SessionWithStates,
 )
 from adk_secure_sessions.storage.unit_of_work import (
     Attempt,
@@ -87,13 +85,12 @@ class GetSession(ReadOperation, Generic[E]):
 
     Return the session and its events, decoded from plaintext, row id of the session and `seq`; None
     if there is no such session, or if it has expired and *finds_expired* is False.  If *after*
-    (microseconds UTC) is given, *limit* is ignored.  Events before *after* are decrypted, because
-    decrypting authenticates their times: otherwise, a modified time could hide an event.
+    (microseconds UTC) is given, *limit* is ignored.  Events before *after* are decrypted, too:
+    otherwise, a modified time could hide an event.
 
-    If *caches* is True, the events are cached, and all readers get the same objects.  If the cache
-    has the events of the session up to a revision, only the later events are read.  If the cached
-    events do not fit to the rows that were read, they are removed from the cache, and the whole
-    session is read.
+    If *caches* is True, the events are cached, all readers get the same objects, and only events
+    after the cached ones are read.  If these do not fit to the cached ones, the whole session is
+    read.
     """
 
     def __init__(
@@ -231,8 +228,8 @@ async def _decoded(
 
     Return the decoded events, their size in a history of the cache if *measures* is True, and the
     link of the last event.  *link* is that of the event before the first: see
-    `sealed_rows.open_events`.  Other tasks of the event loop may run after each part.  Decrypting
-    and decoding one event after another would take twice as long.
+    `sealed_rows.open_events`.  Decrypting and decoding one event after another would take twice as
+    long as in parts, between which other tasks of the event loop may run.
     """
     decoded: list[E] = []
     size = 0
@@ -274,11 +271,9 @@ class Page(NamedTuple, Generic[E, P]):
 class ListEvents(ReadOperation, Generic[E]):
     """Read a page of at most *limit* events: those after the event at *position*, oldest first.
 
-    With *newest*, the newest are first, and the page begins with the event at *position*.
-
-    Return None if the session does not exist, or is not the session of *position* any more.  Each
-    page joins its neighbours by links: its first event contains the link of the event before, and
-    the row of the session contains the link of the newest event.
+    With *newest*, the newest are first, and the page begins with the event at *position*.  Return
+    None if the session does not exist, or is not that of *position* any more.  Links join each page
+    to its neighbours, and the newest event to the row of the session.
     """
 
     def __init__(
@@ -423,7 +418,7 @@ class _Listing(ReadOperation):
         opened = []
         for row in found.users:
             try:
-                opened.append(sealed_rows.open_user_row(attempt, found, row))
+                opened.append(sealed_rows.open_owner(attempt, found, row))
             except DecryptionError as error:
                 self._skip_or_raise(error)
         return opened
@@ -564,8 +559,7 @@ class UseKeys(ReadOperation, Generic[E]):
     """Decrypt records that are stored outside this database, with data keys of this database.
 
     *work* is called with the data keys of the app and the user, which need not have rows, and with
-    True if they were just read.  If it raises UnknownKeyError with cached data keys, it is called
-    again with all stored data keys.
+    True if they were just read: after UnknownKeyError with cached ones, it is called again.
     """
 
     def __init__(self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]) -> None:
@@ -592,9 +586,8 @@ def _count_headers(*records: tuple[Table, bytes]) -> HeaderCounts:
 class CheckOwner(ReadOperation):
     """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
 
-    Of *who*, only the app and the tag of the owner are used.  `CheckOwner` and `CheckSession` do
-    not use the row cache: `verify` must detect a data key that was tampered with after the row was
-    cached.  *header_counts* is the number of decrypted records.
+    `verify` must detect a data key that was tampered with after the row was cached.  Of *who*, only
+    the app and the tag of the owner are used.  *header_counts* counts the decrypted records.
     """
 
     reads_keys = True
@@ -617,10 +610,9 @@ class CheckOwner(ReadOperation):
 
 
 class CheckSession(GetSession[E]):
-    """Decrypt a session with all its events, and check that the rows belong together.
+    """Decrypt a session with all its events without the row cache: see `CheckOwner`.
 
-    *header_counts* is the number of decrypted records: the session, its version witness, its
-    snapshot and its events.  *times* are the times of the events, in microseconds since 1970, UTC.
+    *times* are the times of the events, in microseconds since 1970, UTC.
     """
 
     reads_keys = True
@@ -649,8 +641,7 @@ class CheckSession(GetSession[E]):
 class CheckLocatedSession(ReadOperation, Generic[E]):
     """Read a session with all events, even if the row of its app or its user was tampered with.
 
-    Return the session and its decoded events.  `verify` has decrypted the ids in *who* from the
-    rows of the session and its user.
+    `verify` has decrypted the ids in *who* from the rows of the session and its user.
     """
 
     def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:

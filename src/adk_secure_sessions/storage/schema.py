@@ -1,14 +1,11 @@
 """The tables (see docs/format.md), and their rows: as they are stored, what their records are bound
 to, and decrypted.  Times are microseconds since 1970, UTC.
 
-Services encrypt and decrypt by the descriptions of columns in this module, and commands walk over
-all records by them.  A *tag* is a blind index: the keyed hash of an app name, user id or session
-id.
-
-Other rows confirm each row, so the service detects that one of them was replayed or removed: the
-revision of a session must equal the number of its events; the version of an app or a user must
-equal that of its version witness; and the version witness of a session contains the id of the
-session's row, and so proves that the row exists.
+A *tag* is a blind index: the keyed hash of an app name, user id or session id.  Other rows confirm
+each row, so the service detects that one of them was replayed or removed: the revision of a session
+must equal the number of its events; the version of an app or a user must equal that of its version
+witness; and the version witness of a session contains the id of the session's row, and so proves
+that the row exists.
 """
 
 import functools
@@ -229,10 +226,9 @@ _last_row_key = 0
 def new_row_key() -> int:
     """Return a row id for a new row: the row's records are bound to it before the row is inserted.
 
-    An id has 63 bits: 42 bits of milliseconds since 1970, so that rows are in order of creation,
-    and 21 random bits.  Each id is greater than the previous id of this thread.  If two processes
-    choose the same id, the database rejects the second row, and the transaction is repeated with a
-    new id.
+    An id has 42 bits of milliseconds since 1970, so that rows are in order of creation, and 21
+    random bits.  If two processes choose the same id, the database rejects the second row, and the
+    transaction is repeated with a new id.
     """
     global _last_row_key
     fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
@@ -420,9 +416,8 @@ class naming:  # noqa: N801 - used like a function: `with naming(...)`
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    *session_id* may be the name of a collection.  Every append needs *session_parts* and
-    *event_parts*, the encoded beginnings of the contexts of the session's row and of its events, so
-    they are encoded only once.
+    *session_id* may be the name of a collection.  *session_parts* and *event_parts* are the encoded
+    beginnings of the contexts of the session's row and of its events, which every append needs.
     """
 
     app_name: str
@@ -501,12 +496,9 @@ class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
     The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
-    row of `secure_bases`, written at *base_revision*.  The overlay then holds the entries that
-    changed since that revision.  *snapshot* is `{}` if the session has no snapshot, and None if the
-    snapshot was not read.
-
-    *head* is the link of the session's last event, *snapshot_link* that of the snapshot, or
-    `NO_LINK`.
+    row of `secure_bases`, written at *base_revision*.  *snapshot* is `{}` if there is none, and
+    None if it was not read.  *head* is the link of the session's last event, *snapshot_link* that
+    of the snapshot, or `NO_LINK`.
     """
 
     row: SessionRow

@@ -72,7 +72,7 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
     _reject_second(found.apps, apps.name)
     if row.app_name != encode_text(who.app_name):
         raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, apps.name, row.id)
-    return _open_owner(attempt, found, APPS, row)
+    return open_owner(attempt, found, row)
 
 
 def open_user(attempt: Attempt, found: Found) -> Owner | None:
@@ -83,21 +83,21 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
         attempt.forget_user()
         return None
     _reject_second(found.users, users.name)
-    user = open_user_row(attempt, found, row)
+    user = open_owner(attempt, found, row)
     if user.row.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
         raise TamperedError("not the requested user", Reason.WRONG_OWNER, users.name, user.row.id)
     return user
 
 
-def open_user_row(attempt: Attempt, found: Found, row: UserRow) -> Owner:
-    """Return the decrypted user in *row*, which may be any user of the app."""
-    return _open_owner(attempt, found, USERS, row)
+def _column_of(row: AppRow | UserRow) -> SealedColumn[Any]:
+    return USERS if isinstance(row, UserRow) else APPS
 
 
-def _open_owner(
-    attempt: Attempt, found: Found, column: SealedColumn[Any], row: AppRow | UserRow
-) -> Owner:
-    """Return the decrypted *row* of an app or a user; the cached one if nothing has changed."""
+def open_owner(attempt: Attempt, found: Found, row: AppRow | UserRow) -> Owner:
+    """Return the decrypted *row* of the app, or of any of its users; the cached one if nothing has
+    changed.
+    """
+    column = _column_of(row)
     cache = attempt.cache.users if column is USERS else attempt.cache.apps
     seen, witness = cache.get(row.tag), found.witnesses.get(row.tag)
     if seen and seen.value.row == row and seen.witness == witness:
@@ -125,7 +125,7 @@ def open_uncached(attempt: Attempt, found: Found, *, of_user: bool) -> Owner | N
     """
     attempt = attempt._replace(cache=RowCache(0))
     if of_user:
-        return found.user and open_user_row(attempt, found, found.user)
+        return found.user and open_owner(attempt, found, found.user)
     return open_app(attempt, found)
 
 
@@ -148,10 +148,7 @@ def stored_twice(table: str, row: int) -> TamperedError:
 
 def named_user(attempt: Attempt, found: Found) -> Owner | None:
     """Return the user of *attempt* with an empty state, without decrypting the user's row; None if
-    no row has the tag.
-
-    The user id and the row id are authenticated when a session of the user is decrypted, because
-    the context of the session contains both.
+    no row has the tag.  Decrypting a session of the user authenticates the user id and the row id.
     """
     return found.user and Owner(found.user, attempt.who.user_id, b"{}")
 
@@ -186,9 +183,8 @@ def open_session_row(
 ) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
-    If the row and its version witness equal the cached ones, the cached session is returned.  But a
-    snapshot is never cached: a session with a snapshot is decrypted, unless *with_snapshot* is
-    False, because the query has not read snapshots.
+    If the row and its version witness equal the cached ones, the cached session is returned, but
+    not if it needs a snapshot, which is never cached.
     """
     cache, witness = attempt.cache, found.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
@@ -292,13 +288,12 @@ def open_events(
 ) -> tuple[list[bytes], bytes | None]:
     """Decrypt the events in *history*; check that each contains the link of the event before it.
 
-    A history may have thousands of events.  Therefore, this function computes the beginning of the
-    context only once, and looks up the cipher only if an event names another data key than the
-    event before it.
-
     *history* has rows as the driver returns them, sorted by `seq`.  *previous* is the link of the
     event before the first: `NO_LINK` if there is no such event, and None if that event was not
     read.  Return the plaintexts without flags and links, and the link of the last event.
+
+    For speed, the beginning of the context is computed once, and the cipher is looked up if an
+    event names another data key than the event before it.
     """
     who, session_row = attempt.who, session.row.id
     parts = who.event_parts
@@ -351,17 +346,13 @@ def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
     if owner.is_user:
         plaintext = with_id(owner.user_id, plaintext)
     row = owner.row
-    return owner._replace(row=_seal(attempt, row.tag, _owner_column(owner), row, plaintext))
-
-
-def _owner_column(owner: Owner) -> SealedColumn[Any]:
-    return USERS if owner.is_user else APPS
+    return owner._replace(row=_seal(attempt, row.tag, _column_of(row), row, plaintext))
 
 
 def packing_of_owner(attempt: Attempt, owner: Owner) -> Packing:
     """Return how the record in the row of *owner* is compressed and padded."""
     row = owner.row
-    context = _owner_column(owner).context(attempt.who.ids, row)
+    context = _column_of(row).context(attempt.who.ids, row)
     return packing_of(attempt.keys.open(row.tag, context, row.state, records.open_whole))
 
 
@@ -437,10 +428,7 @@ def _check_witness(
     attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
 ) -> None:
     """Raise DecryptionError unless the version witness of the row with *tag* has *number* and
-    *link*.
-
-    The number alone is not enough: two copies of a database may contain different rows with the
-    same version number.  The links of these rows differ.
+    *link*: two copies of a database may contain different rows with the same number.
     """
     witness = found.witnesses.get(tag)
     if witness is None:
@@ -467,8 +455,7 @@ def _check_witness(
 def _reject_older(attempt: Attempt, seen: Seen[Any] | None, row_id: int, version: int) -> None:
     """Raise TamperedError if a higher version of the row was cached before the attempt began.
 
-    If *seen* was cached during the attempt, the attempt may have read the stored row before another
-    task changed it, so a lower version is no error.
+    During the attempt, another task may have changed the row after the attempt had read it.
     """
     if seen is None or seen.time > attempt.began or seen.value.row.id != row_id:
         return

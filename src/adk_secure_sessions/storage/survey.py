@@ -1,10 +1,10 @@
 """Find out what a database contains, and reject a database that cannot be used."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum, StrEnum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -25,6 +25,8 @@ from adk_secure_sessions.storage.schema import (
     metadata,
     migrated,
 )
+
+T = TypeVar("T")
 
 
 class FeatureName(StrEnum):
@@ -131,9 +133,7 @@ class Survey(NamedTuple):
 
     @property
     def database_id(self) -> bytes | None:
-        """The random id of the database; None if the database is new, ValueError if it is
-        malformed.
-        """
+        """The random id of the database; None if it is new, ValueError if it is malformed."""
         text = self.meta.get(meta.DATABASE_ID)
         if text is None:
             return None
@@ -143,9 +143,7 @@ class Survey(NamedTuple):
 
     @property
     def feature_list(self) -> re.Match[str]:
-        """The stored list of features, in the groups `names` and `mac`; ConfigurationError if it is
-        malformed.
-        """
+        """The stored list of features, in the groups `names` and `mac`; or ConfigurationError."""
         found = _FEATURES_FORM.fullmatch(str(self.meta.get(meta.FEATURES)))
         if found is None:
             raise ConfigurationError(
@@ -161,9 +159,7 @@ class Survey(NamedTuple):
 
     @property
     def separated_from(self) -> str | None:
-        """The id of the original, in hexadecimal and not authenticated, if `separate` has not
-        ended.
-        """
+        """The id of the original, in hexadecimal, if `separate` has not ended."""
         found = SEPARATION_FORM.fullmatch(str(self.meta.get(meta.SEPARATION)))
         return None if found is None else found["old"]
 
@@ -188,8 +184,7 @@ class Survey(NamedTuple):
 def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
     """Return the survey of a database, without changing or checking the database.
 
-    If `secure_keyring` has more than `MAX_ROWS` rows and *known* is not empty, read only the rows
-    with the ids *known*.
+    If `secure_keyring` has too many rows and *known* is not empty, read only those ids.
     """
     survey = _look(connection, known)
     missing = (survey.part or Part.ALL).missing(survey)
@@ -203,7 +198,9 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
     tables = [table for table in known_tables if table.name in present]
-    alien = _alien(tables, connection)
+    alien: list[str] = []
+    if tables and not _have_columns(tables, connection):
+        alien = [table.name for table in tables if not _have_columns([table], connection)]
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
     number = 0
@@ -237,45 +234,42 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     )
 
 
-def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
-    """Return the names of the *tables* that lack one of our columns."""
-    if not tables:
-        return []
-    # One query that names all columns takes a hundredth of the time of reflecting each table.
-    columns = [", ".join(table.c.keys()) for table in tables]
+def _have_columns(tables: list[sa.Table], connection: sa.Connection) -> bool:
+    """Return whether *tables*, at least one, have all our columns.
+
+    One query that names all columns takes a hundredth of the time of reflecting each table.
+    """
     members = [
-        f"SELECT 1 FROM (SELECT {listed} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
-        for listed, table in zip(columns, tables, strict=True)
+        f"SELECT 1 FROM (SELECT {', '.join(table.c.keys())} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
+        for table in tables
     ]
     try:
         connection.execute(sa.text(" UNION ALL ".join(members)))
-        return []
+        return True
     except sa.exc.DBAPIError:
         connection.rollback()
-    inspector = sa.inspect(connection)
-    names = [
-        (table, {column["name"] for column in inspector.get_columns(table.name)})
-        for table in tables
-    ]
-    return [table.name for table, present in names if not present.issuperset(table.c.keys())]
+        return False
 
 
 async def look_at(
     executor: Executor, *, is_key_database: bool = False, known: Collection[int] = ()
 ) -> Survey:
-    """Do the same as `look`; ConfigurationError if SQLite cannot use the file."""
+    """Do the same as `look`; see `run_to_open`."""
+    work = partial(look, known=known)
+    return await run_to_open(executor, work, commit=False, is_key_database=is_key_database)
+
+
+async def run_to_open(
+    executor: Executor, work: Callable[[sa.Connection], T], *, commit: bool, is_key_database: bool
+) -> T:
+    """Do the same as `Executor.run`; raise ConfigurationError if SQLite cannot use the file."""
     try:
-        return await executor.run(partial(look, known=known), commit=False)
+        return await executor.run(work, commit=commit)
     except DatabaseError as error:
-        raise unusable(error, is_key_database=is_key_database) from None
-
-
-def unusable(error: DatabaseError, *, is_key_database: bool) -> Exception:
-    """Return *error*, or a ConfigurationError if it says that SQLite cannot use the file."""
-    if not (error.code or "").startswith(_UNUSABLE):
-        return error
-    whose = "key database's " if is_key_database else ""
-    return ConfigurationError(f"the {whose}SQLite file cannot be used: {error}")
+        if not (error.code or "").startswith(_UNUSABLE):
+            raise
+        whose = "key database's " if is_key_database else ""
+        raise ConfigurationError(f"the {whose}SQLite file cannot be used: {error}") from None
 
 
 async def survey_both(
@@ -379,6 +373,7 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     )
 
 
+_NO_KEY_DATABASE = "key_db_url names a database of sessions: pass a key database, or an empty one"
 MISPLACED = {
     (Part.ALL, Part.DATA): "this database has its keys in a key database: pass that as key_db_url",
     (Part.ALL, Part.KEYS): (
@@ -389,14 +384,8 @@ MISPLACED = {
         "database, restore secure_meta, whose row `holds` is missing"
     ),
     (Part.DATA, Part.KEYS): "db_url names a key database: pass the database of the data",
-    (Part.KEYS, Part.ALL): (
-        "key_db_url names a database of sessions with keys of their own: pass a key database, or "
-        "an empty database to create one"
-    ),
-    (Part.KEYS, Part.DATA): (
-        "key_db_url names a database of sessions whose keys are in a key database: pass the key "
-        "database"
-    ),
+    (Part.KEYS, Part.ALL): _NO_KEY_DATABASE,
+    (Part.KEYS, Part.DATA): _NO_KEY_DATABASE,
 }
 
 

@@ -80,10 +80,9 @@ _RENEWALS = 3
 class Seen(NamedTuple, Generic[V]):
     """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
 
-    If a later read returns exactly the same row and witness, the value is used without decrypting
-    the row again.  *time* is `RowCache.time` when this process read or wrote the row.
-    *has_proven_head* is True for a session whose last event this process has read or written, with
-    the link *head* of the session.  Otherwise, an append must first read the session.
+    If a later read returns exactly the same row and witness, the row is not decrypted again.
+    *time* is `RowCache.time` when this process read or wrote the row.  *has_proven_head* is True
+    for a session whose last event this process has read or written: an append needs no read.
     """
 
     witness: WitnessRow | None
@@ -104,12 +103,9 @@ def size_of_event(plaintext: bytes) -> int:
 
 @dataclass(slots=True, eq=False, repr=False)
 class History(KeyMaterial):
-    """The first events of a session; it is never changed.
+    """The first events of a session, which the links prove; it is never changed.
 
-    The links prove that these events are the beginning of the stored session: each event contains
-    the link of the event before it, and the row of the session that of the last event.  All readers
-    get the same event objects: copies would take most of the time that the cache saves.
-
+    All readers get the same event objects: copies would take most of the time that the cache saves.
     *row* is the row id of the session, and *link* the link of the last of these events.  *times*
     are microseconds UTC; *size* is in bytes.
     """
@@ -229,10 +225,10 @@ class Attempt(NamedTuple):
     """One attempt at an operation on the rows of *who*.
 
     *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
-    the write has read; they are called after the commit.  On SQLite, one transaction contains
-    several writes, and a write reads rows that earlier writes of the transaction have changed.  If
-    such a row were cached before the commit, a concurrent read would find an older stored row, and
-    would reject this older row as replayed.
+    the write has read or written; they are called after the commit.  On SQLite, one transaction
+    contains several writes, and a write reads rows that earlier writes of the transaction have
+    changed.  If such a row were cached before the commit, a concurrent read would find an older
+    stored row, and would reject this older row as replayed.
     """
 
     who: Identity
@@ -250,6 +246,11 @@ class Attempt(NamedTuple):
             put()
         else:
             self.after_commit.append(put)
+
+    def remember_all(self) -> None:
+        """Cache the rows that a committed write has read or written, in this order."""
+        for put in self.after_commit or ():
+            put()
 
     def form_of(self, forms: QueryForms) -> sa.CompoundSelect[Any]:
         return forms[self.key_source is KeySource.QUERY]
@@ -428,8 +429,8 @@ class UnitOfWork:
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
         """Attempt *operation* until it succeeds or meets this number of *conflicts*; see `_run`.
 
-        If the operation finds that a user whose rows are cached is not stored any more, another
-        process has erased the user.  Then empty all caches, which may contain more of the user.
+        If it finds that another process has erased a user whose rows are cached, empty all caches,
+        which may contain more of the user.
         """
         opened = await self._current()
         try:
@@ -548,8 +549,7 @@ class UnitOfWork:
     async def data_keys_of(self, *owners: object) -> StagedKeys:
         """Read and return the data keys of *owners*, which are tags.
 
-        If the row of a data key was tampered with, the method `StagedKeys.cipher` raises
-        DecryptionError for a record that names this data key.
+        A data key that was tampered with raises DecryptionError when it is used.
         """
         keys, tags = await self.keys(), list(owners)
         renewals = 0
@@ -575,9 +575,8 @@ class UnitOfWork:
     async def renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
         """Read the keyring of *keys* again, unless another task has replaced *seen* since.
 
-        After an error, calls within the next *keyring_pause* seconds raise the same error, and do
-        not read the keyring again.  An operation passes the *keys* that it began with: it continues
-        to use them after `close`.
+        After an error, calls within the next *keyring_pause* seconds raise the same error.  An
+        operation passes the *keys* that it began with, which it continues to use after `close`.
         """
         async with self._locks.hold("keyring"):
             if keys.keyring is not seen:
@@ -618,8 +617,7 @@ class UnitOfWork:
     def _start_timer(self, opened: _OpenState) -> None:
         """Empty the caches when they expire, even if no operation follows.
 
-        Each event loop that uses the unit of work has a timer of its own.  One timer would not be
-        enough: if its event loop ended before the other loops, the timer would never fire.
+        Each event loop has a timer of its own: that of a loop that has ended would never fire.
         """
         loop = asyncio.get_running_loop()
         if loop not in opened.timers:
@@ -674,10 +672,7 @@ def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
 
 
 def _cache_identity(opened: _OpenState, who: Identity) -> None:
-    """Cache *who* if the rows of its ids are cached, which shows that these rows exist.
-
-    Computing the tags takes 15 us, a seventh of a read without events.
-    """
+    """Cache *who* if its rows are cached: computing the tags takes a seventh of an empty read."""
     ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
     if opened.identities.get(ids) is who:
         return

@@ -8,7 +8,7 @@ decrypted.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -110,38 +110,26 @@ class OwnerChanges:
         self.changes: list[Change] = []
         self._attempt = attempt
         self._keys = attempt.keys
-        self._after_commit: list[Callable[[], None]] = []
-
-    def cache(self) -> None:
-        """Cache the rows that were written; call this after the commit."""
-        for put in self._after_commit:
-            put()
 
     def app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
-        """Merge *delta* into the state of the app, or insert the app if *app* is None; return the
-        app.
+        """Merge *delta* into the state of the app, or insert it if *app* is None; return the app.
 
-        If *needs_key* is True, also ensure that the app's row names a data key with which this
-        process may encrypt new records.
+        If *needs_key* is True, its row names a data key with which this process may encrypt.
         """
         who = self._attempt.who
         if app is None:
             row = AppRow(0, who.app_tag, encode_text(who.app_name), 0, b"")
             app = self._insert(row, "", delta)
         elif delta or needs_key:
-            self._ensure_key(app.row.tag, app.row.state)
-            if delta or not self._names_current_key(app):
-                app = self._update(app, delta)
+            app = self._changed(app, delta)
         return app
 
     def user(
         self, user: Owner | None, app_row: int, delta: JsonObject, session: SessionRow | None
     ) -> Owner:
-        """Merge *delta* into the state of the user, or insert the user if *user* is None; return
-        the user.
+        """Do the same as `app` for the user, with *needs_key*.
 
-        Also ensure that the user's row names a data key with which this process may encrypt new
-        records.  *app_row* is the row id of the user's app, *session* the row to change.
+        *app_row* is the row id of the user's app, *session* the row to change.
         """
         who = self._attempt.who
         if user is None:
@@ -150,12 +138,19 @@ class OwnerChanges:
             self.changes += index_rows.insertion(index_rows.row_of_user(user.row.id), found_entries)
             return user
         check_app_row(user, app_row)
-        self._ensure_key(user.row.tag, user.row.state, *([session.state] if session else ()))
-        if delta or not self._names_current_key(user):
-            user = self._update(user, delta)
-            changed = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += index_rows.update(index_rows.row_of_user(user.row.id), changed)
-        return user
+        changed = self._changed(user, delta, *([session.state] if session else ()))
+        if delta:
+            entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
+            self.changes += index_rows.update(index_rows.row_of_user(user.row.id), entries)
+        return changed
+
+    def _changed(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
+        """Merge *delta* into the state, and ensure that the row names a key: see `_ensure_key`."""
+        self._ensure_key(owner.row.tag, owner.row.state, *stored)
+        current = self._keys.current(owner.row.tag)
+        if delta or current is None or current.id not in owner.key_ids:
+            owner = self._update(owner, delta)
+        return owner
 
     def set_state(self, owner: Owner, state: bytes) -> Owner:
         """Replace the state of *owner*; return the changed owner."""
@@ -171,8 +166,7 @@ class OwnerChanges:
         old = index_rows.entries(self._attempt, USER_PREFIX, loads(user.state))
         new = index_rows.entries(self._attempt, USER_PREFIX, loads(state))
         row_id = index_rows.row_of_user(user.row.id)
-        self.changes += index_rows.update(row_id, new)
-        self.changes += index_rows.removal(row_id, old.keys() - new.keys())
+        self.changes += index_rows.update(row_id, new, old.keys() - new.keys())
 
     def renew_key(self, owner: Owner, since: int) -> bool:
         """Ensure that the owner's row names only one data key, created at *since* or later
@@ -189,10 +183,6 @@ class OwnerChanges:
             return False
         self._update(owner._replace(key_ids=()))
         return True
-
-    def _names_current_key(self, owner: Owner) -> bool:
-        current = self._keys.current(owner.row.tag)
-        return current is not None and current.id in owner.key_ids
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
         """Add the changes that store a new owner in *row*, which gets its row id here."""
@@ -219,20 +209,19 @@ class OwnerChanges:
         return owner
 
     def _sealed(self, owner: Owner) -> tuple[Owner, WitnessRow]:
-        """Return *owner* with a new record, and its version witness; both are cached later."""
+        """Return *owner* with a new record, and its version witness; the commit caches both."""
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
         witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
-        self._after_commit.append(partial(self._attempt.cache.put_owner, witness, owner))
+        self._attempt.remember(partial(self._attempt.cache.put_owner, witness, owner))
         return owner, witness
 
     def _ensure_first_key(self, owner: bytes) -> None:
         """Create the first data key of an owner that has no row yet.
 
         If the owner already has a data key, somebody has removed the owner's row.  With a key
-        database, this is no error: a process stores the data key before the owner's row, and may
-        have stopped in between.  But the data key may also be an erased key that an attacker
-        inserted again, so create a new one.
+        database, a process may have stopped after it stored the data key.  But the key may also be
+        an erased one that an attacker inserted again, so create a new one.
         """
         self._require_read_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
@@ -249,13 +238,10 @@ class OwnerChanges:
     def _ensure_key(self, owner: bytes, *stored: bytes) -> None:
         """Ensure that *owner* has a current data key that `retire` cannot delete before the commit.
 
-        `retire` deletes a data key only if no record is encrypted with that key or an older one.
-        The transaction requires that the records *stored* are unchanged.  Therefore, `retire` keeps
-        the current data key if it is at least as new as the keys that encrypt *stored*.
-
-        The current data key may be older, because the newest data key belongs to another backend.
-        A change then locks the row of the current data key.  With a key database, no change can
-        lock that row, so a new data key is created.
+        `retire` keeps the keys that are at least as new as one that encrypts a record, and the
+        transaction requires that the records *stored* are unchanged.  The current data key may be
+        older than their keys, because the newest belongs to another backend.  A change then locks
+        its row.  With a key database, no change can lock that row, so a new data key is created.
         """
         keys = self._keys
         if keys.is_as_new_as(owner, *stored):
@@ -277,9 +263,7 @@ class OwnerChanges:
             self.changes += [*claim_data_key(current.id), Change(sql.HOLD_KEY, locked)]
 
     def _new_key(self, owner: bytes, not_before: int = 0) -> None:
-        """Create a data key of *owner* and add the change that stores the data key.
-
-        With a key database, the data key cannot be stored in this transaction: NeedsDataKey makes
+        """Create a data key of *owner* and add the change that stores it; with a key database, make
         `UnitOfWork.run` store one before the next attempt.
         """
         if self._attempt.key_source is KeySource.KEY_DATABASE:
@@ -298,33 +282,32 @@ class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
     In the audit trail, *audited_as* says what the transaction changes.  *locks_rows* is whether
-    each attempt locks the rows before it reads them, and commits all its requests together;
-    otherwise, with asyncpg, each request is committed separately.
+    each attempt locks rows before it reads them, and commits all its requests together; otherwise,
+    with asyncpg, each request is committed separately.  *locks* are the queries that lock the rows:
+    first the session, then the app, then the user.  If writes locked rows in different orders, two
+    of them could wait for each other.
     """
 
     reads_keys = False
     writes = True
     audited_as: str
     locks_rows: bool = False
+    locks: tuple[sa.Executable, ...] = (sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER)
 
     def __init__(self, who: Identity) -> None:
         self.who = who
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
-        cache_reads = attempt.after_commit
-        owners = OwnerChanges(attempt)
-
         def cache(result: T) -> None:
-            for put in cache_reads or ():
-                put()
-            self.committed(attempt, owners, result)
+            attempt.remember_all()
+            self.committed(attempt, result)
 
         def commit_after_cancel(result: T) -> None:
             cache(result)
             self.on_commit_after_cancel(result)
 
         locks = attempt.locks_rows or self.locks_rows
-        transaction = partial(self._locked_steps if locks else self.steps, attempt, owners)
+        transaction = partial(self._steps, attempt, self.locks if locks else ())
         result: T
         if access := running_access(executors.data):
             session_id = "" if self.who.is_collection else self.who.session_id
@@ -336,26 +319,17 @@ class Write(Generic[T]):
         cache(result)
         return result
 
-    def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
-        """Lock the rows that `contended` selects, then do the same as `steps`."""
-        for query in self.contended():
+    def _steps(self, attempt: Attempt, locks: Iterable[sa.Executable]) -> Steps[T]:
+        for query in locks:
             yield Read(query, attempt.who.tags())
-        return (yield from self.steps(attempt, owners))
-
-    @abstractmethod
-    def contended(self) -> list[sa.Executable]:
-        """Return the queries that lock the rows that `steps` changes: first the session, then the
-        app, then the user.  If writes locked rows in different orders, two of them could wait for
-        each other.
-        """
+        return (yield from self.steps(attempt, OwnerChanges(attempt)))
 
     @abstractmethod
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
         """Return the generator of the transaction; *owners* has its changes of apps and users."""
 
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: T) -> None:
-        """Cache the rows that the transaction has written; called after the commit."""
-        owners.cache()
+    def committed(self, attempt: Attempt, result: T) -> None:
+        """Cache the session that the transaction has written; called after the commit."""
 
     def on_commit_after_cancel(self, result: T) -> None:
         """Handle a commit whose caller was cancelled while the transaction ran."""
@@ -392,11 +366,7 @@ class CreateSession(Write[SessionWithStates]):
         # ids, this operation has stored the row, so the session is no duplicate.
         self._sent: set[int] = set()
 
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_APP, sql.LOCK_USER] if self._app_delta else [sql.LOCK_USER]
-
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: SessionWithStates) -> None:
-        owners.cache()
+    def committed(self, attempt: Attempt, result: SessionWithStates) -> None:
         session = result.session
         # If the answer to an attempt was lost, another task may have appended events since then.
         has_no_events = session.row.revision == 0
@@ -516,12 +486,11 @@ def known_owners(attempt: Attempt) -> KnownOwners | None:
 
 
 class AppendEvent(Write[StoredSession]):
-    """Append an event to a session, apply the event's state changes, and return the updated
-    session.
+    """Append an event, apply its state changes, and return the updated session.
 
-    Raise MissingSession if the session does not exist or has expired, and StaleRevision if the
-    stored session is not as *expected*.  *stored* is called with the updated session if the caller
-    was cancelled while the transaction ran, and the event was committed.
+    Raise MissingSession if the session does not exist or has expired, and StaleRevision if it is
+    not as *expected*.  *stored* is called with the updated session if the caller was cancelled
+    while the transaction ran, and the event was committed.
     """
 
     def __init__(
@@ -541,19 +510,13 @@ class AppendEvent(Write[StoredSession]):
         # committed.  If the next attempt finds one of these records, the event is already stored.
         self._sent: dict[bytes, StoredSession] = {}
 
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
-        owners.cache()
+    def committed(self, attempt: Attempt, result: StoredSession) -> None:
         seen = attempt.cache.sessions.get(result.row.tag)
         witness = seen.witness if seen and seen.value.row.id == result.row.id else None
         attempt.cache.put_session(result, witness, has_proven_head=True)
 
     def on_commit_after_cancel(self, result: StoredSession) -> None:
         self._stored(result)
-
-    def contended(self) -> list[sa.Executable]:
-        queries: list[sa.Executable] = [sql.LOCK_SESSION]
-        queries += [sql.LOCK_APP] if self._event.app_delta else []
-        return queries + ([sql.LOCK_USER] if self._event.user_delta else [])
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self._event
@@ -678,10 +641,7 @@ class DeleteSession(Write[bool | None]):
         super().__init__(who)
         self._condition = condition
 
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_SESSION]
-
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool | None) -> None:
+    def committed(self, attempt: Attempt, result: bool | None) -> None:
         attempt.cache.forget_session(attempt.who.session_tag)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
@@ -704,10 +664,8 @@ class DeleteSession(Write[bool | None]):
 
 
 def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
-    """Return the changes to make after deleting the session's row.
-
-    The session's row must be deleted before its events.  A concurrent append waits for the lock of
-    the deleted row, then finds no row, and adds no event.
+    """Return the changes to make after deleting the session's row: a concurrent append waits for
+    the lock of that row, then finds no row, and adds no event.
     """
     at_row = {"at_id": session.row.id}
     changes = [
@@ -716,7 +674,7 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     ]
     if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-    return changes + index_rows.removal_of_all(attempt, session.row.id)
+    return changes + index_rows.removal(attempt, session.row.id)
 
 
 class RenewKey(Write[bool]):
@@ -738,15 +696,8 @@ class RenewKey(Write[bool]):
         self.changed: bool = False
         self.stored_keys: Collection[int] = ()
 
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_USER] if self._of_user else [sql.LOCK_APP]
-
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: bool) -> None:
-        owners.cache()
-        self.changed = result and bool(owners.changes)
-        self.created = self.changed and bool(attempt.keys.new_rows or self.stored_keys)
-
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
+        self.created = self.changed = False
         self.stored_keys = attempt.keys.created
         found = yield from read_found(attempt, sql.OWNERS)
         row = found.user if self._of_user else found.app
@@ -756,7 +707,9 @@ class RenewKey(Write[bool]):
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
         attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner)
-        if owners.renew_key(owner, self._since):
+        self.changed = owners.renew_key(owner, self._since)
+        self.created = self.changed and bool(attempt.keys.new_rows or self.stored_keys)
+        if self.changed:
             yield from apply_changes(owners.changes)
         return True
 
@@ -769,9 +722,6 @@ class EnsureOwners(Write[StagedKeys]):
     """
 
     audited_as = "owners"
-
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_APP, sql.LOCK_USER]
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> StagedKeys:
         query = attempt.form_of(sql.OWNERS)
@@ -796,9 +746,8 @@ class EnsureOwners(Write[StagedKeys]):
 
 
 def of_unchanged_user(user: Owner, insert: Change, statement: sa.Insert) -> Change:
-    """Return *insert* with *statement*, which requires that the user's row is unchanged.
-
-    No other change of the transaction updates the user's row, so the INSERT must require that.
+    """Return *insert* with *statement*, which requires that the user's row is unchanged, because no
+    other change of the transaction does.
     """
     return Change(statement, {**insert.parameters, **parameters(user.row, "user_")})
 
@@ -813,9 +762,8 @@ def read_found(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS)
 def read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
     """Read the session and its last event, and check that they belong together.
 
-    Without the check, if an attacker had replaced the session's row by that of another copy of the
-    database, the new event would not contain the link of the last event.  The session could then
-    not be read any more.
+    Without the check, after an append to a session whose row an attacker had replaced by that of
+    another copy of the database, the session could not be read any more.
     """
     found = yield from read_found(attempt, sql.SESSION_WITH_LAST_EVENTS)
     user = sealed_rows.open_user(attempt, found)

@@ -74,13 +74,7 @@ class Head(NamedTuple):
 
 
 class _Chain(KeyMaterial):
-    """A chain of this process.
-
-    Attributes:
-        id: The id of the chain.
-        head: The records that were committed.
-        logged: How many records the chain had when its head was logged.
-    """
+    """A chain of this process; *logged* is its number of records when its head was logged."""
 
     def __init__(self, keyring: Keyring) -> None:
         self.database_id: bytes = keyring.database_id
@@ -180,13 +174,7 @@ class AuditTrail(KeyMaterial):
         return self._unit.executors.data
 
     async def prepare(self) -> None:
-        """Open the database, create the table if it is missing, and add the feature `audit`.
-
-        Only the first call accesses the database, and the first call after this process has read
-        the keyring again.
-
-        Raises the errors of `Feature.ensure`.
-        """
+        """Create the table if it is missing, and add the feature `audit`: see `Feature.ensure`."""
         if self._warns and not audit.is_on():
             audit.warn_once(_HEADS_ARE_OFF)
         await self._feature.ensure()
@@ -194,8 +182,8 @@ class AuditTrail(KeyMaterial):
     async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None:
         """Store *entries* in a transaction of their own; do nothing if there are none.
 
-        After a lost connection, the records are stored again in another chain, unless *retries* is
-        False.  So a record may be stored twice.
+        After a lost connection, they are stored again, in another chain, unless *retries* is False:
+        a record may be stored twice.
         """
         if not entries:
             return

@@ -55,12 +55,9 @@ _ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(
 
 
 class Collection(NamedTuple):
-    """A collection, and some or all of its items.
+    """A collection, and the plaintexts of all or its last *items*, oldest first.
 
-    Attributes:
-        name: The name of the collection.
-        at: The row id and the revision of the collection.  The revision is its number of items.
-        items: The plaintexts of the collection's last items, oldest first.
+    *at* is its row id and its revision, which is the number of its items.
     """
 
     name: str
@@ -79,11 +76,8 @@ class Collection(NamedTuple):
 class Collections:
     """The operations on collections, which are named lists of items that grow at the end.
 
-    A user's collections are encrypted with the user's data key.  A collection is stored like a
-    session without state, and an item like an event (docs/format.md, "Collections").  Each item
-    begins with the version of google-adk, like an event: see `formats.events`.
-
-    Every method raises what `UnitOfWork.run` raises.
+    A collection is stored like a session without state, and an item like an event, so it also
+    begins with the version of google-adk (docs/format.md, "Collections").
     """
 
     def __init__(self, unit: UnitOfWork) -> None:
@@ -143,16 +137,12 @@ class Collections:
     ) -> Expected:
         """Append an item to a collection, and return the collection's row id and new revision.
 
-        The revision is the number of items.  Items are numbered from 0, so the number of the new
-        item is `revision - 1`.  If the collection does not exist, create it.  Also create the rows
-        of its user and its app if they do not exist.
+        If the collection, its user or its app does not exist, create it.  If *item* is a function,
+        it returns the plaintext.  It is called before each attempt, with the collection and its
+        last item, if any.  Without *expected*, the item is appended at any revision.
 
-        If *item* is a function, it returns the plaintext.  It is called before each attempt, with
-        the collection and its last item, if any.  Without *expected*, the position that the caller
-        has read, the item is appended at any revision.
-
-        *replaced* are new contents for items before *expected*, by number.  A replaced item keeps
-        its number, its time and its links, so this module does not detect a replay of its old
+        *replaced* are new contents for items before *expected*, by number from 0.  A replaced item
+        keeps its number, its time and its links, so this module does not detect a replay of its old
         record.  The caller must: it stores a new random value in each replaced item and in the
         appended one, and compares the two when it reads the items.
         """
@@ -225,18 +215,17 @@ def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
 class RewriteItems(Write[StoredSession]):
     """Replace all items of a collection by *items*, at least one, in one transaction.
 
-    The collection's row gets a new row id, as if the collection had been deleted and created again.
-    Therefore the record of an old item cannot be decrypted as one of the new items.  If another
-    process has read the old items, and then appends an item to them, its append raises
+    The collection's row gets a new row id.  Therefore the record of an old item cannot be decrypted
+    as one of the new items, and an append of a process that has read the old items raises
     StaleRevision.
 
-    `attempt` returns the updated row.  It raises MissingSession if the collection does not exist,
-    and StaleRevision if its row id or revision differs from that in *expected*.  *now* is the time
-    of the new items, in microseconds UTC.
+    Raise MissingSession if the collection does not exist, and StaleRevision if it is not as
+    *expected*.  *now* is the time of the new items, in microseconds UTC.
     """
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
+    locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
         super().__init__(who)
@@ -249,11 +238,7 @@ class RewriteItems(Write[StoredSession]):
         # already replaced the items.
         self._sent: set[int] = set()
 
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_SESSION, sql.LOCK_USER]
-
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: StoredSession) -> None:
-        owners.cache()
+    def committed(self, attempt: Attempt, result: StoredSession) -> None:
         seen = self._witness if self._witness and self._witness.number == result.row.id else None
         attempt.cache.put_session(result, seen, has_proven_head=True)
 

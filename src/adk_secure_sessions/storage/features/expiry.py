@@ -59,13 +59,10 @@ class Expiry:
 
     def __init__(self, unit: UnitOfWork, *, create_index: bool) -> None:
         self._unit = unit
-        self._feature = Feature(unit, FeatureName.EXPIRY)
+        self.feature: Feature = Feature(unit, FeatureName.EXPIRY)
         self._create_index = create_index
         self._has_index: bool | None = None  # None: not known yet
         self._paused_until = 0.0  # monotonic seconds
-
-    async def ensure(self) -> None:
-        await self._feature.ensure()
 
     async def delete_some(self, delete: Delete) -> None:
         """Call *delete*, which calls `delete_if_expired`, with the ids of at most two expired

@@ -1,16 +1,13 @@
 """Import sessions and states from another database, and remember what was imported.
 
-`secure_migrated` has a row for each session that was imported, and for each user and app whose
-state was imported.  It also has a row for each session and user that must not be imported: such a
-row is called a *tombstone*.  A row stays when the session is deleted.  Therefore, a later import
-never restores a deleted session, and never replaces a session that a service has changed since.
-
-Each row has a *seal*: a keyed MAC of its other columns and of the database id.  A row whose seal is
-wrong is rejected.  See docs/format.md, "Migration".
+`secure_migrated` has a row for each session, user and app that was imported, and a *tombstone* for
+each session and user that must not be imported.  A row stays when the session is deleted.
+Therefore, a later import never restores a deleted session, and never replaces a session that a
+service has changed since.  Each row has a *seal*, a keyed MAC: see docs/format.md, "Migration".
 """
 
 import hmac
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -70,9 +67,8 @@ from adk_secure_sessions.storage.writes import (
     witness_change,
 )
 
-K = TypeVar("K")
+K = TypeVar("K", bound=tuple[str, ...])
 T = TypeVar("T")
-_Ids = tuple[str, str, str]  # the app name, the user id and the session id
 AppOrUser = tuple[str, ...]  # the app name; and, of a user, the user id
 
 # One request inserts at most this many events and bytes.  A larger event is inserted alone.
@@ -88,8 +84,7 @@ _LOCK_WAIT = 5
 class ImportStatus(Enum):
     """What this database has of a session or state of the source.
 
-    An import returns the status that it found.  Only if it is `NEW` or `OLDER`, the import has
-    stored the session or state.
+    An import returns the status that it found, and has stored the item if the status `is_due`.
     """
 
     NEW = "it was never imported"
@@ -184,19 +179,14 @@ class Imported(NamedTuple):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether a session is stored and no service has changed it since the import.
-
-        Do not use this property for a user or an app: a rotation of keys changes the version, too.
-        `import_state` compares the states instead.
-        """
+        """Whether a session is stored and no service has changed it since the import."""
         return self.stored == (self.row.row_id, self.row.number)
 
     def status(self, *, is_unchanged: bool) -> ImportStatus:
-        """Return the status, of which the revision or version of the stored row is a part.
+        """Return the status; *is_unchanged* is whether the source has not changed since the import.
 
-        *is_unchanged* says whether the session or state has not changed in the source since the
-        import.  A rotation of keys also changes the version of a user or an app, so that their
-        status `MOVED_ON` or `CONFLICT` may mean nothing but that.
+        A rotation of keys also changes the version of a user or an app, so that their status
+        `MOVED_ON` or `CONFLICT` may mean nothing but that.
         """
         if self.row.is_tombstone:
             return ImportStatus.DELETED
@@ -265,6 +255,8 @@ class ImportSession(_Import[_Outcome]):
     *times* are the columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
     """
 
+    locks = (sql.LOCK_SESSION, sql.LOCK_USER)  # not the app: long imports would wait for each other
+
     def __init__(
         self,
         who: Identity,
@@ -292,12 +284,8 @@ class ImportSession(_Import[_Outcome]):
         # of these row ids in `secure_migrated`, it returns the result of the earlier attempt.
         self._sent: dict[int, ImportStatus] = {}
 
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_SESSION, sql.LOCK_USER]
-
-    def committed(self, attempt: Attempt, owners: OwnerChanges, result: _Outcome) -> None:
+    def committed(self, attempt: Attempt, result: _Outcome) -> None:
         if (new := result[1]) is not None:
-            owners.cache()
             attempt.cache.put_session(new.session, new.witness, has_proven_head=True)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[_Outcome]:
@@ -387,7 +375,7 @@ class ImportSession(_Import[_Outcome]):
         ]
         if old.has_snapshot:
             changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-        changes += index_rows.removal_of_all(attempt, old.row.id)
+        changes += index_rows.removal(attempt, old.row.id)
         changes += new.rest
         changes.append(_update(row, new_row))
         if not (yield from self._apply(attempt, new, changes)):
@@ -410,10 +398,8 @@ class ImportSession(_Import[_Outcome]):
         return NewSession.sealed(attempt, session), mark
 
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
-        """Apply *changes* and insert the events; return False if the first change matched no row.
-
-        The first request contains *changes* and the first group of events.  Each further group is
-        inserted by a request of its own.
+        """Apply *changes* and insert the first group of events, then each further group; return
+        False if the first change matched no row.
         """
         first = 0
         for group in self._groups or [[]]:
@@ -455,9 +441,6 @@ class ImportState(_Import[ImportStatus]):
         super().__init__(who, seals, seals.of_state(self._tag, state), replace=replace)
         self._state = state
         self._of_user = of_user
-
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_APP, sql.LOCK_USER] if self._of_user else [sql.LOCK_APP]
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
         found = yield from read_found(attempt, sql.IMPORTED_OWNERS)
@@ -514,9 +497,6 @@ class AddTombstone(Write[None]):
         super().__init__(who)
         self._seals = seals
 
-    def contended(self) -> list[sa.Executable]:
-        return []
-
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
         tag = self.who.session_tag
         rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.numbered([tag, tag]))
@@ -528,23 +508,17 @@ class AddTombstone(Write[None]):
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
-    """Remember that nothing of a user must be imported.
+    """Store *tombstone* of a user, in a transaction of its own.
 
-    *tombstone* is the row to store, as `Seals.tombstone` returns it.
-
-    Run this function in a transaction of its own.  After the commit, every import of the user has
-    either been committed, or finds the tombstone and stores nothing.
-
-    - On PostgreSQL, no query sees the rows of an import that is not committed yet.  Therefore, this
-      function waits for all running imports, and later imports wait for the tombstone.
-    - SQLite needs no such lock, because it runs one write at a time.
-    - MySQL and MariaDB need no such lock, either.  An import inserts the user's version witness
-      before it looks for the tombstone.  The erasure deletes this version witness, and its deletion
-      waits until that import has ended.  On a cluster, the erasure also writes a version witness
-      that does not exist, so that it conflicts with an import on another node.
+    After the commit, every import of the user has either been committed, or finds the tombstone and
+    stores nothing.  On PostgreSQL, this function waits for all running imports, whose rows no query
+    sees yet, and later imports wait for the tombstone.  MySQL and MariaDB need no such lock: an
+    import inserts the user's version witness before it looks for the tombstone, and the erasure
+    waits for it when it deletes this version witness.  On a cluster, the erasure also writes a
+    version witness that does not exist, so that it conflicts with an import on another node.
     """
-    # While this waits for running imports, later imports wait for this.  If it waits longer than
-    # `_LOCK_WAIT`, it fails, and the later imports run.  The caller then repeats the transaction.
+    # If this waits longer than `_LOCK_WAIT`, it fails, and the later imports run.  The caller then
+    # repeats the transaction.
     dialect_of(connection).lock_tables(connection, migrated, timeout=_LOCK_WAIT)
     has_tag = migrated.c.tag == tombstone.tag
     if connection.scalar(sa.select(sa.func.count()).select_from(migrated).where(has_tag)):
@@ -567,7 +541,6 @@ class MigrationEnd(Enum):
 
     @property
     def source_is_erased(self) -> bool:
-        """Whether rows of the source may have been deleted."""
         return self is MigrationEnd.SOURCE_ERASED
 
     def mark(self, keyring: Keyring) -> str:
@@ -577,7 +550,10 @@ class MigrationEnd(Enum):
 
 
 class Imports:
-    """Stores what is imported into a database, and tells what was imported before."""
+    """Stores what is imported into a database, and tells what was imported before.
+
+    The first import adds *feature*.
+    """
 
     def __init__(
         self, unit: UnitOfWork, index: SearchIndex | None = None, *, create_table: bool = True
@@ -585,11 +561,7 @@ class Imports:
         self._unit = unit
         self._index = index
         self._expiry = Feature(unit, FeatureName.EXPIRY)
-        self._feature = Feature(unit, FeatureName.MIGRATION, create_table=create_table)
-
-    async def prepare_imports(self) -> None:
-        """Create the table and add the feature, if they are missing, as every write does."""
-        await self._feature.ensure()
+        self.feature: Feature = Feature(unit, FeatureName.MIGRATION, create_table=create_table)
 
     async def import_session(
         self,
@@ -607,20 +579,15 @@ class Imports:
     ) -> ImportStatus:
         """Store a session of another database with all its events, in one transaction.
 
-        If the rows of its app and its user are missing, they are created with empty states.  Call
-        `import_state` after all sessions were imported.  Several tasks may call this method at the
-        same time, which is several times as fast.
-
-        If the session is stored already, or was deleted, the session may be left unchanged:
-        `ImportStatus` lists the cases.  With *replace*, a session that was imported before from
-        another version is replaced, if no service has changed it since.
+        If the rows of its app and its user are missing, they are created with empty states, so
+        import states last.  With *replace*, a session that was imported before from another version
+        is replaced, if no service has changed it since.  The caller must check the ids.
 
         *state* is the session's own state, as `states.encode` returns it.  *source_version* is a
         text that differs after each change of the session in the source.  The times are in
-        microseconds UTC; *expires_at* is None for a session that does not expire.  The caller must
-        check that the ids are within the limits of services.
+        microseconds UTC; *expires_at* is None for a session that does not expire.
         """
-        await self._feature.ensure()
+        await self.feature.ensure()
         if self._index is not None:
             await self._index.declare_configured(app_name)
         if expires_at is not None:
@@ -636,13 +603,12 @@ class Imports:
     async def import_state(
         self, owner: AppOrUser, state: bytes, *, replace: bool = False
     ) -> ImportStatus:
-        """Set the state of a user or an app exactly to *state*.
+        """Set the state of a user or an app exactly to *state*, as `states.encode` returns it.
 
-        *state* is JSON that `states.encode` returns; its keys have no prefix `app:` or `user:`.  An
-        empty state, as `import_session` creates it, is always replaced.  *replace* and the result
-        are those of `import_session`.
+        An empty state, as `import_session` creates it, is always replaced.  *replace* and the
+        result are those of `import_session`.
         """
-        await self._feature.ensure()
+        await self.feature.ensure()
         if self._index is not None:
             await self._index.declare_configured(owner[0])
         of_user = len(owner) > 1
@@ -650,44 +616,35 @@ class Imports:
         operation = ImportState(who, await self._seals(), state, of_user=of_user, replace=replace)
         return await self._unit.run(operation)
 
-    async def imported(self, ids: Iterable[_Ids]) -> dict[_Ids, Imported]:
-        """Return the rows of `secure_migrated` for those of the sessions *ids* that have a row.
+    async def imported(self, ids: Iterable[K]) -> dict[K, Imported]:
+        """Return the rows of `secure_migrated` for those *ids* that have one.
 
-        If a session's user was erased, the result for the session is a tombstone.
+        Ids are those of an app, of a user, or of a session.  If a session's user was erased, the
+        result for the session is a tombstone.
         """
-        if not await self._feature.is_added():
+        if not await self.feature.is_added():
             return {}
         seals, wanted = await self._seals(), list(ids)
-        index = seals.keyring.index
-        found = await self._imported(sessions, seals, {ids: index.session(*ids) for ids in wanted})
-        of_users = {ids: index.user(*ids[:2]) for ids in wanted}
+        index, found = seals.keyring.index, dict[K, Imported]()
+        tags_of: list[Callable[..., bytes]] = [index.app, index.user, index.session]
+        for number, (table, tag_of) in enumerate(
+            zip((apps, users, sessions), tags_of, strict=True), 1
+        ):
+            tags = {one: tag_of(*one) for one in wanted if len(one) == number}
+            found |= await self._imported(table, seals, tags)
+        of_users = {one: index.user(*one[:2]) for one in wanted if len(one) == 3}
         for one, of_user in (await self._imported(users, seals, of_users)).items():
             if of_user.row.is_tombstone:
                 found[one] = of_user._replace(stored=found[one].stored if one in found else None)
         return found
 
-    async def imported_states(self, owners: Iterable[AppOrUser]) -> dict[AppOrUser, Imported]:
-        """Return the rows of `secure_migrated` for those of the *owners* that have a row."""
-        if not await self._feature.is_added():
-            return {}
-        seals, wanted = await self._seals(), list(owners)
-        index = seals.keyring.index
-        of_apps = {ids: index.app(*ids) for ids in wanted if len(ids) == 1}
-        of_users = {ids: index.user(*ids) for ids in wanted if len(ids) > 1}
-        found = await self._imported(apps, seals, of_apps)
-        return found | await self._imported(users, seals, of_users)
-
     async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
-        """Store a tombstone: a row that forbids importing the session.
-
-        If *session_id* is None, the tombstone forbids importing the user's state and all sessions
-        of the user.
+        """Store a tombstone of the session or, if *session_id* is None, of all that the user has.
 
         Call this before deleting the session, or the user's rows.  Otherwise, an import could
-        restore them.  After this call for a user, every running import of the user has either been
-        committed, or stores nothing.
+        restore them.
         """
-        await self._feature.ensure()
+        await self.feature.ensure()
         who = await self._unit.identify(app_name, user_id, session_id or "")
         seals = await self._seals()
         if session_id is not None:
@@ -695,19 +652,14 @@ class Imports:
             return
         await self._unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
 
-    async def has_imports(self) -> bool:
-        """Return whether the database has the feature `migration`, which the first import adds."""
-        return await self._feature.is_added()
-
     async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
 
-        The mark replaces a stored one, even one that was tampered with, but never `SOURCE_ERASED`:
-        return False if that one is stored.  Without it, a later migration from the same source
-        could replace or delete the only copies of sessions.
+        Return False if `SOURCE_ERASED` is stored, which stays.  Without it, a later migration from
+        the same source could replace or delete the only copies of sessions.
         """
         end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
-        await self._feature.ensure()
+        await self.feature.ensure()
         keyring = (await self._unit.keys()).keyring
 
         def store(connection: sa.Connection) -> bool:

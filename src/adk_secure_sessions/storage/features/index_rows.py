@@ -92,8 +92,7 @@ def declare(
 ) -> None:
     """Store the mark that writers maintain the rows of these keys, if they have no authentic mark.
 
-    If the app with *app_tag* is not stored, it has no sessions, so the mark says that the rows are
-    complete.
+    If the app is not stored, it has no sessions, so the mark says that the rows are complete.
     """
     is_stored = connection.scalar(sa.select(apps.c.id).where(apps.c.tag == app_tag)) is not None
     state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
@@ -164,8 +163,8 @@ def insertion(row_id: int, found: Entries) -> list[Change]:
     return [Change(sql.INSERT_INDEXED, {}, must_match_row=False, rows=rows)] if rows else []
 
 
-def update(row_id: int, found: Entries) -> list[Change]:
-    """Return the changes that store these rows, or update rows that are stored already.
+def update(row_id: int, found: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
+    """Return the changes that insert or update these rows, and delete those of the keys *removed*.
 
     A change of the same transaction must lock the row of the session or the user.
     """
@@ -175,18 +174,13 @@ def update(row_id: int, found: Entries) -> list[Change]:
         changes.append(Change(sql.UPDATE_INDEXED, at, must_match_row=False))
         row = IndexedRow(row_id, key_tag, value_tag)._asdict()
         changes.append(Change(sql.INSERT_MISSING_INDEXED, row, must_match_row=False))
+    for tag in removed:
+        at = {"at_id": row_id, "at_key": tag}
+        changes.append(Change(sql.DELETE_INDEXED, at, must_match_row=False))
     return changes
 
 
-def removal(row_id: int, key_tags: Iterable[bytes]) -> list[Change]:
-    """Return the changes that delete the rows of these keys, which may be missing."""
-    return [
-        Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}, must_match_row=False)
-        for tag in key_tags
-    ]
-
-
-def removal_of_all(attempt: Attempt, row_id: int) -> list[Change]:
+def removal(attempt: Attempt, row_id: int) -> list[Change]:
     """Return the changes that delete all rows of a session that is deleted."""
     if not attempt.keys.keyring.indexed_keys or attempt.who.is_collection:
         return []

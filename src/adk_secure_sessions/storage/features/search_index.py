@@ -3,8 +3,6 @@
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-import sqlalchemy as sa
-
 from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import canonical
@@ -59,10 +57,9 @@ class SearchIndex:
         value: object,
         options: PageOptions,
     ) -> PageOfSessions:
-        """Return a page of the sessions of an app whose state contains *key* with *value*.
+        """Return a page of the sessions of an app whose state contains *key* with *value*, JSON.
 
-        *key* is a key of the session's state, or `user:` and a key of the user's state.  *value* is
-        a JSON value, as it would be stored.
+        *key* is a key of the session's state, or `user:` and a key of the user's state.
         """
         index_rows.check_key(key)
         who = await self._unit.identify(app_name)
@@ -141,10 +138,7 @@ class Lookup:
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
     def matches(self, view: SessionWithStates) -> bool:
-        """Return whether the state of *view* has the value.
-
-        If a state is malformed, return True, so that the caller finds the error.
-        """
+        """Return whether the state of *view* has the value, or is malformed: the caller raises."""
         session = view.session
         states = (
             [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
@@ -161,8 +155,7 @@ class Lookup:
 class FindPage(ListPage):
     """Read a page of the sessions of an app whose state has the value of *lookup*.
 
-    The index is not authenticated, so the state of each session that it lists is compared.  The
-    page says nothing about sessions that the index does not list.
+    The index is not authenticated, so the state of each session that it lists is compared.
     """
 
     def __init__(self, who: Identity, options: PageOptions, lookup: Lookup) -> None:
@@ -190,10 +183,10 @@ class FindPage(ListPage):
 
 
 class CheckIndexed(ReadOperation):
-    """Compare the rows of a session, or of a user, with the state.
+    """Compare the rows of a session, or of a user, with the state, for the tags of *keys*.
 
-    `attempt` returns the row id in `secure_state_index` and the differences; None if the session
-    or the user does not exist.  *keys* are the tags of the keys to compare.
+    Return the row id in `secure_state_index` and the differences; None if there is no such session
+    or user.
     """
 
     reads_keys = True
@@ -224,9 +217,7 @@ class CorrectIndexed(Write[int]):
         super().__init__(who)
         self._keys = frozenset(keys)
         self._of_user = of_user
-
-    def contended(self) -> list[sa.Executable]:
-        return [sql.LOCK_USER] if self._of_user else [sql.LOCK_SESSION]
+        self.locks = (sql.LOCK_USER,) if of_user else (sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
         forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
