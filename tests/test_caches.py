@@ -13,6 +13,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
 )
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.storage.writes import EnsureOwners
 
 
 def caches(holder: object) -> list[Lru[object, object]]:
@@ -51,6 +52,20 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
         sizes = [len(cache._entries) for cache in caches(service._unit)]
         assert len(sizes) == 6, "a cache was added, or is no longer found"
         assert all(0 < size <= 5 for size in sizes), sizes
+
+
+async def test_owners_that_were_found_for_a_wrapper_are_cached(tmp_path: Path) -> None:
+    url, backend = f"sqlite:///{tmp_path}/s.db", AesGcmBackend(os.urandom(32))
+    async with EncryptedSessionService(url, backend) as service:
+        await service.create_session(app_name="a", user_id="u")
+    async with EncryptedSessionService(url, backend) as service:
+        await service._unit.run(EnsureOwners(await service._unit.identify("a", "u")))
+        opened = service._unit._opened
+        assert opened
+        assert (len(opened.rows.apps._entries), len(opened.rows.users._entries)) == (
+            1,
+            1,
+        )
 
 
 # --- what stays in memory ------------------------------------------------------------------------

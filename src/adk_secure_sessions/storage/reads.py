@@ -399,7 +399,7 @@ class _Listing(ReadOperation):
                 if is_wanted and (row.base_revision == COLLECTION) == collections:
                     views.append(SessionWithStates(session, user.user_id, app_state, user.state))
             except DecryptionError as error:
-                self._skip_or_raise(error)
+                self._skip_or_raise(attempt, error)
         return views
 
     async def _users(self, attempt: Attempt, executors: Executors, found: Found) -> list[Owner]:
@@ -408,7 +408,7 @@ class _Listing(ReadOperation):
             try:
                 user = sealed_rows.open_user(attempt, found)
             except DecryptionError as error:
-                self._skip_or_raise(error)
+                self._skip_or_raise(attempt, error)
                 found.sessions.clear()
                 return []
             return [user] if user else []
@@ -420,11 +420,12 @@ class _Listing(ReadOperation):
             try:
                 opened.append(sealed_rows.open_owner(attempt, found, row))
             except DecryptionError as error:
-                self._skip_or_raise(error)
+                self._skip_or_raise(attempt, error)
         return opened
 
-    def _skip_or_raise(self, error: DecryptionError) -> None:
-        if not self._skip:
+    def _skip_or_raise(self, attempt: Attempt, error: DecryptionError) -> None:
+        may_find_key = isinstance(error, UnknownKeyError) and not attempt.missing_is_final
+        if may_find_key or not self._skip:
             raise error
         record_rejected(error)
         logger.error("left out of a listing: %s", error)

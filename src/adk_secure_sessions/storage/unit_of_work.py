@@ -239,6 +239,7 @@ class Attempt(NamedTuple):
     began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
+    missing_is_final: bool = True  # no later attempt may find a data key that is missing
 
     def remember(self, put: Callable[[], None]) -> None:
         """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
@@ -471,7 +472,7 @@ class UnitOfWork:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
             attempt = Attempt(
                 who, keys, opened.rows, source, is_first, opened.rows.time, retries.locks_rows,
-                [] if operation.writes else None,
+                [] if operation.writes else None, reads_keys and missing_is_final,
             )  # fmt: skip
             is_first = False
             try:

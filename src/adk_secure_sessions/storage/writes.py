@@ -731,6 +731,7 @@ class EnsureOwners(Write[StagedKeys]):
         if app and user and user.app_row == app.row.id:
             keys = attempt.keys
             if all(keys.is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
+                attempt.remember_all()
                 return keys
         return await super().attempt(attempt, executors)
 
