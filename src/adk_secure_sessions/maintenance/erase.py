@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -223,7 +224,7 @@ class _Deletion:
         self._dialect.overwrite_deleted(self.connection)
         for _ in range(_MOST_PASSES):
             self._pass()
-            if not self._count():
+            if not self._rows_left():
                 return
         raise DatabaseError(
             "the database does not delete the rows of the user: remove triggers and rules of its "
@@ -240,14 +241,12 @@ class _Deletion:
             self._delete(data_keys, data_keys.c.owner == self.tag)
             self._require_keyring()  # the deletion may have waited for `move_keys`
 
-    def _count(self) -> int:
+    def _rows_left(self) -> int:
         """Return the number of rows that a pass would delete now."""
-        counts, self.counts = self.counts, Counter()
-        self.dry_run = True
-        self._pass()
-        found = self.counts.total()
-        self.counts, self.dry_run = counts, False
-        return found
+        counting = copy(self)  # knows the same sets of users and sessions
+        counting.dry_run, counting.counts = True, Counter()
+        counting._pass()
+        return counting.counts.total()
 
     def _find_keys(self) -> None:
         self._require_keyring()
@@ -280,7 +279,7 @@ class _Deletion:
         found = self._locked_sessions()
         self._sessions.update(found)
         if self.dry_run:
-            found = list(self._sessions)  # `_count` also counts what was left of deleted sessions
+            found = list(self._sessions)  # `_rows_left` also counts rows of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
         self._delete(witnesses, witnesses.c.tag == self.tag)
         if not self.dry_run:  # another node may just import the user
