@@ -160,7 +160,7 @@ def erase_source(db: Database, confirm: str | None, dry_run: bool, **options: An
     options |= {"dry_run": dry_run, "confirm": confirm}
     change = "" if dry_run else "delete the sessions of the source"
     done = _run(db, "compare", migration.erase_source, change=change, **options)
-    notes = chain(comparison_notes(done.comparison, dry_run), erasure_notes(done, dry_run))
+    notes = chain(comparison_notes(done.comparison, dry_run), source_erasure_notes(done, dry_run))
     finish(done, notes)
 
 
@@ -234,7 +234,7 @@ def comparison_notes(done: "migration.Comparison", dry_run: bool = False) -> Ite
         yield "both sides are equal; to end the migration, compare without --app and --since"
 
 
-def erasure_notes(done: "migration.SourceErasure", dry_run: bool) -> Iterator[str]:
+def source_erasure_notes(done: "migration.SourceErasure", dry_run: bool) -> Iterator[str]:
     if done.changed:
         yield (
             "nothing was deleted, because the source has changed since it was compared: end every "

@@ -21,7 +21,7 @@ from adk_secure_sessions.integrations.artifact_versions import scope_and_name, v
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, Problem
-from adk_secure_sessions.maintenance.decrypted_rows import SessionIds, located_sessions
+from adk_secure_sessions.maintenance.decrypted_rows import SessionIds, sessions_with_ids
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems, reject_orphans
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
@@ -257,21 +257,21 @@ async def artifacts_of(
     Add all rows that cannot be decrypted to *problems*: they may belong to artifacts.
     """
     collections = Collections(db.unit)
-    async for page in located_sessions(db):
-        for located in page:
+    async for page in sessions_with_ids(db):
+        for stored in page:
             try:
-                ids = located.known_ids()
+                ids = stored.known_ids()
                 if not ids.is_collection or scope_and_name(ids.session_id) is None:
                     continue
                 found = await collections.get(*ids[:3])
                 if found is None:
                     continue
-                # If the tag of the located row was modified, `get` may have found another row.  But
-                # it is no error if the located row was deleted and another row was created.
-                if found.at.session_row != located.id and await collections.is_stored(located.id):
+                # If the tag of the stored row was modified, `get` may have found another row.  But
+                # it is no error if the stored row was deleted and another row was created.
+                if found.at.session_row != stored.id and await collections.is_stored(stored.id):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
                 versions_of(found)
             except UNREADABLE as error:
-                problems.add_error(error, sessions.name, located.id)
+                problems.add_error(error, sessions.name, stored.id)
             else:
                 yield ids, found

@@ -63,11 +63,11 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
     for table in tables:
         query = _CLAIMED_EVENTS if table is events else number_of(table)
         ((count,),) = await db.reader_of(table)(query, {})
-        total += bounded(count)
+        total += plausible(count)
     return total
 
 
-def bounded(number: Any) -> int:
+def plausible(number: Any) -> int:
     """Convert *number*, the result of a SUM, to an integer from 0 to 10**15.
 
     If the values were tampered with, they may be negative, or their sum may be infinite.

@@ -54,7 +54,7 @@ class SessionIds(NamedTuple):
     is_collection: bool = False
 
 
-class LocatedSession(NamedTuple):
+class SessionWithIds(NamedTuple):
     """A row of `secure_sessions`, and its decrypted ids or, if it is not authentic, the error."""
 
     columns: SessionRow
@@ -71,9 +71,9 @@ class LocatedSession(NamedTuple):
         return self.ids
 
 
-async def located_sessions(
+async def sessions_with_ids(
     db: Database, query: sa.Select[Any] | None = None, **parameters: object
-) -> AsyncIterator[list[LocatedSession]]:
+) -> AsyncIterator[list[SessionWithIds]]:
     """Yield sessions and collections in pages, each with its decrypted ids or an error.
 
     If ids were decrypted, the row is authentic.  The events, the snapshot and the version witness
@@ -82,16 +82,16 @@ async def located_sessions(
     query, size = SESSION_ROWS if query is None else query, db.limits.rows
     walk = pages(db.unit.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
-        yield await _located(db, rows)
+        yield await _with_ids(db, rows)
 
 
-def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[LocatedSession]]:
-    return located_sessions(db, _OF_USER, user_row=user_row)
+def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[SessionWithIds]]:
+    return sessions_with_ids(db, _OF_USER, user_row=user_row)
 
 
-async def located(db: Database, row_ids: Iterable[int]) -> list[LocatedSession]:
-    """Return the sessions and collections with these row ids; see `located_sessions`."""
-    return await _located(db, await _with_ids(db, row_ids))
+async def sessions_in_rows(db: Database, row_ids: Iterable[int]) -> list[SessionWithIds]:
+    """Return the sessions and collections with these row ids; see `sessions_with_ids`."""
+    return await _with_ids(db, await _stored_rows(db, row_ids))
 
 
 def app_name_of(stored: object) -> str:
@@ -168,32 +168,32 @@ async def read_owner_with_tag(
     return None
 
 
-async def _located(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
-    found = await _decrypted(db, rows)
+async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
+    found = await _decrypt_all(db, rows)
     if not any(isinstance(one.ids, Exception) for one in found):
         return found
     # After the query for the sessions, another process may have erased a user, or re-encrypted
     # sessions and retired their old data keys.  So read everything again.
-    return await _decrypted(db, await _with_ids(db, [row.id for row in rows]))
+    return await _decrypt_all(db, await _stored_rows(db, [row.id for row in rows]))
 
 
-async def _decrypted(db: Database, rows: Sequence[SessionRow]) -> list[LocatedSession]:
+async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
     owners: dict[object, tuple[UserRow, object]] = {}
     user_rows = {row.user_row for row in rows}
     for *user, app_name in await rows_where(db.unit.read, _USERS_WITH_APP, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
     keys = await db.unit.data_keys_of(*(user.tag for user, _ in owners.values()))
-    return [_locate(row, owners.get(row.user_row), keys) for row in rows]
+    return [_decrypt_ids(row, owners.get(row.user_row), keys) for row in rows]
 
 
-async def _with_ids(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
+async def _stored_rows(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
     rows = await rows_where(db.unit.read, SESSION_ROWS, sessions.c.id, row_ids)
     return sorted(SessionRow(*row) for row in rows)
 
 
-def _locate(
+def _decrypt_ids(
     row: SessionRow, owner: tuple[UserRow, object] | None, keys: StagedKeys
-) -> LocatedSession:
+) -> SessionWithIds:
     """Decrypt the ids of *row*; *owner* is its user's row, and the name of the user's app."""
     try:
         if owner is None:
@@ -208,9 +208,9 @@ def _locate(
             context = _SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
-        return LocatedSession(row, error)
+        return SessionWithIds(row, error)
     is_collection = row.base_revision == COLLECTION
-    return LocatedSession(row, SessionIds(app_name, user_id, session_id, is_collection))
+    return SessionWithIds(row, SessionIds(app_name, user_id, session_id, is_collection))
 
 
 # --- the records of one owner --------------------------------------------------------------------

@@ -145,7 +145,7 @@ class _Place(NamedTuple):
 
 
 class _Move:
-    """One run of `move_keys`; `_look` sets what it has found in the two databases."""
+    """One run of `move_keys`; `_survey_and_check` sets what it has found in the two databases."""
 
     def __init__(self, db: Database, to: KeyPlace, progress: Progress | None) -> None:
         self._db = db
@@ -161,7 +161,7 @@ class _Move:
         self.has_audit_table: bool = False
 
     async def transfer(self) -> KeyMove:
-        await self._look()
+        await self._survey_and_check()
         has_begun = self._has_arrived or FeatureName.MOVING in self._found[0].features
         for place, survey in zip((self._source, self._target), self._found, strict=True):
             if survey.format_version is not None:
@@ -169,7 +169,7 @@ class _Move:
         if not self._has_arrived:
             await self._copy(*self._found)
             await self._data.change(self._switch)
-            await self._look()
+            await self._survey_and_check()
         source, target = self._found
         copy = await _fingerprint(self._target.read)
         if source.keyring and await _fingerprint(self._source.read) != copy:
@@ -183,7 +183,7 @@ class _Move:
         to, done = self._target.name, not obstacles
         return KeyMove(to, *copy[:2], has_begun, done, tuple(obstacles))
 
-    async def _look(self) -> None:
+    async def _survey_and_check(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
         data = await repeated(lambda: look_at(self._data.executor))
         keys = await repeated(lambda: look_at(self._keys.executor, is_key_database=True))

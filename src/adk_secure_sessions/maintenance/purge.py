@@ -14,7 +14,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
     SESSION_ROWS,
     SessionIds,
-    located_sessions,
+    sessions_with_ids,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -90,16 +90,16 @@ async def purge(
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     done = Purge(before=before)
-    async for page in located_sessions(db, _DUE_SESSIONS, **times):
-        for located in page:
+    async for page in sessions_with_ids(db, _DUE_SESSIONS, **times):
+        for stored in page:
             await meter.advance()
             try:
-                ids = located.known_ids()
+                ids = stored.known_ids()
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     continue
                 is_deleted = await _delete(db, ids, is_due, dry_run)
             except UNREADABLE as error:
-                problems.add_error(error, sessions.name, located.id)
+                problems.add_error(error, sessions.name, stored.id)
                 done.bad += 1
             else:
                 done.deleted += is_deleted

@@ -21,9 +21,9 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
     all_data_keys,
     header_of,
-    located_sessions,
     read_owner_with_tag,
     sessions_of,
+    sessions_with_ids,
 )
 from adk_secure_sessions.maintenance.owners import by_age
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed, reject_orphans
@@ -166,7 +166,7 @@ async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
     An attacker may have moved the session's row to another user.  Then the owner of the session is
     unknown, so the session may need any data key.
     """
-    async for page in located_sessions(db):
+    async for page in sessions_with_ids(db):
         for one in page:
             if isinstance(one.ids, Exception):
                 detail = (

@@ -15,11 +15,11 @@ from adk_secure_sessions.formats.states import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
-    LocatedSession,
     OwnerRow,
-    located_sessions,
+    SessionWithIds,
     owner_rows,
     read_owner,
+    sessions_with_ids,
 )
 from adk_secure_sessions.maintenance.problems import (
     UNREADABLE,
@@ -106,7 +106,7 @@ async def fill_index(
     run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
     if of_users:
         await run.fill(users, owner_rows(db, users), run.fill_user)
-    await run.fill(sessions, located_sessions(db), run.fill_session)
+    await run.fill(sessions, sessions_with_ids(db), run.fill_session)
     done = run.done
     app_tag = (await db.unit.identify(app_name)).app_tag
     done.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
@@ -186,8 +186,8 @@ class _Filler:
             await self._correct(found[1].user_id, of_user=True)
             self.done.users += 1
 
-    async def fill_session(self, located: LocatedSession) -> None:
-        ids = located.known_ids()
+    async def fill_session(self, stored: SessionWithIds) -> None:
+        ids = stored.known_ids()
         if not ids.is_collection and ids.app_name == self._app_name:
             await self._correct(ids.user_id, ids.session_id, of_user=False)
             self.done.sessions += 1

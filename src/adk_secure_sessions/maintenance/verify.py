@@ -19,12 +19,12 @@ from adk_secure_sessions.maintenance.audit_commands import UNLISTED
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
-    LocatedSession,
     OwnerRow,
+    SessionWithIds,
     all_data_keys,
-    located_sessions,
     owner_rows,
     read_owner,
+    sessions_with_ids,
 )
 from adk_secure_sessions.maintenance.problems import (
     UNREADABLE,
@@ -125,9 +125,9 @@ async def verify(
     if indexed.name in of_features:
         await run.check_marks()
     await run.check_owners()
-    async for page in located_sessions(db):
-        for located in page:
-            await run.check_session(located)
+    async for page in sessions_with_ids(db):
+        for stored in page:
+            await run.check_session(stored)
     if imports:
         await run.check_imports()
     await run.check_features()
@@ -269,14 +269,14 @@ class _Verifier:
         except UNREADABLE:
             return False
 
-    async def check_session(self, located: LocatedSession) -> None:
+    async def check_session(self, stored: SessionWithIds) -> None:
         rows = 1
         try:
             # Read the whole session in one statement, as a service does, so that its rows fit
             # together even if a service is writing.
-            ids = located.known_ids()
+            ids = stored.known_ids()
             who = await self._db.unit.identify(*ids)
-            if who.session_tag != located.columns.tag:
+            if who.session_tag != stored.columns.tag:
                 kind = "collection" if ids.is_collection else "session"
                 raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
             is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
@@ -305,7 +305,7 @@ class _Verifier:
                     self.done.events += len(history)
                     await self._check_indexed(who, of_user=False)
         except UNREADABLE as error:
-            self.done.unchecked += self.problems.add_error(error, sessions.name, located.id)
+            self.done.unchecked += self.problems.add_error(error, sessions.name, stored.id)
         await self._meter.advance(rows)
 
 

@@ -207,7 +207,7 @@ class AdkQueries:
         rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(limit)).all()
         if not rows:
             return [], None
-        keys = [self._key(row[:3]) for row in rows]
+        keys = [self._text_ids(row[:3]) for row in rows]
         counting = sa.select(*_SESSION_KEY, sa.func.count(), size)
         counting = counting.join_from(_s, _e, _OF_SESSION).group_by(*_SESSION_KEY)
         counting = counting.where(*conditions, *self._after(_SESSION_KEY, after))
@@ -250,7 +250,7 @@ class AdkQueries:
     def session_columns(
         self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
     ) -> dict[tuple[Any, ...], Row]:
-        """Return the rows of the sessions *keys*, by ids in the form that `key` returns."""
+        """Return the rows of the sessions *keys*, by ids in the form that `driver_ids` returns."""
         query = sa.select(*_SESSION_KEY, *_columns(self._json(_s.c.state)))
         query = query.where(self._is_one_of(_SESSION_KEY, keys))
         return {tuple(row[:3]): row for row in connection.execute(query)}
@@ -293,7 +293,7 @@ class AdkQueries:
             query = query.where(self._is_one_of(_EVENT_KEY, keys))
         return connection.execute(query.order_by(_e.c.timestamp, second)).all()
 
-    def key(self, session: SourceSession) -> tuple[Any, ...]:
+    def driver_ids(self, session: SourceSession) -> tuple[Any, ...]:
         """Return the three ids of *session* in the form in which the driver returns them."""
         if self.dialect == "sqlite":
             return tuple(name.encode() for name in session[:3])
@@ -338,7 +338,7 @@ class AdkQueries:
         query = sa.select(*key, self._json(table.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
         rows = connection.execute(query).all()
-        found = [(self._key(row[:-1]), row[-1]) for row in rows]
+        found = [(self._text_ids(row[:-1]), row[-1]) for row in rows]
         return found, found[-1][0] if len(rows) == STATES else None
 
     def aliases(
@@ -373,7 +373,7 @@ class AdkQueries:
             if rows := ", ".join(map(str, connection.scalars(query))):
                 raise ConfigurationError(f"the table {table.name} has (in row {rows}) {_NOT_TEXT}")
 
-    def _key(self, names: Sequence[Any]) -> After:
+    def _text_ids(self, names: Sequence[Any]) -> After:
         try:
             return tuple(map(adk_rows.to_text, names))
         except (TypeError, ValueError):

@@ -146,7 +146,7 @@ class AdkTables(Source):
             history = histories.get((app_name, user_id, session_id))
             if history is not None:
                 history.append(columns)
-        stored = [(session, queries.key(session)) for session in sessions]
+        stored = [(session, queries.driver_ids(session)) for session in sessions]
         return await self._convert(
             lambda: {
                 session: readable(queries.content, session, rows[key], histories[key])

@@ -10,13 +10,13 @@ from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.formats.states import JsonObject, loads
-from adk_secure_sessions.maintenance.counts import bounded
+from adk_secure_sessions.maintenance.counts import plausible
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
-    LocatedSession,
-    located_sessions,
+    SessionWithIds,
     owner_rows,
     read_owner,
+    sessions_with_ids,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.migration.sources import (
@@ -93,13 +93,13 @@ class EncryptedSource(Source):
         return int(number)
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
-        async for located in located_sessions(self._db):
-            wanted = [one for one in located if _is_wanted(one, selection)]
+        async for page in sessions_with_ids(self._db):
+            wanted = [one for one in page if _is_wanted(one, selection)]
             if not wanted:
                 continue
-            sizes = await self._sizes(Span(located[0].id - 1, located[-1].id))
+            sizes = await self._sizes(Span(page[0].id - 1, page[-1].id))
 
-            def size_of(one: LocatedSession, sizes: dict[int, int] = sizes) -> int:
+            def size_of(one: SessionWithIds, sizes: dict[int, int] = sizes) -> int:
                 return sizes.get(one.id, 0) + len(one.columns.state)
 
             for batch in grouped(wanted, size_of, len(wanted), _BATCH):
@@ -148,11 +148,11 @@ class EncryptedSource(Source):
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
             for row, size in await span.read(self._db.unit.read, query, key):
-                sizes[row] = sizes.get(row, 0) + bounded(size)
+                sizes[row] = sizes.get(row, 0) + plausible(size)
         return sizes
 
 
-def _is_wanted(one: LocatedSession, selection: Selection) -> bool:
+def _is_wanted(one: SessionWithIds, selection: Selection) -> bool:
     if isinstance(one.ids, Exception):
         return True
     if one.ids.is_collection or one.columns.expires_at <= _now():
@@ -161,7 +161,7 @@ def _is_wanted(one: LocatedSession, selection: Selection) -> bool:
     return is_recent and selection.app_name in (None, one.ids.app_name)
 
 
-def _source_session(one: LocatedSession) -> SourceSession:
+def _source_session(one: SessionWithIds) -> SourceSession:
     if isinstance(one.ids, Exception):
         return SourceSession("", "", f"{sessions.name} row {one.id}", NO_IDS + reason_of(one.ids))
     # Every change of a session increases its revision, and a session that is created again has

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats import states
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.maintenance.decrypted_rows import located
+from adk_secure_sessions.maintenance.decrypted_rows import sessions_in_rows
 from adk_secure_sessions.maintenance.problems import Listed
 from adk_secure_sessions.migration.encrypted import reason_of
 from adk_secure_sessions.migration.sources import (
@@ -162,7 +162,7 @@ class Walk:
         the table and row.
         """
         for tag, row in self._missing.items():
-            for found in await located(self.target, [row]):
+            for found in await sessions_in_rows(self.target, [row]):
                 if isinstance(found.ids, Exception):
                     ids = ("", "", f"{sessions.name} row {row}")
                     yield ids, tag, Unreadable(undecryptable(found.ids))
