@@ -10,7 +10,7 @@ import pytest
 import adk_secure_sessions
 from adk_secure_sessions import EncryptedSessionService, maintenance
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.states import MAX_KEY_BYTES, MAX_STATE_LEVELS
+from adk_secure_sessions.formats.json_text import MAX_KEY_BYTES, MAX_STATE_LEVELS
 from adk_secure_sessions.keys import specs
 from adk_secure_sessions.service import MAX_ID_BYTES
 from tests.benchmarks import plan

@@ -30,7 +30,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
 )
 from adk_secure_sessions.formats import events, json_text
-from adk_secure_sessions.formats.states import encode, loads
+from adk_secure_sessions.formats.json_text import encode_state, load_state
 from tests import format_reader
 from tests.processes import FORKS
 
@@ -59,7 +59,7 @@ def _read_all(connection: Connection) -> None:
     def read(plaintext: bytes) -> Any:
         try:
             if plaintext.startswith(b"{"):
-                return loads(plaintext)
+                return load_state(plaintext)
             return events.decode(plaintext, 1, 0).model_dump()
         except Exception as error:
             return type(error).__name__
@@ -185,7 +185,7 @@ def test_accepted_state_is_read_by_another_process(elsewhere: Read, examples: in
     def check(state: dict[str, Any]) -> None:
         nonlocal accepted
         try:
-            plaintext = encode(state)
+            plaintext = encode_state(state)
         except ValueError:
             return
         accepted += 1
@@ -203,10 +203,10 @@ def test_accepted_state_of_any_values_is_read_by_another_process(
     @given(st.dictionaries(TEXTS, ANY, max_size=4))
     def check(state: dict[str, Any]) -> None:
         try:
-            plaintext = encode(state)
+            plaintext = encode_state(state)
         except ValueError:
             return
-        assert elsewhere(plaintext) == by_the_page(plaintext) == loads(plaintext)
+        assert elsewhere(plaintext) == by_the_page(plaintext) == load_state(plaintext)
 
     check()
 
@@ -233,7 +233,7 @@ def test_event_within_the_limits_is_read_equal_by_another_process(
     @given(st.lists(JSON, min_size=3, max_size=3), STATES)
     def check(values: list[Any], delta: dict[str, Any]) -> None:
         try:
-            encode({"values": values, "delta": delta})
+            encode_state({"values": values, "delta": delta})
         except ValueError:
             return
         event = made("text", values, delta)
@@ -259,14 +259,14 @@ DAMAGE = (st.floats(0, 1, exclude_max=True), PIECES, st.integers(0, 10) | st.jus
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_reading_a_damaged_plaintext_ends_in_a_value_or_in_an_error_of_ours(examples: int) -> None:
     event = made("\ud800 text", [1, {"a": [math.inf, None]}, 3], {"k": [10**4000]})
-    state = encode({"a": {"b": [1, 2.5, None, "\ud800"]}, "c": "text"})
+    state = encode_state({"a": {"b": [1, 2.5, None, "\ud800"]}, "c": "text"})
 
     @few(5 * examples)
     @given(*DAMAGE, st.booleans())
     def check(at: float, inserted: bytes, removed: int, is_state: bool) -> None:
         try:
             if is_state:
-                assert type(loads(damaged(state, at, inserted, removed))) is dict
+                assert type(load_state(damaged(state, at, inserted, removed))) is dict
             else:
                 events.decode(damaged(events.encode(event), at, inserted, removed), 1, 0)
         except (DecryptionError, ConfigurationError):

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adk_secure_sessions import DecryptionError, Reason
-from adk_secure_sessions.formats import json_text, states
-from adk_secure_sessions.formats.states import dumps, encode, loads
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.json_text import dump_state, encode_state, load_state
 
 TEXTS = st.text(st.characters(codec=None), max_size=10)  # lone surrogates among them
 VALUES = st.recursive(
@@ -36,28 +36,30 @@ class Unserializable:
 
 
 def test_prefixes_are_those_of_adk() -> None:
-    ours = (states.APP_PREFIX, states.USER_PREFIX, states.TEMP_PREFIX)
+    ours = (json_text.APP_PREFIX, json_text.USER_PREFIX, json_text.TEMP_PREFIX)
     assert ours == (State.APP_PREFIX, State.USER_PREFIX, State.TEMP_PREFIX)
 
 
 def test_keys_go_to_their_scope_without_prefix() -> None:
-    scopes = states.split({"app:a": 1, "user:b": 2, "c": 3, "temp:d": 4})
+    scopes = json_text.split_scopes({"app:a": 1, "user:b": 2, "c": 3, "temp:d": 4})
     assert scopes == ({"a": 1}, {"b": 2}, {"c": 3})
 
 
 @pytest.mark.parametrize("state", [None, {}, {"temp:a": 1}])
 def test_nothing_to_store_gives_three_empty_scopes(state: dict[str, Any] | None) -> None:
-    assert states.split(state) == ({}, {}, {})
+    assert json_text.split_scopes(state) == ({}, {}, {})
 
 
 def test_only_the_first_prefix_counts() -> None:
-    scopes = states.split({"app:user:a": 1, "user:app:b": 2, "user:": 3, "apple": 4, "App:c": 5})
+    scopes = json_text.split_scopes(
+        {"app:user:a": 1, "user:app:b": 2, "user:": 3, "apple": 4, "App:c": 5}
+    )
     assert scopes == ({"user:a": 1}, {"app:b": 2, "": 3}, {"apple": 4, "App:c": 5})
 
 
 def test_merge_leaves_its_arguments_alone() -> None:
     session = {"a": 1}
-    states.merge({"b": 2}, {"c": 3}, session)
+    json_text.merge_scopes({"b": 2}, {"c": 3}, session)
     assert session == {"a": 1}
 
 
@@ -68,14 +70,14 @@ def test_values_with_a_json_form_are_stored_in_it() -> None:
     when = datetime.datetime(2024, 1, 2, 3, 4, 5)
     state = {"when": when, "pair": (1, 2), "some": {1}}
     expected = {"when": when.isoformat(), "pair": [1, 2], "some": [1]}
-    assert loads(encode(state)) == expected
+    assert load_state(encode_state(state)) == expected
 
 
 def test_other_values_become_text_with_a_warning_that_does_not_repeat_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        coerced = loads(encode({"a": Unserializable(), "b": (1,)}))
+        coerced = load_state(encode_state({"a": Unserializable(), "b": (1,)}))
     assert coerced == {"a": "secret 7Qx", "b": [1]}
     assert "not JSON-serializable" in caplog.text
     assert "7Qx" not in caplog.text
@@ -119,32 +121,32 @@ TOO_LARGE = {
 
 @pytest.mark.parametrize("value", LARGEST.values(), ids=LARGEST)
 def test_largest_value_survives_storage(value: Any) -> None:
-    assert loads(encode({"k": value})) == {"k": value}
-    assert loads(dumps(loads(encode({"k": value})))) == {"k": value}
+    assert load_state(encode_state({"k": value})) == {"k": value}
+    assert load_state(dump_state(load_state(encode_state({"k": value})))) == {"k": value}
 
 
 @pytest.mark.parametrize("prefix", ["", "app:", "user:"])
 @pytest.mark.parametrize("value", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_value_beyond_a_limit_is_rejected_by_its_key_alone(value: Any, prefix: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"state['{prefix}bad']")) as info:
-        encode({"good": 1, "bad": value}, prefix)
+        encode_state({"good": 1, "bad": value}, prefix)
     assert "7Qx" not in str(info.value)
     assert len(str(info.value)) < 300
 
 
 def test_error_shortens_the_path_of_keys() -> None:
     with pytest.raises(ValueError, match="…") as info:
-        encode({"k" * 1000: nested(300)})
+        encode_state({"k" * 1000: nested(300)})
     assert len(str(info.value)) < 300
 
 
 @pytest.mark.parametrize("prefix", ["", "user:"])
 def test_key_beyond_the_limit_is_rejected(prefix: str) -> None:
     key = "k" * (8192 - len(prefix))
-    assert loads(encode({key: 1}, prefix)) == {key: 1}
+    assert load_state(encode_state({key: 1}, prefix)) == {key: 1}
     for longer in (key + "k", key[:-1] + "é", key[: len(key) // 2] + "\ud800" * 2000):
         with pytest.raises(ValueError, match="8192 bytes") as info:
-            encode({longer: 1}, prefix)
+            encode_state({longer: 1}, prefix)
         assert len(str(info.value)) < 200
 
 
@@ -153,32 +155,32 @@ def test_limit_of_keys_counts_the_prefix_and_bytes_of_few_characters(
     prefix: str, count: int
 ) -> None:
     key = "🌱" * count  # 4 bytes each
-    assert loads(encode({key: 1}, prefix)) == {key: 1}
+    assert load_state(encode_state({key: 1}, prefix)) == {key: 1}
     with pytest.raises(ValueError, match="8192 bytes"):
-        encode({key + "🌱": 1}, prefix)
+        encode_state({key + "🌱": 1}, prefix)
 
 
 def test_state_that_no_record_can_hold_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_text, "MAX_BYTES", 10_000)
     state: dict[str, Any] = {"k": "x" * (10_000 - len('{"k":"","l":1}')), "l": 1}
-    assert loads(dumps(state)) == loads(encode(state)) == state
+    assert load_state(dump_state(state)) == load_state(encode_state(state)) == state
     state["k"] += "x"
     with pytest.raises(ValueError, match="10001 bytes of JSON are too large"):
-        dumps(state)
+        dump_state(state)
     with pytest.raises(ValueError, match=re.escape("state['app:k']: 10001 bytes")):
-        encode(state, "app:")
+        encode_state(state, "app:")
 
 
 @pytest.mark.parametrize("limit", [0, 640, 100_000])
 def test_reading_does_not_depend_on_the_processes_limit_of_digits(limit: int) -> None:
-    stored = [(encode({"k": value}), {"k": value}) for value in LARGEST.values()]
+    stored = [(encode_state({"k": value}), {"k": value}) for value in LARGEST.values()]
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(limit)
     try:
         for data, state in stored:
-            assert loads(data) == state
+            assert load_state(data) == state
         with pytest.raises(ValueError, match="'k'"):
-            encode({"k": 10**4300})
+            encode_state({"k": 10**4300})
     finally:
         sys.set_int_max_str_digits(before)
 
@@ -191,9 +193,9 @@ def at_depth(frames: int, call: Callable[[], Any]) -> Any:
 def test_writing_and_reading_do_not_depend_on_the_depth_of_the_stack(name: str) -> None:
     state = {"k": LARGEST[name]}
     frames = sys.getrecursionlimit() - len(inspect.stack(0)) - 60
-    data = at_depth(frames, lambda: encode(state))
-    assert data == encode(state)
-    assert at_depth(frames, lambda: loads(data)) == state
+    data = at_depth(frames, lambda: encode_state(state))
+    assert data == encode_state(state)
+    assert at_depth(frames, lambda: load_state(data)) == state
 
 
 # --- malformed -----------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ MALFORMED = {
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_state_is_rejected_without_repeating_it(data: bytes) -> None:
     with pytest.raises(DecryptionError, match="the user's state is not a JSON object") as info:
-        loads(data, "the user's state")
+        load_state(data, "the user's state")
     assert info.value.reason is Reason.MALFORMED
     assert "7Qx" not in str(info.value)
 
@@ -236,22 +238,22 @@ def test_malformed_state_is_rejected_without_repeating_it(data: bytes) -> None:
 
 @given(STATES)
 def test_state_survives_storage(state: dict[str, Any]) -> None:
-    assert loads(dumps(state)) == loads(encode(state)) == state
+    assert load_state(dump_state(state)) == load_state(encode_state(state)) == state
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 2**70, -(2**63) - 1, 1e300, 5e-324, -0.0])
 def test_unusual_number_survives_storage(value: float) -> None:
-    loaded = loads(dumps({"a": value}))["a"]
+    loaded = load_state(dump_state({"a": value}))["a"]
     assert loaded == value
     assert type(loaded) is type(value)
     assert math.copysign(1, loaded) == math.copysign(1, value)
 
 
-@pytest.mark.parametrize("write", [dumps, encode])
+@pytest.mark.parametrize("write", [dump_state, encode_state])
 def test_number_without_a_json_form_survives_storage(
     write: Callable[[dict[str, Any]], bytes],
 ) -> None:
-    loaded = loads(write({"a": math.nan, "b": [math.inf, -math.inf]}))
+    loaded = load_state(write({"a": math.nan, "b": [math.inf, -math.inf]}))
     assert math.isnan(loaded["a"])
     assert loaded["b"] == [math.inf, -math.inf]
 
@@ -264,21 +266,21 @@ def test_ordinary_state_is_encoded_without_converting_each_value(
 
     monkeypatch.setattr(json_text, "to_values", fail)
     state = {"a": [1, None, math.inf, {"b": "Grüße 🌱"}]}
-    assert loads(encode(state, "user:")) == state
+    assert load_state(encode_state(state, "user:")) == state
 
 
 def test_empty_state_is_stored_as_an_empty_object() -> None:
-    assert dumps({}) == b"{}"
-    assert loads(b"{}") == {}
+    assert dump_state({}) == b"{}"
+    assert load_state(b"{}") == {}
 
 
 def test_two_loads_share_no_values() -> None:
-    stored = dumps({"a": [1]})
-    loads(stored)["a"].append(2)
-    assert loads(stored) == {"a": [1]}
-    loads(b"{}")["a"] = 1
-    assert loads(b"{}") == {}
+    stored = dump_state({"a": [1]})
+    load_state(stored)["a"].append(2)
+    assert load_state(stored) == {"a": [1]}
+    load_state(b"{}")["a"] = 1
+    assert load_state(b"{}") == {}
 
 
 def test_order_of_keys_is_kept() -> None:
-    assert list(loads(dumps({"b": 1, "a": 2}))) == ["b", "a"]
+    assert list(load_state(dump_state({"b": 1, "a": 2}))) == ["b", "a"]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adk_secure_sessions.formats.times import microseconds, of_datetime
+from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.times import of_datetime
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.json_text import canonical
-from adk_secure_sessions.formats.states import loads
+from adk_secure_sessions.formats.json_text import canonical, load_state
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import (
@@ -314,7 +313,7 @@ def test_mac_of_an_import_is_the_one_in_the_vector(case: Json) -> None:
 def test_tags_of_an_indexed_value_are_those_in_the_vector(case: Json) -> None:
     master = bytes.fromhex(KEYS["index_master"])
     index, names = BlindIndex(master), (case["app_name"], case["key"])
-    value = loads(b'{"value":' + case["json"].encode() + b"}")["value"]
+    value = load_state(b'{"value":' + case["json"].encode() + b"}")["value"]
     text = canonical(value)
     assert text.decode() == format_reader.canonical(value) == case["canonical"]
     key_tag, value_tag = index.state_key(*names), index.state_value(*names, text)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from google.adk.events import Event
 from google.adk.sessions import Session
 
+from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.records import LINK_LENGTH
-from adk_secure_sessions.formats.times import microseconds
 from adk_secure_sessions.storage import reads
 
 MAX_PAGE = 1000  # sessions or events

@@ -24,10 +24,11 @@ from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
-from adk_secure_sessions.formats import events, states
+from adk_secure_sessions.formats import events, json_text
+from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.json_text import APP_PREFIX, USER_PREFIX, encode_state, load_state
 from adk_secure_sessions.formats.records import Packing, encode_text
-from adk_secure_sessions.formats.states import APP_PREFIX, USER_PREFIX, encode, loads
-from adk_secure_sessions.formats.times import lifetime_of, microseconds
+from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.listings import (
     EventPage,
     SessionPage,
@@ -253,11 +254,11 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             session_id = platform_uuid.new_uuid()
         check_ids(app_name, user_id, session_id)
         lifetime = self._lifetime if expires_after is None else lifetime_of(expires_after)
-        scopes = states.split(state)
+        scopes = json_text.split_scopes(state)
         now = microseconds(platform_time.get_time())
-        app_delta = loads(encode(scopes.app, APP_PREFIX))
-        user_delta = loads(encode(scopes.user, USER_PREFIX))
-        own = encode(scopes.session)
+        app_delta = load_state(encode_state(scopes.app, APP_PREFIX))
+        user_delta = load_state(encode_state(scopes.user, USER_PREFIX))
+        own = encode_state(scopes.session)
         if self._index.keys:
             await self._index.declare_configured(app_name)
         who = await self._unit.identify(app_name, user_id, session_id)
@@ -609,7 +610,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         check_ids(app_name, user_id)
         who = await self._unit.identify(app_name, user_id)
         _, state = await self._unit.run(reads.GetStates(who))
-        return loads(state, "the user's state")
+        return load_state(state, "the user's state")
 
     @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -653,7 +654,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        scopes = states.encoded_scopes(event.actions.state_delta)
+        scopes = json_text.encoded_scopes(event.actions.state_delta)
         time_us = microseconds(event.timestamp)
         marker = session._storage_update_marker
         if marker is None:
@@ -840,24 +841,24 @@ def _parse_marker(marker: str) -> writes.Expected:
 
 def _as_stored(value: object) -> object:
     """Return *value* as a session's state would contain it after it was stored."""
-    return loads(encode({"value": value}))["value"]
+    return load_state(encode_state({"value": value}))["value"]
 
 
 def _state(view: SessionWithStates) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
     table, row = sessions.name, stored.row.id
     try:
-        own = loads(stored.overlay)
+        own = load_state(stored.overlay)
         if (snapshot := stored.snapshot) is not None and snapshot != no_state:
             table = snapshots.name
-            own = loads(snapshot) | own
+            own = load_state(snapshot) | own
         if view.user_state == no_state == view.app_state:
             return own  # as in most listings: a session takes 3% less time
         table, row = users.name, stored.row.user_row
-        user = loads(view.user_state)
+        user = load_state(view.user_state)
     except DecryptionError as error:
         raise error.located(table, row) from None
-    return states.merge(loads(view.app_state, "the app's state"), user, own)
+    return json_text.merge_scopes(load_state(view.app_state, "the app's state"), user, own)
 
 
 def _session(

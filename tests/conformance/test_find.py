@@ -20,7 +20,7 @@ from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.db.protocol import Conflict
-from adk_secure_sessions.formats import states
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import (
     Database,
@@ -401,7 +401,7 @@ async def test_imported_sessions_and_states_are_found(
                 APP,
                 "new",
                 name,
-                state=states.encode(state),
+                state=json_text.encode_state(state),
                 events=(),
                 created_at=int(START),
                 updated_at=int(START),
@@ -414,11 +414,11 @@ async def test_imported_sessions_and_states_are_found(
         assert await imported("s", {"ticket": 2, **LARGE}, "2") is ImportStatus.OLDER
         assert await imported("t", {"other": 2}, "2") is ImportStatus.OLDER
         for state in ({"mrn": "A"}, {"mrn": "B", "x": 1}, {"x": 2}):
-            await store.import_state((APP, "new"), states.encode(state), replace=True)
+            await store.import_state((APP, "new"), json_text.encode_state(state), replace=True)
             value = state.get("mrn")
             expected = ["s", "t"] if value else []
             assert await found(service, "user:mrn", value) == expected
-        await store.import_state((APP, "newer"), states.encode({"mrn": "C"}))
+        await store.import_state((APP, "newer"), json_text.encode_state({"mrn": "C"}))
     assert (await found(service, "ticket", 1), await found(service, "ticket", 2)) == ([], ["s"])
     await assert_kept(arguments)
 

@@ -15,7 +15,7 @@ from google.adk.sessions import BaseSessionService, Session
 from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
-from adk_secure_sessions.formats import events, states
+from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
@@ -92,7 +92,7 @@ async def imported(
         APP,
         user_id,
         session_id,
-        state=states.encode(state or {}),
+        state=json_text.encode_state(state or {}),
         events=[SourceEvent(events.encode(one), micros(one)) for one in of],
         created_at=int(START) * 1_000_000,
         updated_at=micros(of[-1]) if of else int(START) * 1_000_000,
@@ -175,7 +175,7 @@ async def test_states_are_set_exactly(
     assert await imported(store) is ImportStatus.NEW
     owners: list[tuple[str, ...]] = [(APP,), (APP, USER)]
     for owner in owners:
-        small = states.encode({"a": {"x": 1, "y": 2}, "b": 2})
+        small = json_text.encode_state({"a": {"x": 1, "y": 2}, "b": 2})
         other = b'{"b":2,"a":{"y":2,"x":1}}'
         assert await store.import_state(owner, small) is ImportStatus.NEW
         assert await store.import_state(owner, other) is ImportStatus.UNCHANGED

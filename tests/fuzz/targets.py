@@ -33,7 +33,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.backends.registry import NAMES
 from adk_secure_sessions.crypto.package_1x import Package1xKeys, is_envelope
-from adk_secure_sessions.formats import blobs, events, json_text, memory_items, states
+from adk_secure_sessions.formats import blobs, events, json_text, memory_items
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.formats.records import (
     FLAGS,
@@ -377,17 +377,17 @@ def stored_event(data: bytes) -> None:
 def state(data: bytes) -> None:
     """The JSON of a state: parsed as Python's module does, and encoded again."""
     try:
-        values = states.loads(data)
+        values = json_text.load_state(data)
     except DecryptionError:
         return
     assert values == json.loads(data) or "nan" in repr(values)
     try:
-        encoded = states.encode(values)
+        encoded = json_text.encode_state(values)
     except ValueError:
         return  # its depth or a key exceeds the limit for new states
-    again = states.loads(encoded)
+    again = json_text.load_state(encoded)
     assert again == values or "nan" in repr(values)
-    assert states.encode(again) == encoded
+    assert json_text.encode_state(again) == encoded
 
 
 def json_line(data: bytes) -> None:

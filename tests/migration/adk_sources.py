@@ -21,8 +21,8 @@ from google.adk.sessions import BaseSessionService, DatabaseSessionService, Sess
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from google.genai import types
 
-from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.formats import events, json_text
+from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.migration import adk_sql
 from adk_secure_sessions.migration.adk_sql import Kind
 from adk_secure_sessions.migration.adk_tables import AdkTables
@@ -265,7 +265,7 @@ async def assert_same_as_adk(service: BaseSessionService, source: Source) -> int
             assert shown(one) == shown(other)
         app, user = apps.get(key.app_name, {}), users.get((key.app_name, key.user_id), {})
         assert not isinstance(app, Unreadable)
-        assert repr(states.merge(app, user, content.state)) == repr(expected.state)
+        assert repr(json_text.merge_scopes(app, user, content.state)) == repr(expected.state)
         assert content.updated_at == microseconds(expected.last_update_time)
         times = [microseconds(event.timestamp) for event in expected.events]
         assert [event.time for event in content.events] == times

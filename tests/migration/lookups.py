@@ -16,7 +16,7 @@ from google.adk.events import Event
 from google.genai import types
 
 from adk_secure_sessions.formats import events as stored_events
-from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     Selection,

@@ -15,7 +15,7 @@ from google.genai import types
 
 from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.migration.sources import (
     Selection,
     SessionContent,

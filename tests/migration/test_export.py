@@ -27,7 +27,7 @@ from google.adk.sessions.schemas import v1
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, WrongKeyError
 from adk_secure_sessions.db.protocol import Executor
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
-from adk_secure_sessions.formats import states
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import AdkTarget, Export, export_lines, export_to_adk
@@ -527,7 +527,7 @@ async def test_lines_have_all_that_the_service_returns(file_url: str) -> None:
     ours = expected[APP, "ada", session.id]
     assert (first["format"], first["session_id"]) == (1, session.id)
     scopes = first["state"]
-    merged = states.merge(scopes["app"], scopes["user"], scopes["session"])
+    merged = json_text.merge_scopes(scopes["app"], scopes["user"], scopes["session"])
     assert same_json(merged, ours.state, numbers_may_differ=True)
     events = [Event.model_validate(one) for one in first["events"]]
     for stored, one in zip(events, ours.events, strict=True):

@@ -27,8 +27,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.errors import TamperedError
-from adk_secure_sessions.formats.events import decode
-from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.formats.events import decode, microseconds
 from adk_secure_sessions.migration import adk_sql, open_source
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (

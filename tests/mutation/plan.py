@@ -30,7 +30,6 @@ PLAN: dict[str, list[list[str]]] = {
     "backends/noop.py": [["tests/test_backends.py"]],
     "backends/registry.py": [["tests/test_backends.py", "tests/test_named_backends.py"]],
     "crypto/package_1x.py": [["tests/test_package_1x_keys.py"]],
-    "formats/states.py": [["tests/test_states.py"]],
     "formats/times.py": [["tests/test_times.py"]],
     "formats/json_text.py": [
         ["tests/test_json_text.py"],
@@ -39,7 +38,7 @@ PLAN: dict[str, list[list[str]]] = {
         ["tests/test_limits.py"],
     ],
     "formats/memory_items.py": [["tests/test_memory_items.py"]],
-    "formats/events.py": [["tests/test_events.py"]],
+    "formats/events.py": [["tests/test_events.py"], ["tests/test_times.py"]],
     "formats/event_parser.py": [["tests/test_event_parser.py"]],
     "keys/remote.py": [
         ["tests/test_key_services.py", "tests/key_services/test_extras.py"],

@@ -1,6 +1,7 @@
 """Encode and decode stored events: `length of the version ‖ google-adk version ‖ JSON`."""
 
 import logging
+import math
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,16 @@ def _serializer() -> SchemaSerializer | None:
     that a subclass adds: `decode` returns an `Event`, which has no such fields.
     """
     return event_serializer(_parser())
+
+
+def microseconds(timestamp: float) -> int:
+    """Convert seconds since 1970 to microseconds, with the rounding of `datetime.fromtimestamp`,
+    which ADK uses; raise ValueError for an impossible time.
+    """
+    if not -9e12 <= timestamp <= 9e12:  # or it is not a number
+        raise ValueError("the timestamp is not a possible time in seconds")
+    fraction, seconds = math.modf(timestamp)
+    return int(seconds) * 1_000_000 + round(fraction * 1_000_000)
 
 
 def prepare(event: Event, state: JsonObject) -> None:

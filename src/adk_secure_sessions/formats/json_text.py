@@ -7,6 +7,7 @@ Python's module `json` depend on the stack and on a setting of the process.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,9 @@ from typing import Any, NamedTuple
 from pydantic_core import SchemaValidator, core_schema, from_json, to_json, to_jsonable_python
 
 from adk_secure_sessions.errors import DecryptionError, Reason
+from adk_secure_sessions.formats.records import encode_text
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 JsonObject = dict[str, Any]
 
@@ -23,6 +27,15 @@ MAX_LEVELS = 200  # nested lists and objects, also empty ones
 _ABOVE_FLOATS = 2**1024  # greater than every finite float
 MAX_DIGITS = 4300  # in one integer
 MAX_BYTES = 256 * 2**20  # JSON in one record
+# The maximum depth of nested lists and objects.  The state itself is level 1.  In an event, the
+# state delta is at level 3 (event, actions, delta), so the values in the delta reach at most level
+# 193.  This is less than the limit of events, `MAX_LEVELS`.
+MAX_STATE_LEVELS = 191
+MAX_KEY_BYTES = 8192  # the maximum length of a key with its prefix, in UTF-8
+
+# Copies of the prefixes in `google.adk.sessions.State`.  Importing google-adk takes seconds and
+# would delay the command line.  A test checks that the copies are equal to the originals.
+APP_PREFIX, USER_PREFIX, TEMP_PREFIX = "app:", "user:", "temp:"
 
 _FIRST_TOO_LARGE = 10**MAX_DIGITS  # the smallest integer with more than MAX_DIGITS digits
 # Converting an integer with more bits to decimal text takes seconds.
@@ -260,6 +273,104 @@ def same_json(value: Any, other: Any, *, numbers_may_differ: bool = False) -> bo
 def canonical(value: Any) -> bytes:
     """Return *value* as JSON with sorted keys, in ASCII: the same values have the same JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+class Scopes(NamedTuple):
+    """A state, split by scope.  The keys in `app` and `user` have no prefix."""
+
+    app: JsonObject
+    user: JsonObject
+    session: JsonObject
+
+
+def split_scopes(state: JsonObject | None) -> Scopes:
+    """Split *state* by scope, and omit `temp:` keys, which ADK never stores."""
+    scopes = Scopes({}, {}, {})
+    for key, value in (state or {}).items():
+        if ":" not in key:
+            scopes.session[key] = value
+        elif key.startswith(APP_PREFIX):
+            scopes.app[key.removeprefix(APP_PREFIX)] = value
+        elif key.startswith(USER_PREFIX):
+            scopes.user[key.removeprefix(USER_PREFIX)] = value
+        elif not key.startswith(TEMP_PREFIX):
+            scopes.session[key] = value
+    return scopes
+
+
+def merge_scopes(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:
+    merged = dict(session)
+    for key, value in app.items():
+        merged[APP_PREFIX + key] = value
+    for key, value in user.items():
+        merged[USER_PREFIX + key] = value
+    return merged
+
+
+def dump_state(state: JsonObject) -> bytes:
+    """Return the JSON of *state*, whose values are JSON values within the limits."""
+    return dumps(state) if state else b"{}"
+
+
+def load_state(data: bytes, name: str = "the state") -> JsonObject:
+    """Parse the state *data*, which must be authenticated; see `loads`."""
+    return {} if data == b"{}" else loads(data, name, MAX_STATE_LEVELS)
+
+
+def encode_state(state: JsonObject, prefix: str = "") -> bytes:
+    """Check that *state*, which the application gave, is within the limits, and return its JSON.
+
+    As in ADK, a value that cannot be converted to JSON is replaced by its text, and a warning is
+    logged.  A value or a key that exceeds a limit raises ValueError, which names the path of keys
+    to the value, and never the value.  *prefix* is the prefix of the scope, for messages.
+    """
+    if not state:
+        return b"{}"
+    try:
+        data = to_json(state, inf_nan_mode="constants")
+    except Exception:  # not chained: the exception's text may contain a value of the state
+        data = b""
+    if not data or not fits(data, MAX_STATE_LEVELS):
+        named = {prefix + key: value for key, value in state.items()} if prefix else state
+        values, is_lossy = to_values(
+            named, levels=MAX_STATE_LEVELS, bytes_mode="utf8", reject="state"
+        )
+        if is_lossy:
+            logger.warning(
+                "some state values are not JSON-serializable (callables, for example): "
+                "their text is stored instead"
+            )
+        try:
+            data = dump_state({key.removeprefix(prefix): value for key, value in values.items()})
+        except ValueError as error:  # the JSON is too large; the message contains no value
+            path = shown([largest(values)])
+            raise ValueError(f"state{path}: {error}") from None
+    if len(data) > MAX_KEY_BYTES:
+        _check_keys(state, prefix)
+    return data
+
+
+def encoded_scopes(state: JsonObject | None) -> Scopes:
+    """Split *state* by scope, and convert its values as `encode_state` does, to JSON values."""
+    if not state:
+        return Scopes({}, {}, {})
+    scopes = split_scopes(state)
+    return Scopes(
+        load_state(encode_state(scopes.app, APP_PREFIX)),
+        load_state(encode_state(scopes.user, USER_PREFIX)),
+        load_state(encode_state(scopes.session)),
+    )
+
+
+def _check_keys(state: JsonObject, prefix: str) -> None:
+    for key in state:
+        name = prefix + key
+        if len(name) > MAX_KEY_BYTES // 4 and len(encode_text(name)) > MAX_KEY_BYTES:
+            path = shown([name])
+            raise ValueError(f"state{path}: the key has more than {MAX_KEY_BYTES} bytes in UTF-8")
 
 
 # --- read ----------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Convert times to microseconds since 1970, UTC, which is how the database stores times."""
+"""Convert ages, and times with a time zone, to microseconds and back.
 
-import math
+Stored times are microseconds since 1970, UTC; `events.microseconds` converts those of google-adk.
+"""
+
 import re
 from datetime import UTC, datetime, timedelta
 
@@ -26,16 +28,6 @@ def lifetime_of(expires_after: timedelta | None) -> int | None:
             "expires_after must be a positive time: timedelta(days=90), in a URI or a command 90d"
         )
     return expires_after // _MICROSECOND
-
-
-def microseconds(timestamp: float) -> int:
-    """Convert seconds since 1970 to microseconds, with the rounding of `datetime.fromtimestamp`,
-    which ADK uses; raise ValueError for an impossible time.
-    """
-    if not -9e12 <= timestamp <= 9e12:  # or it is not a number
-        raise ValueError("the timestamp is not a possible time in seconds")
-    fraction, seconds = math.modf(timestamp)
-    return int(seconds) * 1_000_000 + round(fraction * 1_000_000)
 
 
 def of_datetime(time: datetime) -> int:

@@ -45,16 +45,16 @@ from adk_secure_sessions.errors import (
     TamperedError,
     UnknownKeyError,
 )
-from adk_secure_sessions.formats import events, records, states, times
-from adk_secure_sessions.formats.records import Packing
-from adk_secure_sessions.formats.states import (
+from adk_secure_sessions.formats import events, json_text, records
+from adk_secure_sessions.formats.json_text import (
     APP_PREFIX,
     USER_PREFIX,
     JsonObject,
     Scopes,
-    dumps,
-    loads,
+    dump_state,
+    load_state,
 )
+from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.service import (
@@ -201,7 +201,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 was then deleted.
         """
         check_ids(app_name, user_id, session_id or "")
-        scopes = states.encoded_scopes(state)
+        scopes = json_text.encoded_scopes(state)
         if session_id is not None and (session_id != session_id.strip() or not session_id):
             raise ValueError("session_id must not be empty, nor begin or end with spaces")
         if session_id is None and scopes.session:
@@ -335,8 +335,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        delta = states.encoded_scopes(event.actions.state_delta)
-        times.microseconds(event.timestamp)  # raises ValueError if it is not a possible time
+        delta = json_text.encoded_scopes(event.actions.state_delta)
+        events.microseconds(event.timestamp)  # raises ValueError if it is not a possible time
         if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
             raise ValueError("id, invocation_id and author of an event must be strings")
         plaintext = events.encode(event)
@@ -466,7 +466,7 @@ class _Records:
             for key, value in entries.items():
                 name = self._index.mac("wrapped state key", *scope.parts, key).hex()
                 context = _state_context(scope, name)
-                record = self._keys.seal(scope.owner, context, dumps({key: value}))
+                record = self._keys.seal(scope.owner, context, dump_state({key: value}))
                 sealed[scope.prefix + name] = _to_base64(record)
         return sealed
 
@@ -488,12 +488,12 @@ class _Records:
     ) -> Session:
         who = self._who
         _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
-        split = states.split(stored.state)
+        split = json_text.split_scopes(stored.state)
         session = Session(
             id=stored.id,
             app_name=stored.app_name,
             user_id=stored.user_id,
-            state=states.merge(
+            state=json_text.merge_scopes(
                 self.open_entries(self.app, split.app),
                 self.open_entries(self.user, split.user),
                 self.open_entries(self.session, split.session),
@@ -547,7 +547,7 @@ class _Records:
         if not _NAME.fullmatch(name):
             raise PlaintextRefusedError("a key of the state is not a blind index")
         context = _state_context(scope, name)
-        entry = loads(self._keys.open(scope.owner, context, _from_base64(value)), "the value")
+        entry = load_state(self._keys.open(scope.owner, context, _from_base64(value)), "the value")
         if len(entry) != 1:
             raise TamperedError("its plaintext is malformed", Reason.MALFORMED)
         return entry

@@ -11,7 +11,7 @@ from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.protocol import CONFLICTS, Parameters
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.states import USER_PREFIX
+from adk_secure_sessions.formats.json_text import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (

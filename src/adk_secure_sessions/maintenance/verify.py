@@ -9,10 +9,9 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import memory_items
-from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.formats.json_text import load_state, read_event
 from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import decode_text
-from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit_commands import UNLISTED
@@ -196,7 +195,7 @@ class _Verifier:
                 return  # it was deleted after *row* was read
             app_name, owner, _ = found
             with naming(table.name, row.id):
-                loads(owner.state)
+                load_state(owner.state)
             if table is users:
                 who = await self._db.unit.identify(app_name, owner.user_id)
                 await self._check_indexed(who, of_user=True)
@@ -291,9 +290,9 @@ class _Verifier:
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
                 with naming(snapshots.name, session.row.id):
-                    loads(b"{}" if session.snapshot is None else session.snapshot)
+                    load_state(b"{}" if session.snapshot is None else session.snapshot)
                 with naming(sessions.name, session.row.id):
-                    loads(session.overlay)
+                    load_state(session.overlay)
                 items = [item for item in history if item is not None]
                 memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)

@@ -16,10 +16,11 @@ from google.genai import types
 from pydantic import BaseModel
 
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.formats import events, json_text, states
+from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.event_parser import validated
-from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.formats.times import microseconds, of_datetime
+from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import ConversionError
 from adk_secure_sessions.service import check_ids
@@ -85,7 +86,7 @@ def state_of(value: object, whose: str) -> JsonObject:
         problem = f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}"
         raise ConversionError(problem) from None
     try:
-        states.encode(state)
+        json_text.encode_state(state)
     except ValueError:
         raise ConversionError(f"{whose} state exceeds a limit: {_LIMITS}") from None
     return state

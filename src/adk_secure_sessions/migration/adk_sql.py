@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.crypto.package_1x import is_envelope
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row

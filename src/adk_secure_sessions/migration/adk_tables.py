@@ -22,7 +22,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor, repeated
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.maintenance.database import Description, describe
 from adk_secure_sessions.migration.adk_rows import Row, check_names, time_of
 from adk_secure_sessions.migration.adk_sql import (

@@ -27,8 +27,9 @@ from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import UniqueViolation, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
-from adk_secure_sessions.formats import events, json_text, states
-from adk_secure_sessions.formats.times import datetime_of, microseconds
+from adk_secure_sessions.formats import events, json_text
+from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration.adk_rows import zone_of_sessions
 from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
@@ -113,7 +114,7 @@ class AdkTarget(ClosedByWith):
             "app_name": app_name,
             "user_id": user_id,
             "id": session_id,
-            "state": self._json(states.dumps(content.state)),
+            "state": self._json(json_text.dump_state(content.state)),
             "create_time": self._session_moment("the time of creation", content.created_at),
             "update_time": self._session_moment("the time of the last update", content.updated_at),
         }
@@ -173,7 +174,7 @@ class AdkTarget(ClosedByWith):
             return MISSING
         if isinstance(found, Unreadable):
             return found.reason
-        is_same = json_text.same_json(found, states.loads(state), numbers_may_differ=True)
+        is_same = json_text.same_json(found, json_text.load_state(state), numbers_may_differ=True)
         return None if is_same else _STATE
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import in_groups
-from adk_secure_sessions.formats import json_text, states
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
@@ -221,7 +221,7 @@ class ComparisonRun:
         if stored is None:
             return problem
         if pair.status in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or json_text.same_json(
-            states.loads(state), states.loads(stored)
+            json_text.load_state(state), json_text.load_state(stored)
         ):
             return ""
         return _STATES[pair.status]

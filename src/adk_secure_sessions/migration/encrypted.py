@@ -8,8 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.formats.json_text import read_event
-from adk_secure_sessions.formats.states import JsonObject, loads
+from adk_secure_sessions.formats.json_text import JsonObject, load_state, read_event
 from adk_secure_sessions.maintenance.counts import plausible
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
@@ -124,7 +123,7 @@ class EncryptedSource(Source):
                             app_name, owner, _ = found
                             ids = (app_name,) if table is apps else (app_name, owner.user_id)
                             with naming(table.name, row.id):
-                                states[ids] = loads(owner.state)
+                                states[ids] = load_state(owner.state)
                     except UNREADABLE as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)
@@ -206,9 +205,9 @@ async def stored_content(
         return None
     stored = found[0].session
     with naming(snapshots.name, stored.row.id):
-        snapshot = {} if stored.snapshot is None else loads(stored.snapshot)
+        snapshot = {} if stored.snapshot is None else load_state(stored.snapshot)
     with naming(sessions.name, stored.row.id):
-        state = snapshot | loads(stored.overlay)
+        state = snapshot | load_state(stored.overlay)
     history = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
     expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
     return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)

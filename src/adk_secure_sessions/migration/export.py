@@ -10,7 +10,7 @@ from functools import partial
 
 from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.caches import Lru
-from adk_secure_sessions.formats import json_text, states
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
@@ -324,7 +324,7 @@ def _line(
     state, history = b"{}", b""
     if content is not None:
         times = map(_time_text, (content.created_at, content.updated_at, content.expires_at))
-        state = states.dumps(content.state)
+        state = json_text.dump_state(content.state)
         history = b",".join(map(json_of, content.events))
     names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
     fields = dict(zip(("format", *names), (LINE_FORMAT, *(*ids, None)[:3], *times), strict=True))

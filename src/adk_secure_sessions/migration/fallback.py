@@ -32,8 +32,8 @@ from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.concurrency import ClosedByWith, in_groups
 from adk_secure_sessions.db.connect import check_read_timeout
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
-from adk_secure_sessions.formats import states
-from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.package_1x import Package1x
@@ -445,9 +445,11 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return
         missing = unknown - (await self._imports.imported(unknown)).keys()
         found = await self._states_of(app_name, missing)
-        results = await in_groups(
-            _AT_ONCE, lambda one: self._imports.import_state(one, states.encode(found[one])), found
-        )
+
+        async def store(one: Ids) -> ImportStatus:
+            return await self._imports.import_state(one, json_text.encode_state(found[one]))
+
+        results = await in_groups(_AT_ONCE, store, found)
         if ImportStatus.SAME_ID in results and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -469,7 +471,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         content = _readable(found[session])
         result = await self._imports.import_session(
             *ids,
-            state=states.encode(content.state),
+            state=json_text.encode_state(content.state),
             events=content.events,
             created_at=content.created_at,
             updated_at=content.updated_at,
@@ -490,12 +492,12 @@ def _session(
 
     It has no marker: `append_event` then compares the time of its last update.
     """
-    app, user = (states.loads(state, "the owner's state") for state in (of_app, of_user))
+    app, user = (json_text.load_state(state, "the owner's state") for state in (of_app, of_user))
     return Session(
         id=session.session_id,
         app_name=session.app_name,
         user_id=session.user_id,
-        state=states.merge(app, user, content.state),
+        state=json_text.merge_scopes(app, user, content.state),
         events=[],
         last_update_time=content.updated_at / 1_000_000,
     )

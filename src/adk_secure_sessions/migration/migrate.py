@@ -9,7 +9,7 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats import states
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
@@ -231,7 +231,7 @@ class _MigrationRun:
     async def _import(self, pair: SessionPair, content: SessionContent) -> ImportStatus:
         assert pair.session is not None
         try:
-            state = states.encode(content.state)
+            state = json_text.encode_state(content.state)
         except ValueError:
             raise ConversionError(TOO_LARGE) from None
         expires_at = content.expires_at

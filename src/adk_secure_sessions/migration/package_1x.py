@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.crypto.package_1x import Package1xKeys, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.states import TEMP_PREFIX, JsonObject
+from adk_secure_sessions.formats.json_text import TEMP_PREFIX, JsonObject
 from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
 from adk_secure_sessions.migration.adk_sql import AdkQueries, Kind, not_plaintext
 from adk_secure_sessions.migration.adk_tables import AdkTables, readable

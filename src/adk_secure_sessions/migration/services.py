@@ -10,9 +10,9 @@ from google.adk.sessions.base_session_service import GetSessionConfig
 
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats import events, states
-from adk_secure_sessions.formats.states import JsonObject
-from adk_secure_sessions.formats.times import microseconds
+from adk_secure_sessions.formats import events, json_text
+from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.migration.adk_rows import check_names
 from adk_secure_sessions.migration.adk_tables import readable
 from adk_secure_sessions.migration.sources import (
@@ -146,7 +146,7 @@ class ServiceSource(Source):
                 }
             session = await self._newest(listed)
             if session is not None:
-                yield {(app_name,): readable(_state, states.split(session.state).app)}
+                yield {(app_name,): readable(_state, json_text.split_scopes(session.state).app)}
 
     def _apps(self, selection: Selection) -> list[str]:
         return [name for name in self._app_names if selection.app_name in (None, name)]
@@ -193,12 +193,12 @@ class ServiceSource(Source):
             except NotImplementedError:
                 pass
         session = await self._newest(listed[user_id])
-        return None if session is None else states.split(session.state).user
+        return None if session is None else json_text.split_scopes(session.state).user
 
 
 def _content(key: SourceSession, session: Session) -> SessionContent:
     check_names(*key.ids)
-    state = _state(states.split(session.state).session)
+    state = _state(json_text.split_scopes(session.state).session)
     converted: list[SourceEvent] = []
     for event in session.events:
         try:
@@ -228,6 +228,6 @@ def _as_stored(event: Event) -> Event:
 def _state(state: JsonObject) -> JsonObject:
     """Return a copy of *state* that consists of JSON values."""
     try:
-        return states.loads(states.encode(state))
+        return json_text.load_state(json_text.encode_state(state))
     except ValueError:  # the text of the error may contain keys
         raise ConversionError(f"its state exceeds a limit: {_LIMITS}") from None

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.formats import states
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database
@@ -259,7 +259,7 @@ def encode_states(batch: States) -> dict[Ids, bytes | Unreadable]:
     encoded: dict[Ids, bytes | Unreadable] = {}
     for ids, state in batch.items():
         try:
-            encoded[ids] = state if isinstance(state, Unreadable) else states.encode(state)
+            encoded[ids] = state if isinstance(state, Unreadable) else json_text.encode_state(state)
         except ValueError:  # the message of this error names keys of the state
             encoded[ids] = Unreadable(TOO_LARGE)
     return encoded

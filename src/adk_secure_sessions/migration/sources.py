@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
 from adk_secure_sessions.concurrency import ClosedByWith
-from adk_secure_sessions.formats.states import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.tracebacks import hides_locals
 

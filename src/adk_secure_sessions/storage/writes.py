@@ -18,8 +18,8 @@ from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
+from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
-from adk_secure_sessions.formats.states import USER_PREFIX, JsonObject, dumps, loads
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
@@ -163,8 +163,8 @@ class OwnerChanges:
     def _index_user(self, user: Owner, state: bytes) -> None:
         if not self._keys.keyring.indexed_keys:
             return
-        old = index_rows.entries(self._attempt, USER_PREFIX, loads(user.state))
-        new = index_rows.entries(self._attempt, USER_PREFIX, loads(state))
+        old = index_rows.entries(self._attempt, USER_PREFIX, load_state(user.state))
+        new = index_rows.entries(self._attempt, USER_PREFIX, load_state(state))
         row_id = index_rows.row_of_user(user.row.id)
         self.changes += index_rows.update(row_id, new, old.keys() - new.keys())
 
@@ -189,7 +189,7 @@ class OwnerChanges:
         self._ensure_first_key(row.tag)
         key_ids = self._keys.names(row.tag, ())
         row = row._replace(id=new_row_key())
-        owner, witness = self._sealed(Owner(row, user_id, dumps(state), new_link(), key_ids))
+        owner, witness = self._sealed(Owner(row, user_id, dump_state(state), new_link(), key_ids))
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
         self.changes.append(Change(insert, parameters(owner.row)))
         self.changes.append(Change(sql.INSERT_WITNESS, parameters(witness)))
@@ -198,7 +198,7 @@ class OwnerChanges:
     def _update(self, owner: Owner, delta: JsonObject | None = None) -> Owner:
         """Add the changes that store the next version of *owner*, and return it."""
         old = owner.row
-        state = dumps(loads(owner.state) | delta) if delta else owner.state
+        state = dump_state(load_state(owner.state) | delta) if delta else owner.state
         key_ids = self._keys.names(old.tag, owner.key_ids)
         row = old._replace(version=old.version + 1)
         owner, witness = self._sealed(Owner(row, owner.user_id, state, new_link(), key_ids))
@@ -446,7 +446,7 @@ class NewSession(NamedTuple):
             )
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_keys:
-            found = index_rows.entries(attempt, "", loads(state))
+            found = index_rows.entries(attempt, "", load_state(state))
             rest += index_rows.insertion(session.row.id, found)
         witness = sealed_rows.seal_witness(
             attempt, attempt.who.user_tag, session.row.tag, session.row.id
@@ -573,11 +573,13 @@ class AppendEvent(Write[StoredSession]):
         new = session._replace(row=row, head=link)
         changes = []
         if event.session_delta:
-            new = new._replace(overlay=dumps(loads(session.overlay) | event.session_delta))
+            new = new._replace(
+                overlay=dump_state(load_state(session.overlay) | event.session_delta)
+            )
             if len(new.overlay) > OVERLAY_LIMIT:
                 if session.snapshot is None:
                     return None
-                snapshot = dumps(loads(session.snapshot) | loads(new.overlay))
+                snapshot = dump_state(load_state(session.snapshot) | load_state(new.overlay))
                 new = new._replace(
                     row=row._replace(base_revision=seq + 1),
                     overlay=b"{}",

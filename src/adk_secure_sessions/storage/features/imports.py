@@ -17,9 +17,8 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
-from adk_secure_sessions.formats.json_text import canonical
+from adk_secure_sessions.formats.json_text import canonical, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
-from adk_secure_sessions.formats.states import loads
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import meta, sealed_rows
@@ -130,7 +129,7 @@ class Seals(NamedTuple):
 
     def of_state(self, tag: bytes, state: bytes) -> bytes:
         """Return the value of the column `source` for the *state* of a user or an app."""
-        return self.source(tag, canonical(loads(state)))
+        return self.source(tag, canonical(load_state(state)))
 
     def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
         """Return a row with its seal."""
@@ -469,11 +468,11 @@ class ImportState(_Import[ImportStatus]):
 
     def _set(self, app: Owner | None, user: Owner | None, owners: OwnerChanges) -> Owner:
         if not self._of_user and app is None:
-            return owners.app(None, loads(self._state))
+            return owners.app(None, load_state(self._state))
         owner = app = owners.app(app, {})
         if self._of_user:
             if user is None:
-                return owners.user(None, app.row.id, loads(self._state), None)
+                return owners.user(None, app.row.id, load_state(self._state), None)
             check_app_row(user, app.row.id)
             owner = user
         if self._source_of(owner) == self._source:
@@ -583,7 +582,7 @@ class Imports:
         import states last.  With *replace*, a session that was imported before from another version
         is replaced, if no service has changed it since.  The caller must check the ids.
 
-        *state* is the session's own state, as `states.encode` returns it.  *source_version* is a
+        *state* is the session's own state, as `encode_state` returns it.  *source_version* is a
         text that differs after each change of the session in the source.  The times are in
         microseconds UTC; *expires_at* is None for a session that does not expire.
         """
@@ -603,7 +602,7 @@ class Imports:
     async def import_state(
         self, owner: AppOrUser, state: bytes, *, replace: bool = False
     ) -> ImportStatus:
-        """Set the state of a user or an app exactly to *state*, as `states.encode` returns it.
+        """Set the state of a user or an app exactly to *state*, as `encode_state` returns it.
 
         An empty state, as `import_session` creates it, is always replaced.  *replace* and the
         result are those of `import_session`.

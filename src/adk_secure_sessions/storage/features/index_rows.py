@@ -14,10 +14,15 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Change, Conflict
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats import states
-from adk_secure_sessions.formats.json_text import JsonObject, canonical
+from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.json_text import (
+    APP_PREFIX,
+    TEMP_PREFIX,
+    USER_PREFIX,
+    JsonObject,
+    canonical,
+)
 from adk_secure_sessions.formats.records import encode_text
-from adk_secure_sessions.formats.states import APP_PREFIX, TEMP_PREFIX, USER_PREFIX
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
@@ -44,9 +49,9 @@ def check_key(key: object) -> None:
             f"the state key {key!r} cannot be indexed: only keys of sessions, and keys that begin "
             f"with {USER_PREFIX!r}, can"
         )
-    if len(encode_text(key)) > states.MAX_KEY_BYTES:
+    if len(encode_text(key)) > json_text.MAX_KEY_BYTES:
         raise ConfigurationError(
-            f"an indexed state key has at most {states.MAX_KEY_BYTES} bytes in UTF-8"
+            f"an indexed state key has at most {json_text.MAX_KEY_BYTES} bytes in UTF-8"
         )
 
 
@@ -190,7 +195,7 @@ def removal(attempt: Attempt, row_id: int) -> list[Change]:
 def state_of(session: StoredSession) -> JsonObject:
     """Return the own state of a session whose snapshot was read."""
     assert session.snapshot is not None, "the query must read snapshots"
-    return states.loads(session.snapshot) | states.loads(session.overlay)
+    return json_text.load_state(session.snapshot) | json_text.load_state(session.overlay)
 
 
 class Differences(NamedTuple):

@@ -5,8 +5,7 @@ from functools import partial
 
 from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
-from adk_secure_sessions.formats.json_text import canonical
-from adk_secure_sessions.formats.states import USER_PREFIX, loads
+from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
@@ -144,7 +143,7 @@ class Lookup:
             [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
         )
         try:
-            for state in map(loads, states):
+            for state in map(load_state, states):
                 if self._name in state:
                     return canonical(state[self._name]) == self._canonical
         except DecryptionError:
@@ -242,7 +241,7 @@ def _differences(
         if user is None:
             return None
         row_id = index_rows.row_of_user(user.row.id)
-        right = index_rows.entries(attempt, USER_PREFIX, loads(user.state), keys)
+        right = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), keys)
     else:
         session = sealed_rows.open_session(attempt, found, user)
         if session is None:
