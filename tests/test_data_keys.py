@@ -74,7 +74,7 @@ def test_key_encrypts_nothing_until_the_owners_row_was_read() -> None:
     staged = read(keys, [row])
     assert current_id(staged) is None
     assert not staged.is_as_new_as(ADA)
-    staged.adopt(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     assert current_id(staged) == row.id
     assert parse_header(staged.seal(ADA, CONTEXT, b"")) == (1, row.id)
 
@@ -86,7 +86,7 @@ def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(
     rows = made(keys, 3)
     for order in (rows, rows[::-1]):
         staged = read(keys, order)
-        staged.adopt(ADA, [rows[named].id])
+        staged.choose_current(ADA, [rows[named].id])
         assert current_id(staged) == rows[named].id
         assert staged.current_is_newest(ADA) == (named == 2)
 
@@ -95,7 +95,7 @@ def test_of_several_keys_that_the_row_names_the_newest_encrypts() -> None:
     keys = data_keys()
     rows = made(keys, 3)
     staged = read(keys, rows)
-    staged.adopt(ADA, [rows[1].id, rows[0].id])
+    staged.choose_current(ADA, [rows[1].id, rows[0].id])
     assert current_id(staged) == rows[1].id
 
 
@@ -103,7 +103,7 @@ def test_of_several_keys_that_the_row_names_the_newest_encrypts() -> None:
 def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(named: list[int]) -> None:
     keys = data_keys()
     staged = read(keys, made(keys, 2))
-    staged.adopt(ADA, named)
+    staged.choose_current(ADA, named)
     assert current_id(staged) is None
 
 
@@ -111,7 +111,7 @@ def test_key_of_another_owner_is_not_taken_though_the_row_names_it() -> None:
     keys = data_keys()
     (bobs,) = made(keys, 1, BOB)
     staged = read(keys, [*made(keys, 1), bobs])
-    staged.adopt(ADA, [bobs.id])
+    staged.choose_current(ADA, [bobs.id])
     assert current_id(staged) is None
 
 
@@ -120,7 +120,7 @@ def test_key_of_another_backend_is_not_taken_though_the_row_names_it() -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
     staged = read(keys, [ours, theirs])
-    staged.adopt(ADA, [theirs.id, ours.id])
+    staged.choose_current(ADA, [theirs.id, ours.id])
     assert current_id(staged) == ours.id
     assert not staged.current_is_newest(ADA)
 
@@ -129,11 +129,11 @@ def test_cached_key_that_the_row_no_longer_names_encrypts_nothing() -> None:
     keys = data_keys()
     rows = made(keys, 2)
     first = read(keys, rows)
-    first.adopt(ADA, [rows[1].id])
+    first.choose_current(ADA, [rows[1].id])
     first.publish()
     later = StagedKeys(keys)
     assert current_id(later) == rows[1].id
-    later.adopt(ADA, [rows[0].id])
+    later.choose_current(ADA, [rows[0].id])
     assert current_id(later) == rows[0].id
 
 
@@ -141,13 +141,13 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     keys = data_keys(keyring(MASTER))
     (row,) = made(keys, 1)
     first = read(keys, [row])
-    first.adopt(ADA, (row.id,))
+    first.choose_current(ADA, (row.id,))
     first.publish()
     later = StagedKeys(keys)
-    later.adopt(ADA, (row.id,))
+    later.choose_current(ADA, (row.id,))
     assert current_id(later) == row.id
     keys.keyring = keyring(ANOTHER_MASTER)
-    later.adopt(ADA, (row.id,))
+    later.choose_current(ADA, (row.id,))
     assert current_id(later) is None
 
 
@@ -156,9 +156,9 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none() -> None:
     keys = data_keys()
     rows = made(keys, 3)
     staged = read(keys, rows, created=[rows[1].id])
-    staged.adopt(ADA, [])
+    staged.choose_current(ADA, [])
     assert current_id(staged) == rows[1].id
-    staged.adopt(ADA, [rows[0].id])  # another process was first
+    staged.choose_current(ADA, [rows[0].id])  # another process was first
     assert current_id(staged) == rows[0].id
 
 
@@ -169,10 +169,10 @@ def test_row_names_the_new_key_in_place_of_the_one_before() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
     staged = read(keys, [row])
-    staged.adopt(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     new = staged.new(ADA)
     assert current_id(staged) == new.id
-    assert staged.names(ADA, [row.id]) == (new.id,)
+    assert staged.ids_to_store(ADA, [row.id]) == (new.id,)
 
 
 def test_row_keeps_naming_the_keys_of_other_backends() -> None:
@@ -180,9 +180,9 @@ def test_row_keeps_naming_the_keys_of_other_backends() -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
     staged = read(keys, [ours, theirs])
-    staged.adopt(ADA, [theirs.id, ours.id])
-    assert staged.names(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
-    assert staged.names(ADA, [ours.id]) == (ours.id,)
+    staged.choose_current(ADA, [theirs.id, ours.id])
+    assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
+    assert staged.ids_to_store(ADA, [ours.id]) == (ours.id,)
 
 
 def test_row_keeps_naming_the_key_of_a_backend_that_is_not_listed() -> None:
@@ -191,16 +191,16 @@ def test_row_keeps_naming_the_key_of_a_backend_that_is_not_listed() -> None:
     theirs = of_another_backend(keys, ours)
     alone = DataKeys(keys.keyring, {1: keys.backends[1]}, 1, 100)
     staged = read(alone, [ours, theirs])
-    staged.adopt(ADA, [theirs.id, ours.id])
-    assert staged.names(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
+    staged.choose_current(ADA, [theirs.id, ours.id])
+    assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
 
 
 def test_row_no_longer_names_keys_that_are_not_stored() -> None:
     keys = data_keys()
     (ours,) = made(keys, 1)
     staged = read(keys, [ours])
-    staged.adopt(ADA, [5, ours.id])
-    assert staged.names(ADA, [5, ours.id, 6]) == (ours.id,)
+    staged.choose_current(ADA, [5, ours.id])
+    assert staged.ids_to_store(ADA, [5, ours.id, 6]) == (ours.id,)
 
 
 def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones() -> None:
@@ -208,12 +208,12 @@ def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones() -> None:
     keys = data_keys()
     (ours,) = made(keys, 1)
     first = read(keys, [ours])
-    first.adopt(ADA, [ours.id])
+    first.choose_current(ADA, [ours.id])
     first.publish()
     theirs = of_another_backend(keys, ours)
     later = StagedKeys(keys)
-    later.adopt(ADA, [ours.id, theirs.id])
-    assert later.names(ADA, [ours.id, theirs.id]) == (ours.id, theirs.id)
+    later.choose_current(ADA, [ours.id, theirs.id])
+    assert later.ids_to_store(ADA, [ours.id, theirs.id]) == (ours.id, theirs.id)
 
 
 # --- junk ----------------------------------------------------------------------------------------
@@ -245,9 +245,9 @@ def test_junk_key_is_not_taken_though_the_row_names_it() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
     staged = read(keys, [row, junk(row)])
-    staged.adopt(ADA, [99, row.id])
+    staged.choose_current(ADA, [99, row.id])
     assert current_id(staged) == row.id
-    assert staged.names(ADA, [99, row.id]) == (row.id,)
+    assert staged.ids_to_store(ADA, [99, row.id]) == (row.id,)
 
 
 @pytest.mark.parametrize("taken", [0, 7, LAST - 1])
@@ -256,7 +256,7 @@ def test_new_key_has_a_generation_that_no_junk_key_has_taken(taken: int) -> None
     (row,) = made(keys, 1)
     for order in ([row, junk(row, taken)], [junk(row, taken), row]):
         staged = read(keys, order)
-        staged.adopt(ADA, [row.id])
+        staged.choose_current(ADA, [row.id])
         new = staged.new(ADA)
         assert new.generation == taken + 1
         assert current_id(read_and_adopted(keys, row, new)) == new.id
@@ -264,7 +264,7 @@ def test_new_key_has_a_generation_that_no_junk_key_has_taken(taken: int) -> None
 
 def read_and_adopted(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
     staged = read(keys, rows)
-    staged.adopt(ADA, [row.id for row in rows])
+    staged.choose_current(ADA, [row.id for row in rows])
     return staged
 
 
@@ -282,7 +282,7 @@ def test_junk_key_whose_generation_is_no_integer_takes_none(generation: object) 
     keys = data_keys()
     (row,) = made(keys, 1)
     staged = read(keys, [row, row._replace(id=99, generation=generation)])  # type: ignore[arg-type]
-    staged.adopt(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     assert staged.new(ADA).generation == 1
 
 
@@ -290,7 +290,7 @@ def test_no_key_is_made_after_the_last_generation() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
     staged = read(keys, [row, junk(row, LAST)])
-    staged.adopt(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     with pytest.raises(TamperedError, match="highest possible generation") as rejected:
         staged.new(ADA)
     assert (rejected.value.table, rejected.value.reason) == ("secure_data_keys", Reason.MALFORMED)
@@ -311,7 +311,7 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     both.keyring = keyring(MASTER)
     again = StagedKeys(both)
     again.load([planted], marks(keyring(MASTER)))
-    again.adopt(ADA, [planted.id])
+    again.choose_current(ADA, [planted.id])
     assert current_id(again) is None
     with pytest.raises(UnknownKeyError, match="no data master"):
         again.open(ADA, CONTEXT, build_header(1, planted.id) + bytes(40))
@@ -411,7 +411,7 @@ def published(keys: DataKeys, *rows: DataKeyRow) -> None:
     """Put the keys of *rows* into the cache, all of them named by their owners."""
     staged = read(keys, rows)
     for row in rows:
-        staged.adopt(row.owner, [row.id])
+        staged.choose_current(row.owner, [row.id])
     staged.publish()
 
 

@@ -471,7 +471,7 @@ def loaded(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
     staged = StagedKeys(keys)
     staged.load(rows, marks_of(keys.keyring.rows.values()))
     for owner in {row.owner for row in rows}:
-        staged.adopt(owner, [row.id for row in rows])
+        staged.choose_current(owner, [row.id for row in rows])
     return staged
 
 
@@ -692,7 +692,7 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
 
 def sealed_by(keys: DataKeys, row: DataKeyRow) -> bytes:
     staged = loaded(keys, row)
-    staged.adopt(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     return staged.seal(ADA, CONTEXT, b"text")
 
 

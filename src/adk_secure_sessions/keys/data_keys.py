@@ -235,12 +235,12 @@ class StagedKeys:
             self._by_owner[owner] = OwnerKeys(keys, None, newest[owner])
             self._owners.update(dict.fromkeys(keys, owner))
 
-    def adopt(self, owner: bytes, key_ids: Collection[int]) -> None:
+    def choose_current(self, owner: bytes, key_ids: Collection[int]) -> None:
         """Determine the current data key of *owner*, which encrypts new records.
 
-        Call this method before `current`, `seal` and `names`.  The current data key is the newest
-        usable one of *key_ids*, those that the owner's authentic row names.  If there is none, it
-        is the newest one that this operation has created, if any.
+        Call this method before `current`, `seal` and `ids_to_store`.  The current data key is the
+        newest usable one of *key_ids*, those that the owner's authentic row names.  If there is
+        none, it is the newest one that this operation has created, if any.
         """
         known = self._of(owner)
         if known is None:
@@ -256,13 +256,13 @@ class StagedKeys:
             known = OwnerKeys(known.by_id, current, known.newest_generation)
             (self._by_owner if owner in self._by_owner else self._cached)[owner] = known
 
-    def names(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
+    def ids_to_store(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
 
-        The current data key, which `adopt` must have found, replaces the other keys of its backend.
-        Of *key_ids*, which the row names now, the keys of other backends are kept if they still
-        exist.  If the data keys of *owner* come from the cache, all keys in *key_ids* are assumed
-        to exist: another process may have created a key after the keys were cached.
+        The current data key replaces the other keys of its backend.  Of *key_ids*, which the row
+        names now, the keys of other backends are kept if they still exist.  If the data keys of
+        *owner* come from the cache, all keys in *key_ids* are assumed to exist: another process may
+        have created a key after the keys were cached.
         """
         known = self._of(owner)
         assert known is not None
@@ -316,7 +316,7 @@ class StagedKeys:
         return owner in self._by_owner
 
     def current(self, owner: bytes) -> DataKey | None:
-        """Return the owner's current data key; None if `adopt` was not called, or found none."""
+        """Return the owner's current data key, if `choose_current` has found one."""
         known = self._of(owner)
         return known.current if known else None
 

@@ -255,7 +255,7 @@ async def records_of_owner(
         plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
         if table is users:
             _, plaintext = split_id(plaintext)
-        keys.adopt(stored.tag, split_owner(plaintext).key_ids)
+        keys.choose_current(stored.tag, split_owner(plaintext).key_ids)
     return [Record(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
 
 

@@ -336,7 +336,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
         It also contains owners without a state in the source, which does not change any more.
         """
-        return await self._unit.attached(self, lambda: Lru(_CACHED_OWNERS))
+        return await self._unit.cached_object(self, lambda: Lru(_CACHED_OWNERS))
 
     # --- Reading the source -----------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def open_owner(attempt: Attempt, found: Found, row: AppRow | UserRow) -> Owner:
             _reject_older(attempt, seen, row.id, row.version)
         owner = Owner(row, user_id, fields.state, fields.link, fields.key_ids)
         attempt.remember(partial(attempt.cache.put_owner, witness, owner))
-    attempt.keys.adopt(row.tag, owner.key_ids)
+    attempt.keys.choose_current(row.tag, owner.key_ids)
     return owner
 
 

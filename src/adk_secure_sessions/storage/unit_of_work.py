@@ -308,7 +308,7 @@ class _OpenState(NamedTuple):
     keys: DataKeys
     rows: RowCache
     identities: Lru[tuple[str, str, str, bool], Identity]
-    attached: dict[object, Any]  # see `UnitOfWork.attached`
+    objects: dict[object, Any]  # see `UnitOfWork.cached_object`
     expires: float
     # The timers that empty the caches.  A strong reference would keep the event loop in memory.
     timers: "WeakKeyDictionary[asyncio.AbstractEventLoop, ref[asyncio.TimerHandle]]"
@@ -374,12 +374,12 @@ class UnitOfWork:
         """Return the keys of the database."""
         return (await self._current()).keys
 
-    async def attached(self, key: object, make: Callable[[], T]) -> T:
+    async def cached_object(self, key: object, make: Callable[[], T]) -> T:
         """Return the object that is kept for *key* until the caches are emptied; *make* returns a
         new one.
         """
         opened = await self._current()
-        made: T = opened.attached.setdefault(key, make())
+        made: T = opened.objects.setdefault(key, make())
         return made
 
     def empty_caches(self, expires: float | None = None) -> None:

@@ -174,7 +174,7 @@ class OwnerChanges:
         """
         tag = owner.row.tag
         if self._keys.created:
-            self._keys.adopt(tag, self._keys.created)
+            self._keys.choose_current(tag, self._keys.created)
         current = self._keys.current(tag)
         is_newest = self._keys.current_is_newest(tag)
         if current is None or current.created_at < since or not is_newest:
@@ -187,7 +187,7 @@ class OwnerChanges:
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
         """Add the changes that store a new owner in *row*, which gets its row id here."""
         self._ensure_first_key(row.tag)
-        key_ids = self._keys.names(row.tag, ())
+        key_ids = self._keys.ids_to_store(row.tag, ())
         row = row._replace(id=new_row_key())
         owner, witness = self._sealed(Owner(row, user_id, dump_state(state), new_link(), key_ids))
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
@@ -199,7 +199,7 @@ class OwnerChanges:
         """Add the changes that store the next version of *owner*, and return it."""
         old = owner.row
         state = dump_state(load_state(owner.state) | delta) if delta else owner.state
-        key_ids = self._keys.names(old.tag, owner.key_ids)
+        key_ids = self._keys.ids_to_store(old.tag, owner.key_ids)
         row = old._replace(version=old.version + 1)
         owner, witness = self._sealed(Owner(row, owner.user_id, state, new_link(), key_ids))
         at = {"at_id": old.id, "at_version": old.version, "at_state": old.state}
@@ -231,7 +231,7 @@ class OwnerChanges:
                 "still stored",
                 Reason.MISSING,
             )
-        self._keys.adopt(owner, ())
+        self._keys.choose_current(owner, ())
         if self._keys.current(owner) is None:
             self._new_key(owner)
 
@@ -248,7 +248,7 @@ class OwnerChanges:
             return
         self._require_read_keys()
         if keys.created:
-            keys.adopt(owner, keys.created)
+            keys.choose_current(owner, keys.created)
             if keys.is_as_new_as(owner, *stored):
                 return
         for record in stored:

@@ -104,8 +104,8 @@ class Collections:
         return int(min(max(items or 0, 0), 2**62))
 
     async def cache(self, key: object, make: Callable[[], T]) -> T:
-        """See `UnitOfWork.attached`."""
-        return await self._unit.attached(key, make)
+        """See `UnitOfWork.cached_object`."""
+        return await self._unit.cached_object(key, make)
 
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
