@@ -22,7 +22,8 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.maintenance import Database, erase_user, verify
 
-TENANTS = {"north-clinic": "I am allergic to penicillin.", "south-clinic": "I broke my arm."}
+# App names are stored as plaintext, so they do not name the tenants.
+TENANTS = {"tenant-7c31": "I am allergic to penicillin.", "tenant-b04e": "I broke my arm."}
 USERS = ("ada", "bob")
 BACKEND = AesGcmBackend(generate_key())  # in production, use a key service, a file or a variable
 
@@ -71,9 +72,9 @@ async def run(directory: Path) -> None:
     await show(data, keys)
     shutil.copy(data, backup)  # the application does not run: the file is complete
 
-    print("\nErase ada of the north clinic:")
+    print("\nErase ada of tenant-7c31:")
     async with Database(f"sqlite:///{data}", BACKEND, key_db_url=f"sqlite:///{keys}") as database:
-        erased = await erase_user(database, "north-clinic", "ada")
+        erased = await erase_user(database, "tenant-7c31", "ada")
         print(f"  deleted: {erased.data_keys} data key, {erased.sessions} session")
         report = await verify(database)
         print(
@@ -81,12 +82,12 @@ async def run(directory: Path) -> None:
         )
     print("\nAfterwards, with the root key:")
     now = await show(data, keys)
-    assert now["north-clinic", "ada"] == "no data"
+    assert now["tenant-7c31", "ada"] == "no data"
 
     print("\nA backup of the data from before the erasure, with the root key and today's keys:")
     before = await show(backup, keys)
-    assert "penicillin" not in before["north-clinic", "ada"]
-    assert "arm" in before["south-clinic", "ada"]
+    assert "penicillin" not in before["tenant-7c31", "ada"]
+    assert "arm" in before["tenant-b04e", "ada"]
 
 
 def main() -> None:

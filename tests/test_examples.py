@@ -56,13 +56,13 @@ PROGRAMS = {
         "ada: 1 event, state {'user:name': 'ada'}",
     ],
     "multi_tenant.py": [
-        "north-clinic  ada   ada: I am allergic",
+        "tenant-7c31   ada   ada: I am allergic",
         "deleted: 1 data key, 1 session",
-        "north-clinic  ada   no data",
-        "south-clinic  ada   ada: I broke",
+        "tenant-7c31   ada   no data",
+        "tenant-b04e   ada   ada: I broke",
         "A backup",
-        "north-clinic  ada   UnknownKeyError",
-        "south-clinic  ada   ada: I broke",
+        "tenant-7c31   ada   UnknownKeyError",
+        "tenant-b04e   ada   ada: I broke",
     ],
     "adk_web.py": [
         "Message 1: ",
