@@ -45,9 +45,9 @@ def _statement_names() -> dict[int, str]:
     for name, value in vars(queries).items():
         if isinstance(value, sa.ClauseElement):
             names[id(value)] = name
-        elif name.isupper() and isinstance(value, dict):  # the forms without and with data keys
-            names[id(value[False])] = name
-            names[id(value[True])] = f"{name} with keys"
+        elif name.isupper() and isinstance(value, queries.QueryForms):
+            names[id(value.without_keys)] = name
+            names[id(value.with_keys)] = f"{name} with keys"
     return names
 
 

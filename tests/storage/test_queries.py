@@ -121,10 +121,10 @@ def found(connection: sa.Connection, query: sa.Executable, **more: object) -> Fo
 def test_data_keys_and_the_keyring_are_read_only_where_they_are_asked_for(
     filled: sa.Connection, forms: sql.QueryForms
 ) -> None:
-    rows = found(filled, forms[True], limit=1)
-    assert (len(rows.data_keys), rows.masters) == (1, [MARK])
-    rows = found(filled, forms[False], limit=1)
-    assert (rows.data_keys, rows.masters) == ([], [])
+    rows = found(filled, forms.with_keys, limit=1)
+    assert (len(rows.data_keys), rows.master_marks) == (1, [MARK])
+    rows = found(filled, forms.without_keys, limit=1)
+    assert (rows.data_keys, rows.master_marks) == ([], [])
 
 
 # --- changes that rely on what was read ----------------------------------------------------------
@@ -194,7 +194,8 @@ def test_data_key_is_stored_only_under_the_keyring_that_was_read(
         row = {"id": master, "purpose": "data", "root_key_id": "key", "created_at": 0}
         connection.execute(sa.insert(schema.keyring), row | {"wrapped": b""})
     assert (
-        met(connection, sql.INSERT_KEY, KEY_COLUMNS | {"master_id": 11, "masters": 2}) == expected
+        met(connection, sql.INSERT_KEY, KEY_COLUMNS | {"master_id": 11, "master_count": 2})
+        == expected
     )
 
 

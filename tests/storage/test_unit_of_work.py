@@ -305,7 +305,7 @@ async def test_new_data_key_is_stored_in_the_key_database_before_the_attempt_tha
     read = "read data keys of owners"
     assert (data.requests, keys.requests) == ([], [read, "apply INSERT_KEY", read])
     made = change_in(keys.steps[1], "INSERT_KEY").parameters
-    assert (made["owner"], made["generation"], made["masters"]) == (WHO.user_tag, 0, 2)
+    assert (made["owner"], made["generation"], made["master_count"]) == (WHO.user_tag, 0, 2)
 
 
 async def test_data_key_that_another_process_stored_first_is_read_instead(
@@ -332,7 +332,7 @@ async def test_data_key_that_the_keyring_no_longer_allows_waits_for_the_new_keyr
     guards = [
         change_in(step, "INSERT_KEY").parameters for step in keys.steps if isinstance(step, Apply)
     ]
-    assert [(guard["master_id"], guard["masters"]) for guard in guards] == [
+    assert [(guard["master_id"], guard["master_count"]) for guard in guards] == [
         (MASTER, 2),
         (ANOTHER_MASTER, 3),
     ]
@@ -343,13 +343,13 @@ async def test_owners_are_asked_for_once_and_only_by_tag() -> None:
     owners: list[object] = [WHO.user_tag, WHO.user_tag, "text", 17, None]
     found = await read_data_keys(executor.read, owners)
     assert [row.owner for row in found.data_keys] == [WHO.app_tag, WHO.user_tag]
-    assert found.masters == marks()
+    assert found.master_marks == marks()
     assert len(executor.requests) == 1
 
 
 async def test_keyring_is_read_even_for_no_owner() -> None:
     found = await read_data_keys(FakeExecutor(NO_KEYS).read, ["text"])
-    assert (found.data_keys, found.masters) == ([], marks())
+    assert (found.data_keys, found.master_marks) == ([], marks())
 
 
 # --- the keyring ---------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ class StagedKeys:
         key.
         """
         keyring = self._keys.keyring
-        return {"master_id": keyring.current_id, "masters": keyring.row_count}
+        return {"master_id": keyring.current_id, "master_count": keyring.row_count}
 
     def has_keys(self, owner: bytes) -> bool:
         """Return whether this transaction has read or created an authentic data key of *owner*."""

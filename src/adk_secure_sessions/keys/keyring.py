@@ -110,13 +110,13 @@ class MasterKeyRow(NamedTuple):
 class Separation(NamedTuple):
     """The state of an unfinished `separate`, which gives a copy of a database its own id and keys.
 
-    The context of a data key contains the old id if one of *masters* (ids of the old data masters)
-    wraps the key, and otherwise the new id.  All old keys are older than *since*.
+    The context of a data key contains the old id if one of the old data masters wraps the key, and
+    otherwise the new id.  All old keys are older than *since*.
     """
 
     old_id: bytes
     since: int
-    masters: frozenset[int]
+    master_ids: frozenset[int]
 
 
 @dataclass(eq=False, repr=False)
@@ -177,7 +177,7 @@ class Keyring(KeyMaterial):
 
     def database_id_for(self, key_id: int) -> bytes:
         """Return the database id for the contexts of data keys that data master *key_id* wraps."""
-        if self.separation is not None and key_id in self.separation.masters:
+        if self.separation is not None and key_id in self.separation.master_ids:
             return self.separation.old_id
         return self.database_id
 

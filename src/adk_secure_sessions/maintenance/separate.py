@@ -104,7 +104,7 @@ async def separate(
     # If no old data master is left, begin a new separation: an attacker may have replayed the
     # stored state of an ended separation, so that this copy seems to be separated already.
     resumed = opened.separation is not None and bool(
-        opened.separation.masters & opened.masters.keys()
+        opened.separation.master_ids & opened.masters.keys()
     )
     if not resumed:
         await _begin(db)
@@ -121,7 +121,7 @@ async def separate(
     if are_replaced:
         retirement = await retire(db, **options)
         done.data_keys, done.masters = retirement.data_keys, retirement.masters
-    remaining = (await db.renew_keyring()).masters.keys() & separation.masters
+    remaining = (await db.renew_keyring()).masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
     ((old,),) = await db.unit.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
@@ -140,7 +140,7 @@ async def _replace_keys(
 ) -> bool:
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
     stored = (await db.survey()).meta
-    is_due = f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.masters
+    is_due = f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.master_ids
     if is_due and not (await rotate_master(db, **options)).succeeded:
         return False
     # Records that are not encrypted with the current data key, or with one that is too old.

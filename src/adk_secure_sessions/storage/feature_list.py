@@ -68,7 +68,7 @@ def separation_marks(
     separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
     """Return the texts, by name, that `separate` stores in `secure_meta` when it begins."""
-    masters = " ".join(map(str, sorted(separation.masters)))
+    masters = " ".join(map(str, sorted(separation.master_ids)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         meta.DATABASE_ID: new_id.hex(),

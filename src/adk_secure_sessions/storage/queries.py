@@ -6,9 +6,9 @@ of the row.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -54,10 +54,16 @@ _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
 # An attacker may have inserted any number of data keys.
 _MAX_KEYS = 1000
 
-# Two forms of one query: `forms[True]` also reads data keys, and `forms[False]` does not.  The form
-# with data keys also reads the `MasterMark` of each row of the keyring.  The marks tell whether the
-# keyring has changed: a data key that is wrapped with a retired data master must be rejected.
-QueryForms = Mapping[bool, sa.CompoundSelect[Any]]
+
+class QueryForms(NamedTuple):
+    """Two forms of one query, of which one also reads data keys and the `MasterMark` of each row of
+    the keyring.  The marks tell whether the keyring has changed: a data key that is wrapped with a
+    retired data master must be rejected.
+    """
+
+    without_keys: sa.CompoundSelect[Any]
+    with_keys: sa.CompoundSelect[Any]
+
 
 _app_tag = sa.bindparam("app_tag", type_=sa.LargeBinary)
 _user_tag = sa.bindparam("user_tag", type_=sa.LargeBinary)
@@ -228,7 +234,7 @@ def _forms(*members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> 
     """Return the two forms of the UNION ALL of *members*; one also has *keys*, by default those of
     one app and one user.
     """
-    return {False: sa.union_all(*members), True: sa.union_all(*members, *keys)}
+    return QueryForms(sa.union_all(*members), sa.union_all(*members, *keys))
 
 
 def _session_forms(*history: sa.Select[Any]) -> QueryForms:
@@ -408,7 +414,7 @@ INSERT_KEY = _insert(
     .where(
         keyring.c.id == sa.bindparam("master_id"),
         sa.select(sa.func.count()).select_from(keyring.alias()).scalar_subquery()
-        == sa.bindparam("masters", type_=sa.BigInteger),
+        == sa.bindparam("master_count", type_=sa.BigInteger),
     ),
 )
 # Locks the row of a data key by setting the generation to its present value.  A concurrent `retire`
@@ -571,11 +577,11 @@ class Found:
         self.sessions: list[SessionRow]
         self.events: list[Row]  # as the driver returns them: see EVENT_SEQ
         self.data_keys: list[DataKeyRow]
-        self.masters: list[MasterMark]
+        self.master_marks: list[MasterMark]
         self.indexed: list[IndexedRow]
         (
             self.apps, self.users, found, self.sessions, snapshots, self.events, self.data_keys,
-            self.masters, migrated_rows, self.indexed,
+            self.master_marks, migrated_rows, self.indexed,
         ) = kinds  # fmt: skip
         self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in found}
         self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}

@@ -414,7 +414,7 @@ class _Listing(ReadOperation):
             return [user] if user else []
         if executors.has_key_database:
             keys = await read_data_keys(executors.keys.read, [row.tag for row in found.users])
-            attempt.keys.load(keys.data_keys, keys.masters)
+            attempt.keys.load(keys.data_keys, keys.master_marks)
         opened = []
         for row in found.users:
             try:

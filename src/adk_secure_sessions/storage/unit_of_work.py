@@ -254,12 +254,12 @@ class Attempt(NamedTuple):
             put()
 
     def form_of(self, forms: QueryForms) -> sa.CompoundSelect[Any]:
-        return forms[self.key_source is KeySource.QUERY]
+        return forms.with_keys if self.key_source is KeySource.QUERY else forms.without_keys
 
     def load_keys(self, found: Found) -> None:
         """Unwrap the data keys in *found* if the query has read them; see `StagedKeys.load`."""
         if self.key_source is KeySource.QUERY:
-            self.keys.load(found.data_keys, found.masters)
+            self.keys.load(found.data_keys, found.master_marks)
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
@@ -480,7 +480,7 @@ class UnitOfWork:
                     if source is KeySource.KEY_DATABASE:
                         owners = [who.app_tag, who.user_tag]
                         found = await read_data_keys(self.executors.keys.read, owners)
-                        keys.load(found.data_keys, found.masters)
+                        keys.load(found.data_keys, found.master_marks)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
                     if keys.lacks_master and renewals < _RENEWALS:
@@ -564,7 +564,7 @@ class UnitOfWork:
                 packing=self._packing,
             )
             try:
-                staged.load(found.data_keys, found.masters)
+                staged.load(found.data_keys, found.master_marks)
             except StaleKeyring:
                 pass
             else:
@@ -706,5 +706,5 @@ async def read_data_keys(
     for tags in chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
         part = Found(await read(data_keys_of(len(tags)), numbered(tags)))
         found.data_keys += part.data_keys
-        found.masters = part.masters
+        found.master_marks = part.master_marks
     return found
