@@ -185,8 +185,11 @@ class Walk:
         parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
         query, key, size = _copies(app_name is not None), migrated.c.tag, target.limits.headers
         async for rows in pages(target.unit.read, query, key, size, lambda *row: row, **parameters):
-            copies = {bytes(tag): int(row) for tag, row in rows}
-            self._missing |= {tag: row for tag, row in copies.items() if tag not in self._tags}
+            for tag, row in rows:
+                # SQLite stores any type in any column, so a modified tag may have another type.
+                known = tag if isinstance(tag, bytes) else b""
+                if known not in self._tags:
+                    self._missing[known] = row
 
     async def _session_pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
         if self.index is None:
@@ -195,7 +198,7 @@ class Walk:
         copies = await imports.imported([one.ids for one in listed])
         tags = {one: self.tag(*one.ids) for one in listed}
         new = [tag for one, tag in tags.items() if one.ids not in copies]
-        others = {bytes(tag) for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, new)}
+        others = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, new)}
         if others:
             # Another run may have copied a session after the first query.
             copies |= await imports.imported(one.ids for one in listed if tags[one] in others)
