@@ -1,47 +1,42 @@
 """Claims: how transactions wait for each other on a cluster whose nodes lock rows separately.
 
-Some transactions rely on a row that they only lock: another transaction that writes the row waits
-for the lock.  On a cluster such as MariaDB Galera, a lock is known to one node only.  At the
-commit, the cluster compares the rows that transactions of several nodes have *written*, and lets
-only one of them commit.  So there, such a transaction also writes the row, twice, so that it stays
-as it was.  On every other database, claims do nothing.
-
-A claim comes before the statement that relies on the row: if the changes of another node arrive
-between the two, they end this transaction with a conflict.
+Some transactions rely on a row that they only lock.  On a cluster such as MariaDB Galera, a lock is
+known to one node only, and of the transactions of several nodes that have *written* the same rows,
+only one can commit.  So there, such a transaction also writes the row, twice, so that it stays as
+it was: before the statement that relies on the row, so that a change of another node in between
+ends this transaction with a conflict.  On every other database, claims do nothing.
 """
 
 import sqlalchemy as sa
-from sqlalchemy import bindparam, literal_column, update
 
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Change
 from adk_secure_sessions.storage.schema import data_keys, meta, sessions, witnesses
 
-# The names of rows that claims insert into `secure_meta` and delete again, so that these rows are
-# never visible to others.  A transaction that stores a data key claims one of these names.  A
-# transaction that deletes master keys claims all of them.  If there were only one name, users whom
-# several nodes create at the same time would conflict.
+# The names of rows that claims insert into `secure_meta` and delete again.  A transaction that
+# stores a data key claims one of them, and one that deletes master keys claims all.  If there were
+# only one, users whom several nodes create at the same time would conflict.
 KEYRING_CLAIMS: tuple[str, ...] = tuple(f"claim.{number:02}" for number in range(64))
 
-_MINUS_ONE: sa.ColumnElement[int] = literal_column("-1", sa.Integer)
+_MINUS_ONE: sa.ColumnElement[int] = sa.literal_column("-1", sa.Integer)
 # Two of these updates undo each other, and none has an overflow: -1 - (-1 - n) is n.
 _WITNESS = (
-    update(witnesses)
-    .where(witnesses.c.tag == bindparam("at_tag"))
+    sa.update(witnesses)
+    .where(witnesses.c.tag == sa.bindparam("at_tag"))
     .values(number=_MINUS_ONE - witnesses.c.number)
 )
 _KEY = (
-    update(data_keys)
-    .where(data_keys.c.id == bindparam("at_id"))
+    sa.update(data_keys)
+    .where(data_keys.c.id == sa.bindparam("at_id"))
     .values(created_at=_MINUS_ONE - data_keys.c.created_at)
 )
 _SESSION = (
-    update(sessions)
-    .where(sessions.c.tag == bindparam("at_tag"))
+    sa.update(sessions)
+    .where(sessions.c.tag == sa.bindparam("at_tag"))
     .values(updated_at=_MINUS_ONE - sessions.c.updated_at)
 )
 _INSERT_NAME = sa.insert(meta)
-_DELETE_NAME = sa.delete(meta).where(meta.c.name == bindparam("at_name"))
+_DELETE_NAME = sa.delete(meta).where(meta.c.name == sa.bindparam("at_name"))
 
 
 def claim_user(tag: bytes) -> list[Change]:

@@ -1,8 +1,7 @@
 """The SQL statements, in SQLAlchemy Core, and the rows that they return.
 
-Each read is one statement, so that its rows are consistent with each other on every database and at
-every isolation level: a UNION ALL of SELECTs with the same columns, of which the first is the kind
-of the row.
+Each read is one statement, so that its rows are consistent with each other at every isolation
+level: a UNION ALL of SELECTs with the same columns, of which the first is the kind of the row.
 """
 
 import functools

@@ -5,9 +5,8 @@ attempts by these rules, whose limits and pauses are in `db.protocol.Retries`:
 
 - If an attempt lacks a data key, the key is read or created before the next attempt.
 - If the keyring has changed, it is read again, once for all tasks that noticed the change.
-- If another transaction changed the same rows, the attempt is repeated after a short random pause.
-  After a few such conflicts, a write locks its rows before it reads them.
-- If the connection was lost, the attempt is repeated after longer pauses.
+- After a conflict or a lost connection, there is a pause.  After a few conflicts, a write locks its
+  rows before it reads them.
 """
 
 import asyncio
@@ -61,13 +60,12 @@ V = TypeVar("V", bound=Owner | StoredSession)
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
-# The default of `keyring_pause`: the seconds until a rejected keyring is read again, or until its
-# pending rows (rows whose key service failed) are unwrapped again.  Without this pause, an attacker
-# with write access to the database could make every operation call the key service.
+# The default of `keyring_pause`: the seconds until a rejected keyring, or rows whose key service
+# failed, are tried again.  Otherwise, an attacker who can write to the database could make every
+# operation call the key service.
 _KEYRING_PAUSE = 10.0
-# How many data keys one operation may create in a key database.  Usually it needs at most two, one
-# for the app and one for the user.  It may need more if other processes change the keys at the same
-# time.
+# How many data keys one operation may create in a key database.  It needs at most two, unless other
+# processes change the keys at the same time.
 _NEW_KEYS = 8
 # How often an operation that lacks a data master reads the keyring again after it has done so once.
 # Other processes may rotate and retire master keys during each attempt.

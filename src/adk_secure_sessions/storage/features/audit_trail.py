@@ -1,12 +1,9 @@
 """The audit trail: audit records in the table `secure_audit` (docs/format.md, "The audit trail").
 
-The records form chains: each record contains a hash of the record before it.  If all writers
-appended to one chain, they would wait for each other.  So each transaction uses a chain alone: it
-takes a chain that is free, or begins a new one, and returns the chain after its end.  A process has
-about as many chains as transactions that run at the same time.
-
-If it is not known whether a transaction was committed, its chain is not used again.  The last
-record of the chain could otherwise be written twice.
+The records form chains: each record contains a hash of the record before it.  So that writers need
+not wait for each other, each transaction uses a chain alone: it takes one that is free, or begins a
+new one, and returns it after its end.  If it is not known whether a transaction was committed, its
+chain is not used again: the last record could otherwise be written twice.
 
 Removing the last records of a chain leaves a valid chain.  Only the *heads* show it: the numbers
 and links of last records, which the logger `adk_secure_sessions.audit` writes now and then.
