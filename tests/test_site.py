@@ -129,6 +129,7 @@ def test_picture_shows_real_rows_of_two_databases(site: Path) -> None:
 
 # What people search for, and the page that must be the first result.
 SEARCHES = {
+    "WrongKeyError": "troubleshooting.html",
     "adk web": "adk-commands.html",
     "aws kms rotation": "key-services.html",
     "azure key vault": "key-services.html",
@@ -143,9 +144,11 @@ SEARCHES = {
     "gdpr delete": "erasure.html",
     "gdpr export": "migrate.html",
     "how to rotate keys": "rotation.html",
+    "hsm": "key-services.html",
     "import existing sessions": "migrate.html",
     "install": "tutorial.html",
     "is it hipaa compliant": "compliance.html",
+    "key rotation without downtime": "rotation.html",
     "kms": "key-services.html",
     "kubernetes": "key-services.html",
     "license": "index.html",
@@ -164,13 +167,14 @@ SEARCHES = {
     "privileges": "operations-reference.html",
     "read replica": "databases.html",
     "redis": "wrapper.html",
+    "right to be forgotten": "erasure.html",
     "rotate": "rotation.html",
+    "search by state": "search.html",
     "throughput": "benchmarks.html",
     "ttl": "erasure.html",
     "vertex": "wrapper.html",
     "what is encrypted": "index.html",
     "workers": "benchmarks.html",
-    "WrongKeyError": "troubleshooting.html",
 }
 # Asks the theme's own worker.  The numbers of its messages: 0 builds the index, 2 is a query.
 ASK = """(async () => {
