@@ -202,6 +202,7 @@ REASONS = {
     "UPDATE secure_sessions SET updated_at = 1 WHERE id = {row}": "secure_sessions",
     "UPDATE secure_sessions SET revision = 'x' WHERE id = {row}": "secure_sessions",
     "UPDATE secure_sessions SET tag = 5 WHERE id = {row}": "secure_sessions",
+    "UPDATE secure_sessions SET state = 5 WHERE id = {row}": "secure_sessions",
     "DELETE FROM secure_witnesses WHERE tag = (SELECT tag FROM secure_sessions WHERE id = {row})":
         "secure_sessions",
 }  # fmt: skip

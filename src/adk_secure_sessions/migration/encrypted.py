@@ -1,8 +1,10 @@
 """Read sessions from a database of this package, which may have other keys."""
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 
 import sqlalchemy as sa
 
@@ -97,12 +99,9 @@ class EncryptedSource(Source):
             if not wanted:
                 continue
             sizes = await self._sizes(Span(page[0].id - 1, page[-1].id))
-
-            def size_of(one: SessionWithIds, sizes: dict[int, int] = sizes) -> int:
-                return sizes.get(one.id, 0) + len(one.columns.state)
-
-            for batch in grouped(wanted, size_of, len(wanted), _BATCH):
-                yield [_source_session(one) for one in batch]
+            sized = [(one, sizes[one.id]) for one in wanted]
+            for batch in grouped(sized, itemgetter(1), len(sized), _BATCH):
+                yield [_source_session(one) for one, _size in batch]
 
     async def read(
         self, sessions: Sequence[SourceSession]
@@ -142,12 +141,13 @@ class EncryptedSource(Source):
     async def close(self) -> None:
         await self._db.close()
 
-    async def _sizes(self, span: Span) -> dict[int, int]:
-        sizes: dict[int, int] = {}
+    async def _sizes(self, span: Span) -> Counter[int]:
+        """Return the sizes of events and snapshots, by row id of the session."""
+        sizes: Counter[int] = Counter()
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
             for row, size in await span.read(self._db.unit.read, query, key):
-                sizes[row] = sizes.get(row, 0) + plausible(size)
+                sizes[row] += plausible(size)
         return sizes
 
 
