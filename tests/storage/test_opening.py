@@ -3,6 +3,7 @@
 `check` judges surveys, so its cases are a table.  Surveying needs tables: SQLite in memory.
 """
 
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -204,6 +205,23 @@ def test_survey_takes_a_column_more_for_no_other_table(database: InMemory) -> No
     schema.metadata.create_all(database.engine)
     database.run_sql("ALTER TABLE secure_users ADD COLUMN theirs TEXT")
     assert database.survey().alien_tables == ()
+
+
+def test_survey_takes_a_locked_table_for_no_other_table(database: InMemory) -> None:
+    """Else a service would say that its own table is another program's, and that nothing is
+    stored.
+    """
+    schema.metadata.create_all(database.engine)
+    database.run_sql("INSERT INTO secure_meta VALUES ('format', '2')")
+
+    @sa.event.listens_for(database.engine, "before_cursor_execute")
+    def fail(connection: object, cursor: object, statement: str, *_: object) -> None:
+        if "WHERE 1 = 0" in statement:
+            locked = sqlite3.OperationalError("database is locked")
+            raise sa.exc.OperationalError(statement, None, locked)
+
+    survey = database.survey()
+    assert (survey.alien_tables, survey.format_version) == ((), "2")
 
 
 USED = ["secure_apps", "secure_users", "secure_sessions", "secure_data_keys", "secure_events"]

@@ -424,8 +424,7 @@ class _Listing(ReadOperation):
         return opened
 
     def _skip_or_raise(self, attempt: Attempt, error: DecryptionError) -> None:
-        may_find_key = isinstance(error, UnknownKeyError) and not attempt.missing_is_final
-        if may_find_key or not self._skip:
+        if not self._skip or (isinstance(error, UnknownKeyError) and not attempt.is_last):
             raise error
         record_rejected(error)
         logger.error("left out of a listing: %s", error)

@@ -198,9 +198,7 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
     tables = [table for table in known_tables if table.name in present]
-    alien: list[str] = []
-    if tables and not _have_columns(tables, connection):
-        alien = [table.name for table in tables if not _have_columns([table], connection)]
+    alien = _alien(tables, connection) if tables else []
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
     number = 0
@@ -234,10 +232,12 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
     )
 
 
-def _have_columns(tables: list[sa.Table], connection: sa.Connection) -> bool:
-    """Return whether *tables*, at least one, have all our columns.
+def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
+    """Return the names of the *tables*, at least one, that lack one of our columns.
 
-    One query that names all columns takes a hundredth of the time of reflecting each table.
+    One query that names all columns takes a hundredth of the time of reflecting each table.  If the
+    query fails for another reason, such as a lock or a missing grant, reflecting the tables finds
+    all columns, and the next query raises the error.
     """
     members = [
         f"SELECT 1 FROM (SELECT {', '.join(table.c.keys())} FROM {table.name}) AS t WHERE 1 = 0"  # noqa: S608
@@ -245,10 +245,12 @@ def _have_columns(tables: list[sa.Table], connection: sa.Connection) -> bool:
     ]
     try:
         connection.execute(sa.text(" UNION ALL ".join(members)))
-        return True
+        return []
     except sa.exc.DBAPIError:
         connection.rollback()
-        return False
+    columns = sa.inspect(connection).get_columns
+    present = {table: {column["name"] for column in columns(table.name)} for table in tables}
+    return [table.name for table in tables if not present[table].issuperset(table.c.keys())]
 
 
 async def look_at(

@@ -237,7 +237,13 @@ class Attempt(NamedTuple):
     began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
-    missing_is_final: bool = True  # no later attempt may find a data key that is missing
+    missing_is_final: bool = True  # the next attempt would not find a data key that is missing
+    may_renew: bool = False  # the keyring may be read again if a data master is missing
+
+    @property
+    def is_last(self) -> bool:
+        """Whether UnknownKeyError ends the operation."""
+        return self.missing_is_final and not (self.keys.lacks_master and self.may_renew)
 
     def remember(self, put: Callable[[], None]) -> None:
         """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
@@ -471,6 +477,7 @@ class UnitOfWork:
             attempt = Attempt(
                 who, keys, opened.rows, source, is_first, opened.rows.time, retries.locks_rows,
                 [] if operation.writes else None, reads_keys and missing_is_final,
+                renewals < _RENEWALS,
             )  # fmt: skip
             is_first = False
             try:
@@ -481,13 +488,13 @@ class UnitOfWork:
                         keys.load(found.data_keys, found.master_marks)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
-                    if keys.lacks_master and renewals < _RENEWALS:
+                    if keys.lacks_master and attempt.may_renew:
                         # Another process has changed the keyring again since it was read again.
                         renewals += 1
                         await self.renew_keyring(opened.keys, keyring_seen)
                         telemetry.count_retry("keyring")
                         continue
-                    if reads_keys and missing_is_final:
+                    if attempt.is_last:
                         raise
                     missing_is_final = missing_is_final or reads_keys
                     reads_keys = True
