@@ -151,8 +151,7 @@ def _has_rows_of(feature: str, connection: sa.Connection) -> bool:
     table = KNOWN_FEATURES[feature]
     if table is None or not has_table(connection, table):
         return False
-    one: sa.ColumnElement[int] = sa.literal_column("1")
-    return connection.execute(sa.select(one).select_from(table).limit(1)).first() is not None
+    return bool(connection.scalar(sa.select(sa.select(table).exists())))
 
 
 class Feature:

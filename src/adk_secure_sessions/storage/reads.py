@@ -354,7 +354,7 @@ class _Listing(ReadOperation):
     False, the error is raised.
     """
 
-    def __init__(self, who: Identity, *, of_app: bool, skip: bool) -> None:
+    def __init__(self, who: Identity, *, of_app: bool = False, skip: bool = False) -> None:
         super().__init__(who)
         self._of_app, self._skip = of_app, skip
         self.reads_keys: bool = of_app or skip
@@ -441,9 +441,6 @@ class ListSessions(_Listing):
 
 class ListCollections(_Listing):
     """Read the collections of a user, without their items."""
-
-    def __init__(self, who: Identity) -> None:
-        super().__init__(who, of_app=False, skip=False)
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
         found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)

@@ -217,8 +217,7 @@ def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
                 rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
                 masters = [MasterKeyRow(*row) for row in rows]
     if not alien and (others := [table for table in tables if table not in (schema.meta, keyring)]):
-        one: sa.ColumnElement[int] = sa.literal_column("1")
-        any_row = (sa.exists(sa.select(one).select_from(table)) for table in others)
+        any_row = (sa.select(table).exists() for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
     return Survey(
         frozenset(metadata.tables) - present,

@@ -228,14 +228,12 @@ class Differences(NamedTuple):
         The row of the session or user must be locked.
         """
         # Each change must match a row: PostgreSQL's executor requires that of the first one.
-        return [
-            *(
-                Change(sql.INSERT_INDEXED, IndexedRow(row_id, tag, value)._asdict())
-                for tag, value in self.missing.items()
-            ),
-            *(
-                Change(sql.UPDATE_INDEXED, {"at_id": row_id, "at_key": tag, "value_tag": value})
-                for tag, value in self.wrong.items()
-            ),
-            *(Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}) for tag in self.surplus),
-        ]
+        changes = []
+        for entry in self.missing.items():
+            changes.append(Change(sql.INSERT_INDEXED, IndexedRow(row_id, *entry)._asdict()))
+        for tag, value in self.wrong.items():
+            where = {"at_id": row_id, "at_key": tag, "value_tag": value}
+            changes.append(Change(sql.UPDATE_INDEXED, where))
+        for tag in self.surplus:
+            changes.append(Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}))
+        return changes

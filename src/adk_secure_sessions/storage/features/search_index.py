@@ -13,10 +13,7 @@ from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
-from adk_secure_sessions.storage.queries import (
-    Found,
-    QueryForms,
-)
+from adk_secure_sessions.storage.queries import Found, QueryForms
 from adk_secure_sessions.storage.reads import (
     ListPage,
     PageOfSessions,
