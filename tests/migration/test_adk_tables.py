@@ -672,9 +672,10 @@ async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["v1-sqlite"])
-async def test_later_schema_is_rejected(adk: Adk) -> None:
-    adk.run("UPDATE adk_internal_metadata SET value = '2'")
-    with pytest.raises(ConfigurationError, match="schema version '2'"):
+@pytest.mark.parametrize("version", ["'2'", "X'ff'"])
+async def test_later_schema_is_rejected(adk: Adk, version: str) -> None:
+    adk.run(f"UPDATE adk_internal_metadata SET value = {version}")
+    with pytest.raises(ConfigurationError, match="schema version"):
         await detect(adk.url)
 
 

@@ -485,7 +485,7 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
     states by plaintext does not change the result.
     """
     inspector = sa.inspect(connection)
-    tables = set(map(adk_rows.to_text, inspector.get_table_names()))
+    tables = set(inspector.get_table_names())
     kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()
     if {"sessions", "events", "app_states", "user_states"} <= tables:
         columns = {column["name"]: column for column in inspector.get_columns("events")}
@@ -501,7 +501,6 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
         metadata = _table("adk_internal_metadata", ("key",), "value")
         query = sa.select(metadata.c.value).where(metadata.c.key == "schema_version")
         version = connection.scalar(query)
-        version = None if version is None else adk_rows.to_text(version)
         if version not in ("0", "1"):
             raise ConfigurationError(
                 f"google-adk's tables have the schema version {version!r:.20}, which this release "
