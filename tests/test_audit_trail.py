@@ -210,6 +210,26 @@ async def test_expired_session_that_is_deleted_has_a_record_of_its_own(url: sa.U
     assert ada[1:3] == expired[1:3]
 
 
+async def test_expired_session_that_a_fallback_deletes_has_a_record_of_its_own(
+    url: sa.URL, tmp_path: Path
+) -> None:
+    """The record of the fallback covers the creation alone."""
+    source = f"sqlite+aiosqlite:///{tmp_path}/adk.db"
+    async with DatabaseSessionService(source) as adk:
+        await adk.create_session(**IDS)
+    service = service_of(url, expires_after=timedelta(hours=1))
+    async with PlaintextFallbackService(service, AdkTables(source)) as fallback:
+        await service.create_session(**IDS, expires_after=timedelta(seconds=1))
+        await asyncio.sleep(1.1)
+        await fallback.create_session(app_name="clinic", user_id="bob")
+    first, *others = await trail(url, "session.create", "session.expire")
+    assert {(one["event"], one["change"], one["user"] == first["user"]) for one in others} == {
+        ("session.create", "import", False),
+        ("session.create", "create", False),
+        ("session.expire", "delete", True),
+    }
+
+
 async def test_log_and_table_have_the_same_record(
     service: EncryptedSessionService, url: sa.URL, heads: Callable[[], list[str]]
 ) -> None:

@@ -324,15 +324,19 @@ def accessed(
             access = AccessCall(trail, action, read_ids, ids)
             return await access.run(partial(method, service, *args, **kwargs))
 
-        async def covering(inner: object, service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            with bound(_covered, inner):
+        async def covering(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with bound(_covered, covers and covers(service)):
                 return await recorded(service, *args, **kwargs)
+
+        async def covered(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with bound(_covered, None):  # an access that the method makes has its own record
+                return await method(service, *args, **kwargs)
 
         def start(service: A, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
             if covers is not None:
-                return covering(covers(service), service, *args, **kwargs)
-            is_covered = _covered.get() is service
-            return measuring(method, method if is_covered else recorded, service, *args, **kwargs)
+                return covering(service, *args, **kwargs)
+            call = covered if _covered.get() is service else recorded
+            return measuring(method, call, service, *args, **kwargs)
 
         return starting(method, start)
 

@@ -166,6 +166,22 @@ async def test_without_an_index_nothing_is_deleted(
         assert expiry.INDEX in await service._unit.change(_indexes, commit=False)
 
 
+async def test_index_that_another_process_creates_at_the_same_time_is_used(
+    url: URL, later: Later, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if url.get_backend_name() == "sqlite":
+        pytest.skip("SQLite runs one transaction at a time")
+    async with expiring(url) as service:
+        await service.create_session(**WHO, expires_after=HOUR)
+    async with expiring(url) as service:
+        # Not seen yet: on a cluster, no lock covers the look and the CREATE INDEX.
+        monkeypatch.setattr(sa.Inspector, "get_indexes", lambda *_: [])
+        await service.create_session(**WHO, expires_after=HOUR)
+        later(2 * HOUR)
+        await service.create_session(**WHO)
+        assert await stored(service) == 1
+
+
 def _indexes(connection: sa.Connection) -> set[str | None]:
     return {one["name"] for one in sa.inspect(connection).get_indexes("secure_sessions")}
 

@@ -21,9 +21,9 @@ _LOCK_TIMEOUT = 60  # seconds
 # SQLSTATEs of a database that has no advisory locks: the function does not exist, this account may
 # not call it, or it is not implemented.
 _NO_ADVISORY_LOCKS = ("42883", "42501", "0A000")
-# The errors of a CREATE TABLE for a table that exists.  On PostgreSQL, the last two occur if
-# another transaction creates the table at the same time.
-_EXISTS: set[object] = {1050, "42P07", "42710", "23505"}
+# The errors of a CREATE TABLE or CREATE INDEX for one that exists.  On PostgreSQL, the last two
+# occur if another transaction creates it at the same time.
+_EXISTS: set[object] = {1050, 1061, "42P07", "42710", "23505"}
 # The settings of MariaDB Galera and Percona XtraDB Cluster, and of MySQL's Group Replication.
 _LOCKS_PER_NODE = """
 SHOW GLOBAL VARIABLES WHERE (variable_name = 'wsrep_on' AND value = 'ON')

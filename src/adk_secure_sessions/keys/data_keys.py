@@ -158,7 +158,7 @@ class StagedKeys:
     Before the commit, other transactions must not encrypt with these keys: if this transaction is
     rolled back, the keys that it created are lost.
 
-    If *keyring_is_complete* is False, `load` compares the keyring of this process with the stored
+    If *keyring_was_reread* is False, `load` compares the keyring of this process with the stored
     keyring, and raises StaleKeyring if another process has changed the stored keyring.  It is True
     if this operation has already read the keyring again.  If *uses_cache* is False, the transaction
     uses no cached data keys, because one may have been deleted since it was cached.
@@ -168,7 +168,7 @@ class StagedKeys:
         self,
         keys: DataKeys,
         *,
-        keyring_is_complete: bool = True,
+        keyring_was_reread: bool = True,
         uses_cache: bool = True,
         created: Collection[int] = (),
         packing: Packing = Packing(),
@@ -179,7 +179,7 @@ class StagedKeys:
         self.packing: Packing = packing
         self._keys = keys
         self._uses_cache = uses_cache
-        self._keyring_is_complete = keyring_is_complete
+        self._keyring_is_complete = keyring_was_reread
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
         # The data keys that this transaction has taken from the cache.  During the transaction, the
         # cache may remove or replace them, but the transaction continues to use these data keys.
@@ -209,7 +209,7 @@ class StagedKeys:
         raises the error if a record names the key of the tampered row.
 
         If *masters*, the marks of `secure_keyring` that the same query has read, differ from the
-        keyring and *keyring_is_complete* is False, raise StaleKeyring.
+        keyring and *keyring_was_reread* is False, raise StaleKeyring.
         """
         keyring_has_changed = not self._keys.keyring.has_marks(masters)
         if keyring_has_changed and not self._keyring_is_complete:

@@ -186,10 +186,10 @@ class Database(KeyMaterial, ClosedByWith):
         """Return the cache of data keys, with the unwrapped keyring."""
         return await self.unit.keys()
 
-    async def renew_keyring(self) -> Keyring:
+    async def reread_keyring(self) -> Keyring:
         """Read the keyring again and return it.  Call this method after master keys changed."""
         keys = await self.keys()
-        await self.unit.renew_keyring(keys, keys.keyring)
+        await self.unit.reread_keyring(keys, keys.keyring)
         return keys.keyring
 
     def reader_of(

@@ -125,7 +125,7 @@ async def retire(
         TamperedError: A row belongs to no session, user or app, or the row of a session cannot be
             decrypted; nothing was deleted.
     """
-    await db.renew_keyring()  # a later release may have added a feature, which this call rejects
+    await db.reread_keyring()  # a later release may have added a feature, which this call rejects
     reject_wrapper(await db.survey(), "retire")
     await reject_orphans(db)
     limit = Meter(None, 0, rows_per_second)
@@ -143,7 +143,7 @@ async def retire(
             kept.extend(keys.kept)
             await meter.advance()
     meter.finish()
-    known = (await db.renew_keyring()).rows
+    known = (await db.reread_keyring()).rows
     wrapped = await _count_wrapped(db)
     work = partial(_retire_masters, dry_run, known, wrapped)
     masters = await db.unit.change_keys(work, commit=not dry_run)

@@ -123,7 +123,7 @@ class _MasterRotationRun(Rotation):
             fitting = [row for row in masters if row.root_key_id == root.key_id]
             newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)
             if newest is not None and newest.created_at >= self.done.since:
-                await self._db.renew_keyring()
+                await self._db.reread_keyring()
                 self.done.master_id = newest.id
                 if newest == fresh:
                     record_new_key(database_id, "data master", newest.id, root_key=root.key_id)

@@ -121,7 +121,7 @@ async def separate(
     if are_replaced:
         retirement = await retire(db, **options)
         done.data_keys, done.masters = retirement.data_keys, retirement.masters
-    remaining = (await db.renew_keyring()).masters.keys() & separation.master_ids
+    remaining = (await db.reread_keyring()).masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
     ((old,),) = await db.unit.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
@@ -130,7 +130,7 @@ async def separate(
     if done.complete:
         await _end(db, opened)
         if opened.has_audit_table:
-            await db.renew_keyring()
+            await db.reread_keyring()
             await db.keys()  # store in the audit trail of the copy that this command has run
     return done
 

@@ -56,7 +56,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.unit_of_work import Attempt, RowCache, Seen
+from adk_secure_sessions.storage.unit_of_work import Attempt, CachedRow, RowCache
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
@@ -452,7 +452,7 @@ def _check_witness(
         )
 
 
-def _reject_older(attempt: Attempt, seen: Seen[Any] | None, row_id: int, version: int) -> None:
+def _reject_older(attempt: Attempt, seen: CachedRow[Any] | None, row_id: int, version: int) -> None:
     """Raise TamperedError if a higher version of the row was cached before the attempt began.
 
     During the attempt, another task may have changed the row after the attempt had read it.

@@ -69,13 +69,13 @@ _KEYRING_PAUSE = 10.0
 _NEW_KEYS = 8
 # How often an operation that lacks a data master reads the keyring again after it has done so once.
 # Other processes may rotate and retire master keys during each attempt.
-_RENEWALS = 3
+_REREADS = 3
 
 
 # --- caches of rows and events --------------------------------------------------------------------
 
 
-class Seen(NamedTuple, Generic[V]):
+class CachedRow(NamedTuple, Generic[V]):
     """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
 
     If a later read returns exactly the same row and witness, the row is not decrypted again.
@@ -151,9 +151,9 @@ class RowCache:
     """
 
     def __init__(self, limit: int, history_size: int = 0) -> None:
-        self.apps: Lru[bytes, Seen[Owner]] = Lru(limit)
-        self.users: Lru[bytes, Seen[Owner]] = Lru(limit)
-        self.sessions: Lru[bytes, Seen[StoredSession]] = Lru(limit)
+        self.apps: Lru[bytes, CachedRow[Owner]] = Lru(limit)
+        self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
+        self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
         self.histories: HistoryCache = HistoryCache(history_size)
         self.time: int = 0
         self.lacks_user: bool = False
@@ -164,7 +164,7 @@ class RowCache:
 
     def put(
         self,
-        kind: Lru[bytes, Seen[V]],
+        kind: Lru[bytes, CachedRow[V]],
         witness: WitnessRow | None,
         value: V,
         *,
@@ -178,7 +178,7 @@ class RowCache:
         seen = kind.get(tag)
         if seen and seen.value.row.id == value.row.id and seen.value.version > value.version:
             return
-        kind.put(tag, Seen(witness, value, self.tick(), has_proven_head))
+        kind.put(tag, CachedRow(witness, value, self.tick(), has_proven_head))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
         self.put(self.users if value.is_user else self.apps, witness, value)
@@ -203,7 +203,7 @@ class RowCache:
             self.sessions.put(session.row.tag, seen._replace(has_proven_head=True))
 
     def proven_session(self, tag: bytes) -> StoredSession | None:
-        """Return the cached session if its head is proven (see `Seen`), otherwise None."""
+        """Return the cached session if its head is proven (see `CachedRow`), otherwise None."""
         seen = self.sessions.get(tag)
         return seen.value if seen and seen.has_proven_head else None
 
@@ -238,12 +238,12 @@ class Attempt(NamedTuple):
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
     missing_is_final: bool = True  # the next attempt would not find a data key that is missing
-    may_renew: bool = False  # the keyring may be read again if a data master is missing
+    may_reread: bool = False  # the keyring may be read again if a data master is missing
 
     @property
     def is_last(self) -> bool:
         """Whether UnknownKeyError ends the operation."""
-        return self.missing_is_final and not (self.keys.lacks_master and self.may_renew)
+        return self.missing_is_final and not (self.keys.lacks_master and self.may_reread)
 
     def remember(self, put: Callable[[], None]) -> None:
         """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
@@ -363,7 +363,7 @@ class UnitOfWork:
         self._keyring_pause = keyring_pause
         self._before_use = before_use
         self._locks = LoopLocks()
-        # `renew_keyring` raises this error until `_retry_at`.
+        # `reread_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
         _units[self] = None
@@ -458,15 +458,15 @@ class UnitOfWork:
         # another process may have created or retired a data key.  So if a key is missing the first
         # time, read both the keys and the rows again.
         missing_is_final = not separate
-        keyring_is_current = False
-        renewals = 0
+        keyring_was_reread = False
+        rereads = 0
         is_first = True
         created: list[int] = []  # the ids of data keys stored in the key database
         while True:
             keyring_seen = opened.keys.keyring
             keys = StagedKeys(
                 opened.keys,
-                keyring_is_complete=keyring_is_current,
+                keyring_was_reread=keyring_was_reread,
                 uses_cache=not reads_keys,
                 created=created,
                 packing=self._packing,
@@ -475,10 +475,17 @@ class UnitOfWork:
             if reads_keys:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
             attempt = Attempt(
-                who, keys, opened.rows, source, is_first, opened.rows.time, retries.locks_rows,
-                [] if operation.writes else None, reads_keys and missing_is_final,
-                renewals < _RENEWALS,
-            )  # fmt: skip
+                who,
+                keys,
+                opened.rows,
+                source,
+                is_first,
+                began=opened.rows.time,
+                locks_rows=retries.locks_rows,
+                after_commit=[] if operation.writes else None,
+                missing_is_final=reads_keys and missing_is_final,
+                may_reread=rereads < _REREADS,
+            )
             is_first = False
             try:
                 try:
@@ -488,10 +495,10 @@ class UnitOfWork:
                         keys.load(found.data_keys, found.master_marks)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
-                    if keys.lacks_master and attempt.may_renew:
+                    if keys.lacks_master and attempt.may_reread:
                         # Another process has changed the keyring again since it was read again.
-                        renewals += 1
-                        await self.renew_keyring(opened.keys, keyring_seen)
+                        rereads += 1
+                        await self.reread_keyring(opened.keys, keyring_seen)
                         telemetry.count_retry("keyring")
                         continue
                     if attempt.is_last:
@@ -512,14 +519,14 @@ class UnitOfWork:
                     _record_data_key(opened.keys.keyring, row)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
-                    await self.renew_keyring(opened.keys, keyring_seen)
-                    keyring_is_current = True
+                    await self.reread_keyring(opened.keys, keyring_seen)
+                    keyring_was_reread = True
                     telemetry.count_retry("keyring")
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
                     # So another process may have caused the conflict by changing the keyring.
                     if keys.new_rows:
-                        await self.renew_keyring(opened.keys, keyring_seen)
+                        await self.reread_keyring(opened.keys, keyring_seen)
                     raise
                 else:
                     keys.publish()
@@ -558,13 +565,13 @@ class UnitOfWork:
         A data key that was tampered with raises DecryptionError when it is used.
         """
         keys, tags = await self.keys(), list(owners)
-        renewals = 0
+        rereads = 0
         while True:
             seen = keys.keyring
             found = await self.read_data_keys(tags)
             staged = StagedKeys(
                 keys,
-                keyring_is_complete=renewals > 0,
+                keyring_was_reread=rereads > 0,
                 uses_cache=False,
                 packing=self._packing,
             )
@@ -573,12 +580,12 @@ class UnitOfWork:
             except StaleKeyring:
                 pass
             else:
-                if not staged.lacks_master or renewals > _RENEWALS:
+                if not staged.lacks_master or rereads > _REREADS:
                     return staged
-            await self.renew_keyring(keys, seen)
-            renewals += 1
+            await self.reread_keyring(keys, seen)
+            rereads += 1
 
-    async def renew_keyring(self, keys: DataKeys, seen: Keyring) -> None:
+    async def reread_keyring(self, keys: DataKeys, seen: Keyring) -> None:
         """Read the keyring of *keys* again, unless another task has replaced *seen* since.
 
         After an error, calls within the next *keyring_pause* seconds raise the same error.  An
@@ -667,7 +674,7 @@ class UnitOfWork:
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
         if not await self.executors.keys.write(partial(apply_once, changes)):
-            await self.renew_keyring(known, seen)
+            await self.reread_keyring(known, seen)
             raise Conflict
         return row
 

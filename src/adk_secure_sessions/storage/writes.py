@@ -1,10 +1,9 @@
 """The write operations: create a session, append an event, delete a session, renew a data key.
 
-Each operation has a generator `steps`, which yields requests to the database (`db.protocol`);
-`OwnerChanges` makes its changes of apps and users: states, data keys and version witnesses.  It
-reads rows, decrypts them, and then yields all changes in one request.  Therefore a row that cannot
-be decrypted is never overwritten, and on PostgreSQL, no transaction stays open while rows are
-decrypted.
+Each operation has a generator `steps`, which yields requests to the database (`db.protocol`).  The
+generator reads rows, decrypts them, and then yields all changes in one request.  Therefore a row
+that cannot be decrypted is never overwritten, and on PostgreSQL, no transaction stays open while
+rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 """
 
 from abc import abstractmethod
@@ -391,7 +390,7 @@ class CreateSession(Write[SessionWithStates]):
         changed = owners.user(user, app.row.id, self._user_delta, found.session)
         session, rest = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, parameters(session.row))
-        if changed == user:
+        if changed == user:  # the user is stored, and no change updates the row
             row = of_unchanged_user(user, row, sql.INSERT_SESSION_OF_USER)
         yield from apply_changes([*owners.changes, row, *rest])
         return SessionWithStates(session, changed.user_id, app.state, changed.state)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
-from adk_secure_sessions.db.dialects import dialect_of
+from adk_secure_sessions.db.dialects import already_exists, dialect_of
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import decode_text
@@ -147,4 +147,10 @@ def _ensure_index(connection: sa.Connection, *, may_create: bool) -> None:
             return
         if not may_create:
             raise ConfigurationError("create_tables is False")
-        connection.exec_driver_sql(_CREATE_INDEX)
+        try:
+            connection.exec_driver_sql(_CREATE_INDEX)
+        except sa.exc.DBAPIError as error:
+            # On a cluster, `exclusively` holds no lock: another process may have created it.
+            if not already_exists(error):
+                raise
+            connection.rollback()
