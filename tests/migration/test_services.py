@@ -207,9 +207,11 @@ async def test_scope_selects_sessions_by_last_update() -> None:
     service = InMemorySessionService()
     for number in range(4):
         await fill(service, [said(at=START + number)], session_id=f"s{number}")
+    await fill(service, [said(at=math.nan)], session_id="unknown")
     selection = Selection(since=round((START + 2) * 1e6))
     source = ServiceSource(service, ["app"])
-    assert [one.session_id for one in await listed(source, selection)] == ["s2", "s3"]
+    assert [one.session_id for one in await listed(source, selection)] == ["s2", "s3", "unknown"]
+    assert await source.count(selection) == 3
 
 
 async def test_values_beyond_the_limits_are_reported_without_content() -> None:

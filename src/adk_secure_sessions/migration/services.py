@@ -161,7 +161,8 @@ class ServiceSource(Source):
         for user_id in users:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
             for one in response.sessions:
-                if since is None or microseconds(one.last_update_time) >= since:
+                # NaN, which is no time, is in every selection: `read` rejects it.
+                if since is None or not one.last_update_time < since / 1_000_000:
                     version = repr(one.last_update_time)
                     key = SourceSession(app_name, one.user_id, one.id, version)
                     found[key.ids] = key
