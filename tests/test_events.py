@@ -246,6 +246,22 @@ def test_event_is_stored_as_well_without_the_serializer_of_events(
     assert found == expected
 
 
+def test_wrong_type_of_an_enumeration_is_rejected() -> None:
+    event = made()
+    event.finish_reason = 5  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r": it rejects the value of an enumeration$"):
+        events.encode(event)
+
+
+def test_value_without_json_form_is_logged_once_without_the_serializer_of_events(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The serializer of `EventActions` would log an error of its own."""
+    monkeypatch.setattr(events, "_serializer", lambda: None)
+    events.encode(made(actions=EventActions(state_delta={"a": print})))
+    assert [one.name for one in caplog.records] == [events.__name__]
+
+
 # --- preparing -----------------------------------------------------------------------------------
 
 

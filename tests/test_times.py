@@ -2,13 +2,15 @@
 
 import math
 from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.events import microseconds
-from adk_secure_sessions.formats.times import of_datetime
+from adk_secure_sessions.formats.times import datetime_of, lifetime_of, of_datetime, parse_age
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,39 @@ def test_datetime_of_any_time_zone_becomes_microseconds(hours: int) -> None:
     time = datetime(2024, 1, 2, 3, 4, 5, 6, tzinfo=UTC)
     found = of_datetime(time.astimezone(timezone(timedelta(hours=hours))))
     assert (found, type(found)) == (1_704_164_645_000_006, int)
+    assert datetime_of(found) == time
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1s", 1),
+        ("2m", 120),
+        ("3h", 10_800),
+        ("90d", 7_776_000),
+        ("1w", 604_800),
+        ("999999s", 999_999),
+    ],
+)
+def test_age_is_a_number_and_a_unit(text: str, seconds: int) -> None:
+    assert parse_age(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "90", "d", "-1d", "1.5d", "90 d", "90d ", "1y", "1D", "1000000s", "\u0661d"]
+)
+def test_other_text_is_no_age(text: str) -> None:
+    assert parse_age(text) is None
+
+
+def test_lifetime_is_in_microseconds() -> None:
+    found = lifetime_of(timedelta(days=90))
+    assert (found, type(found)) == (90 * 86_400_000_000, int)
+    assert lifetime_of(timedelta(microseconds=1)) == 1
+    assert lifetime_of(None) is None
+
+
+@pytest.mark.parametrize("value", [timedelta(), timedelta(microseconds=-1), 90, "90d"])
+def test_lifetime_that_is_no_positive_time_is_rejected(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^expires_after must be a positive time"):
+        lifetime_of(value)

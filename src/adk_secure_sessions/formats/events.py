@@ -65,23 +65,21 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
     warning is logged; if *replaces* is False, ValueError is raised.  An event that could not be
     read back also raises ValueError.
     """
-    try:
-        serializer = _serializer()
-        if serializer is None:
-            return _encode_slowly(event, replaces)
-        data = serializer.to_json(event, exclude_none=True, warnings="error")
-        if json_text.fits(data):
-            # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
-            # surrogate in a key.  With plain values, `to_json` keeps infinity and NaN, and raises
-            # for a lone surrogate.
-            if b"null" in data or (b"\xef" in data and b"\xef\xbf\xbd" in data):
-                fields = serializer.to_python(event, exclude_none=True, warnings="error")
-                data = to_json(fields, inf_nan_mode="constants", bytes_mode="base64")
-            return _PREFIX + data
-    except Exception:
-        # `_encode_slowly` handles lone surrogates, values that cannot be converted to JSON (such
-        # as callables), and fields whose value has an undeclared type.
-        pass
+    if (serializer := _serializer()) is not None:
+        try:
+            data = serializer.to_json(event, exclude_none=True, warnings="error")
+            if json_text.fits(data):
+                # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
+                # surrogate in a key.  With plain values, `to_json` keeps infinity and NaN, and
+                # raises for a lone surrogate.
+                if b"null" in data or (b"\xef" in data and b"\xef\xbf\xbd" in data):
+                    fields = serializer.to_python(event, exclude_none=True, warnings="error")
+                    data = to_json(fields, inf_nan_mode="constants", bytes_mode="base64")
+                return _PREFIX + data
+        except Exception:
+            # `_encode_slowly` handles lone surrogates, values that cannot be converted to JSON
+            # (such as callables), and fields whose value has an undeclared type.
+            pass
     return _encode_slowly(event, replaces)
 
 
