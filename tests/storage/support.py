@@ -265,7 +265,7 @@ class Stored:
 
     def attempt(self, keys: StagedKeys) -> Attempt:
         cache = RowCache(10)
-        return Attempt(WHO, keys, cache, KeySource.QUERY, True, cache.time)
+        return Attempt(WHO, keys, cache, KeySource.QUERY, True, cache.sequence)
 
     def rows(self, *, keys: bool = False) -> list[RawRow]:
         """All rows; with those of the data *keys* if asked."""

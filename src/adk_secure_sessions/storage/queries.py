@@ -154,7 +154,7 @@ _MASTER = RowKind(
 _MIGRATED = RowKind(8, MigratedRow, migrated.c)
 _INDEXED = RowKind(9, IndexedRow, indexed.c)
 _KINDS = (APP, USER, WITNESS, SESSION, _SNAPSHOT, _EVENT, _KEY, _MASTER, _MIGRATED, _INDEXED)
-_FORMS: list[tuple[Any, Callable[[Row], Any]]] = [(kind.row, kind.values) for kind in _KINDS]
+_ROW_MAKERS: list[tuple[Any, Callable[[Row], Any]]] = [(kind.row, kind.values) for kind in _KINDS]
 # The rows and the row ids of the app, the user and the session that a read is about.
 _APP_ROW = APP.select(apps.c.tag == _app_tag)
 _USER_ROW = USER.select(users.c.tag == _user_tag)
@@ -569,7 +569,7 @@ class Found:
                 self.last_seqs[row[1]] = row[_LAST_SEQ]
                 if row[_SEAL] is not None:  # of a listing
                     listed.append(make(WitnessRow, (row[tag_of_session], row[1], row[_SEAL])))
-            kind, values = _FORMS[number]
+            kind, values = _ROW_MAKERS[number]
             kinds[number].append(make(kind, values(row)))
         self.apps: list[AppRow]
         self.users: list[UserRow]

@@ -457,7 +457,7 @@ def _reject_older(attempt: Attempt, seen: CachedRow[Any] | None, row_id: int, ve
 
     During the attempt, another task may have changed the row after the attempt had read it.
     """
-    if seen is None or seen.time > attempt.began or seen.value.row.id != row_id:
+    if seen is None or seen.sequence > attempt.sequence_at_start or seen.value.row.id != row_id:
         return
     newest = seen.value.version
     if version < newest:

@@ -79,13 +79,13 @@ class CachedRow(NamedTuple, Generic[V]):
     """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
 
     If a later read returns exactly the same row and witness, the row is not decrypted again.
-    *time* is `RowCache.time` when this process read or wrote the row.  *has_proven_head* is True
-    for a session whose last event this process has read or written: an append needs no read.
+    *sequence* is `RowCache.sequence` when this process read or wrote the row.  *has_proven_head* is
+    True for a session whose last event this process has read or written: an append needs no read.
     """
 
     witness: WitnessRow | None
     value: V
-    time: int
+    sequence: int
     has_proven_head: bool = False
 
 
@@ -146,7 +146,7 @@ class HistoryCache(Lru[bytes, History]):
 class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
-    *time* counts the new entries: it tells whether an entry was made before an attempt began.
+    *sequence* counts the new entries: it tells whether an entry was made before an attempt began.
     *lacks_user* is whether a user whose rows are cached was found not to be stored any more.
     """
 
@@ -155,12 +155,12 @@ class RowCache:
         self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
         self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
         self.histories: HistoryCache = HistoryCache(history_size)
-        self.time: int = 0
+        self.sequence: int = 0
         self.lacks_user: bool = False
 
-    def tick(self) -> int:
-        self.time += 1
-        return self.time
+    def next_sequence(self) -> int:
+        self.sequence += 1
+        return self.sequence
 
     def put(
         self,
@@ -178,7 +178,7 @@ class RowCache:
         seen = kind.get(tag)
         if seen and seen.value.row.id == value.row.id and seen.value.version > value.version:
             return
-        kind.put(tag, CachedRow(witness, value, self.tick(), has_proven_head))
+        kind.put(tag, CachedRow(witness, value, self.next_sequence(), has_proven_head))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
         self.put(self.users if value.is_user else self.apps, witness, value)
@@ -234,7 +234,7 @@ class Attempt(NamedTuple):
     cache: RowCache
     key_source: KeySource
     is_first: bool  # only the first attempt may use cached rows instead of a read
-    began: int = 0  # `cache.time` when the attempt began: see `_reject_older`
+    sequence_at_start: int = 0  # `cache.sequence` at the start: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
     missing_is_final: bool = True  # the next attempt would not find a data key that is missing
@@ -480,7 +480,7 @@ class UnitOfWork:
                 opened.rows,
                 source,
                 is_first,
-                began=opened.rows.time,
+                sequence_at_start=opened.rows.sequence,
                 locks_rows=retries.locks_rows,
                 after_commit=[] if operation.writes else None,
                 missing_is_final=reads_keys and missing_is_final,
