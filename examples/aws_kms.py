@@ -18,12 +18,7 @@ from pathlib import Path
 import botocore.session
 from moto.server import ThreadedMotoServer
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    AwsKmsKey,
-    EncryptedSessionService,
-    KeyServiceError,
-)
+from adk_secure_sessions import AesGcmBackend, AwsKmsKey, EncryptedSessionService, KeyServiceError
 
 STAND_IN = {
     "AWS_ACCESS_KEY_ID": "example",

@@ -22,12 +22,7 @@ from google.adk.sessions import Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 from google.genai import types
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    Caches,
-    ConfigurationError,
-    EncryptedSessionService,
-)
+from adk_secure_sessions import AesGcmBackend, Caches, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.maintenance import Database, erase_user, rotate_data

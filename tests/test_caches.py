@@ -7,11 +7,7 @@ from pathlib import Path
 
 from google.adk.events import Event, EventActions
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    Caches,
-    EncryptedSessionService,
-)
+from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.storage.writes import EnsureOwners
 

@@ -26,11 +26,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import Cipher, build_header, parse_header
-from adk_secure_sessions.keys.data_keys import (
-    DataKeyRow,
-    DataKeys,
-    StagedKeys,
-)
+from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,

@@ -23,13 +23,7 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.json_text import canonical, load_state
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.data_keys import (
-    DataKey,
-    DataKeyRow,
-    DataKeys,
-    OwnerKeys,
-    StagedKeys,
-)
+from adk_secure_sessions.keys.data_keys import DataKey, DataKeyRow, DataKeys, OwnerKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
 from tests import format_reader
 from tests.maintenance.support import plaintext_backend

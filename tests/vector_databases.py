@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    EncryptionBackend,
-    FernetBackend,
-    SecureSessionError,
-)
+from adk_secure_sessions import AesGcmBackend, EncryptionBackend, FernetBackend, SecureSessionError
 from tests import format_reader
 
 VECTORS = Path(__file__).parent / "vectors"

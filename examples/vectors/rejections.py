@@ -16,25 +16,8 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import LINK_LENGTH, NO_LINK, OwnerFields, SessionFields
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow, open_keyring
-from examples.vectors.database import (
-    ADA,
-    AES_KEY,
-    ARCHIVE,
-    BOB,
-    CLINIC,
-    EMPTY,
-    FERNET_KEY,
-    VISIT,
-)
-from examples.vectors.fixed import (
-    TIME,
-    FixedAesGcm,
-    FixedFernet,
-    Json,
-    made,
-    padded,
-    zlib_stream,
-)
+from examples.vectors.database import ADA, AES_KEY, ARCHIVE, BOB, CLINIC, EMPTY, FERNET_KEY, VISIT
+from examples.vectors.fixed import TIME, FixedAesGcm, FixedFernet, Json, made, padded, zlib_stream
 
 ABOUT = (
     "Databases that a reader must reject. examples/make_vectors.py generates them. For each case, "

@@ -18,12 +18,7 @@ from unittest import mock
 
 import pytest
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    Audit,
-    EncryptedSessionService,
-    SecureSessionError,
-)
+from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService, SecureSessionError
 from adk_secure_sessions.db import protocol
 from adk_secure_sessions.maintenance import (
     Database,

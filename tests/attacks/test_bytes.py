@@ -5,12 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from adk_secure_sessions import (
-    PlaintextRefusedError,
-    TamperedError,
-    UnknownKeyError,
-    WrongKeyError,
-)
+from adk_secure_sessions import PlaintextRefusedError, TamperedError, UnknownKeyError, WrongKeyError
 from tests.attacks.cells import (
     DATA_KEYS,
     EVENT,

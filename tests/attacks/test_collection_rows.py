@@ -18,13 +18,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.events import encode_item
-from adk_secure_sessions.maintenance import (
-    Database,
-    retire,
-    rotate_data,
-    separate,
-    verify,
-)
+from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
 from adk_secure_sessions.storage import feature_list, survey
 from tests.attacks.world import LONG, PACKED
 from tests.maintenance.support import APP, OLD, event

@@ -14,11 +14,7 @@ from typing import NamedTuple
 import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
 
-from adk_secure_sessions import (
-    Caches,
-    EncryptedSessionService,
-    TamperedError,
-)
+from adk_secure_sessions import Caches, EncryptedSessionService, TamperedError
 from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import rotate_data, verify

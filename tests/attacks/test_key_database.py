@@ -21,15 +21,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.maintenance import erase_user, move_keys, verify
-from tests.attacks.needles import (
-    APP,
-    SESSION,
-    USER,
-    found_in,
-    large_state,
-    new_event,
-    state,
-)
+from tests.attacks.needles import APP, SESSION, USER, found_in, large_state, new_event, state
 from tests.faults import Point, with_faults
 from tests.key_database.support import (
     KEY,

@@ -27,13 +27,7 @@ from adk_secure_sessions import (
     TamperedError,
     key_provider,
 )
-from adk_secure_sessions.maintenance import (
-    Database,
-    rotate_master,
-    rotate_root,
-    status,
-    verify,
-)
+from adk_secure_sessions.maintenance import Database, rotate_master, rotate_root, status, verify
 from tests.attacks.needles import COPIES, all_of, forms_of, locals_of
 
 KEY = secrets.token_bytes(32)

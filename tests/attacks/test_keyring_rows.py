@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions import (
-    ConfigurationError,
-    EncryptedSessionService,
-    WrongKeyError,
-)
+from adk_secure_sessions import ConfigurationError, EncryptedSessionService, WrongKeyError
 from tests.attacks.databases import also_on
 from tests.attacks.support import Database, assert_rejected, get, only, rejection
 from tests.attacks.world import VISIT

@@ -2,12 +2,7 @@
 
 import pytest
 
-from adk_secure_sessions import (
-    PlaintextRefusedError,
-    TamperedError,
-    UnknownKeyError,
-    WrongKeyError,
-)
+from adk_secure_sessions import PlaintextRefusedError, TamperedError, UnknownKeyError, WrongKeyError
 from tests.attacks.cells import (
     APP_STATE,
     APP_WITNESS,

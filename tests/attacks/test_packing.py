@@ -34,15 +34,7 @@ from tests.attacks.faulty import (
     write,
 )
 from tests.attacks.needles import found_in, needle
-from tests.attacks.support import (
-    HISTORY,
-    SESSION,
-    Impact,
-    OlderCopy,
-    append,
-    get,
-    outcome,
-)
+from tests.attacks.support import HISTORY, SESSION, Impact, OlderCopy, append, get, outcome
 from tests.attacks.support import Database as Attacked
 from tests.attacks.world import ALL_SESSIONS, LONG, PACKED, VISIT
 from tests.maintenance.support import plaintext_backend

@@ -21,13 +21,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.keys.keyring import MasterKeyRow, UnwrappedMaster, wrap_master_key
 from adk_secure_sessions.maintenance import Database as Maintained
-from adk_secure_sessions.maintenance import (
-    retire,
-    rotate_data,
-    rotate_master,
-    rotate_root,
-    verify,
-)
+from adk_secure_sessions.maintenance import retire, rotate_data, rotate_master, rotate_root, verify
 from tests.attacks.cells import USER_KEY
 from tests.attacks.databases import also_on
 from tests.attacks.forging import ForgedKey, insert_rows

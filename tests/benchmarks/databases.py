@@ -10,12 +10,7 @@ from google.adk.sessions.database_session_service import DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    Caches,
-    EncryptedSessionService,
-    FernetBackend,
-)
+from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService, FernetBackend
 from tests import servers
 from tests.benchmarks.floor_postgresql import PostgresFloor
 from tests.benchmarks.floor_sqlite import SqliteFloor

@@ -9,15 +9,7 @@ from pathlib import Path
 
 from tests.benchmarks import budgets, overhead, plan
 from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
-from tests.benchmarks.databases import (
-    ADK,
-    ADK_SQLITE,
-    CACHED_EVENTS,
-    FERNET,
-    FLOOR,
-    NO_OP,
-    OURS,
-)
+from tests.benchmarks.databases import ADK, ADK_SQLITE, CACHED_EVENTS, FERNET, FLOOR, NO_OP, OURS
 from tests.benchmarks.markdown import markdown_table as _markdown
 from tests.benchmarks.markdown import rendered
 from tests.benchmarks.results import Results, changes, quantity

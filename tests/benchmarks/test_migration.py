@@ -8,13 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration import (
-    AdkTables,
-    AdkTarget,
-    compare,
-    export_to_adk,
-    migrate,
-)
+from adk_secure_sessions.migration import AdkTables, AdkTarget, compare, export_to_adk, migrate
 from tests.benchmarks.deployments import LOCAL, Deployment
 from tests.benchmarks.plan import MIGRATED_EVENTS, MIGRATED_SESSIONS, MIGRATION_GOAL
 from tests.benchmarks.results import Figure, Results

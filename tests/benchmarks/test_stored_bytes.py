@@ -8,13 +8,7 @@ from adk_secure_sessions import AesGcmBackend, FernetBackend
 from adk_secure_sessions.formats.records import FLAGS, seal
 from tests.benchmarks.databases import ADK, FERNET, FLOOR, NO_OP, OURS, opened, stored_bytes
 from tests.benchmarks.deployments import LOCAL, Deployment
-from tests.benchmarks.plan import (
-    PAYLOADS,
-    RECORD_SIZES,
-    RECORDS,
-    STORED_EVENTS,
-    STORED_SESSIONS,
-)
+from tests.benchmarks.plan import PAYLOADS, RECORD_SIZES, RECORDS, STORED_EVENTS, STORED_SESSIONS
 from tests.benchmarks.results import Results
 from tests.benchmarks.seeding import seed_sessions
 from tests.benchmarks.workload import APP, event, json_size, payload

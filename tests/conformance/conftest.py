@@ -7,13 +7,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 from sqlalchemy import URL
 
-from tests.conformance.services import (
-    CLUSTER_KINDS,
-    MAIN_KINDS,
-    POOLED_KINDS,
-    Kind,
-    file_in,
-)
+from tests.conformance.services import CLUSTER_KINDS, MAIN_KINDS, POOLED_KINDS, Kind, file_in
 from tests.conformance.support import choose, each_kind
 from tests.servers import Server
 

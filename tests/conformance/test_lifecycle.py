@@ -10,10 +10,7 @@ from google.adk.sessions import BaseSessionService, Session
 from sqlalchemy import URL, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    EncryptedSessionService,
-)
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from tests.conformance.services import ENGINES, KEY, KINDS, Kind
 from tests.conformance.support import (
     create,

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import (
-    Change,
-    Conflict,
-    Executor,
-    Read,
-    Steps,
-    UniqueViolation,
-)
+from adk_secure_sessions.db.protocol import Change, Conflict, Executor, Read, Steps, UniqueViolation
 from adk_secure_sessions.errors import DatabaseError
 from tests.db.support import (
     ALL,

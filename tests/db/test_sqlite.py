@@ -22,12 +22,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import (
-    Apply,
-    Change,
-    Read,
-    Steps,
-)
+from adk_secure_sessions.db.protocol import Apply, Change, Read, Steps
 from adk_secure_sessions.db.sqlite import Job, SqliteExecutor
 from adk_secure_sessions.errors import DatabaseError
 from tests.processes import results

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from google.genai import types
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    EncryptedSessionService,
-)
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.object_store import ArtifactStore

@@ -8,12 +8,7 @@ import pytest
 import sqlalchemy as sa
 from google.adk.memory.memory_entry import MemoryEntry
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    DatabaseError,
-    EncryptedSessionService,
-    TamperedError,
-)
+from adk_secure_sessions import AesGcmBackend, DatabaseError, EncryptedSessionService, TamperedError
 from adk_secure_sessions.integrations import memory as memory_module
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, verify

@@ -10,25 +10,10 @@ import pytest
 
 from adk_secure_sessions.cli.config import variable
 from adk_secure_sessions.errors import Reason
-from adk_secure_sessions.maintenance import (
-    lookup,
-    purge,
-    record_headers,
-    status,
-    verify,
-)
+from adk_secure_sessions.maintenance import lookup, purge, record_headers, status, verify
 from adk_secure_sessions.maintenance.database import Limits
 from tests.cli.support import run
-from tests.key_database.support import (
-    APP,
-    KEY,
-    Pair,
-    count,
-    create,
-    event,
-    query,
-    settle,
-)
+from tests.key_database.support import APP, KEY, Pair, count, create, event, query, settle
 from tests.servers import for_service
 
 USERS = [f"u{n}" for n in range(7)]

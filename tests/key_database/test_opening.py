@@ -11,11 +11,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    ConfigurationError,
-    EncryptedSessionService,
-)
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, init, status
 from tests.key_database.support import (
     KEY,

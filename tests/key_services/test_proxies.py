@@ -16,13 +16,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from adk_secure_sessions import (
-    AwsKmsKey,
-    ConfigurationError,
-    GcpKmsKey,
-    KeyServiceError,
-    VaultKey,
-)
+from adk_secure_sessions import AwsKmsKey, ConfigurationError, GcpKmsKey, KeyServiceError, VaultKey
 from tests.key_services import aws, gcp
 from tests.key_services.proxy import Proxy, recording
 from tests.key_services.support import CONTEXT, MASTER

@@ -8,14 +8,7 @@ import pytest
 
 from adk_secure_sessions import SecureSessionError
 from adk_secure_sessions.keys.keyring import MAX_ROWS
-from adk_secure_sessions.maintenance import (
-    Check,
-    Database,
-    check,
-    move_keys,
-    separate,
-    status,
-)
+from adk_secure_sessions.maintenance import Check, Database, check, move_keys, separate, status
 from tests.faults import Point, with_faults
 from tests.key_database.support import KEY, OTHER, Pair, create, pair_in, query, run_sql
 from tests.maintenance.support import Killed

@@ -22,14 +22,7 @@ from adk_secure_sessions import (
     TamperedError,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import (
-    Database,
-    KeyMove,
-    erase_user,
-    move_keys,
-    status,
-    verify,
-)
+from adk_secure_sessions.maintenance import Database, KeyMove, erase_user, move_keys, status, verify
 from tests.faults import Faults, Point, lost, with_faults
 from tests.key_database.support import Pair, count, empty_pair, marks, pair_in
 from tests.maintenance.dying import Statements, dying

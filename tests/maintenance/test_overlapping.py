@@ -24,16 +24,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.maintenance.database import Limits
 from tests.faults import Faults, Point, with_faults
-from tests.maintenance.support import (
-    APP,
-    OLD,
-    Killed,
-    assert_whole,
-    event,
-    fill,
-    interrupt,
-    query,
-)
+from tests.maintenance.support import APP, OLD, Killed, assert_whole, event, fill, interrupt, query
 from tests.servers import Server
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(OLD)

@@ -15,18 +15,11 @@ from google.adk.events import EventActions
 from google.adk.sessions import DatabaseSessionService
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import (
-    ConfigurationError,
-    DatabaseError,
-)
+from adk_secure_sessions import ConfigurationError, DatabaseError
 from adk_secure_sessions.migration import Package1x, adk_sql, open_source
 from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.sources import (
-    Selection,
-    SessionContent,
-    Unreadable,
-)
+from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.conformance import samples, values
 from tests.conformance.support import ADK
 from tests.migration.adk_sources import (

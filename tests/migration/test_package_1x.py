@@ -30,11 +30,7 @@ from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.events import decode, microseconds
 from adk_secure_sessions.migration import adk_sql, open_source
 from adk_secure_sessions.migration.package_1x import Package1x
-from adk_secure_sessions.migration.sources import (
-    Selection,
-    SessionContent,
-    Unreadable,
-)
+from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.migration.support import ALL, contents, states
 
 ON_EACH = pytest.mark.parametrize(

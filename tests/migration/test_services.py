@@ -17,11 +17,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.services import ServiceSource
-from adk_secure_sessions.migration.sources import (
-    Selection,
-    SessionContent,
-    Unreadable,
-)
+from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.conformance import samples
 from tests.conformance.support import ADK
 from tests.migration.adk_sources import (

@@ -16,11 +16,7 @@ import sqlalchemy as sa
 from google.adk.events import Event, EventActions
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    EncryptedSessionService,
-    TamperedError,
-)
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, TamperedError
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps
 from adk_secure_sessions.maintenance import (

@@ -33,14 +33,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.migration import ServiceSource, migrate
 from tests.processes import children
 from tests.reliability.results import Record
-from tests.reliability.traffic import (
-    APP,
-    Checked,
-    check,
-    open_database,
-    open_service,
-    write,
-)
+from tests.reliability.traffic import APP, Checked, check, open_database, open_service, write
 
 SHORT, LONG = 4.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
 PROCESSES, TASKS = 2, 3

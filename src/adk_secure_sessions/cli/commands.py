@@ -9,20 +9,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
-from adk_secure_sessions.cli.options import (
-    on_database,
-    with_one_app,
-    with_speed,
-    with_store,
-)
+from adk_secure_sessions.cli.options import on_database, with_one_app, with_speed, with_store
 from adk_secure_sessions.cli.output import backend_name, finish, private_file, progress, table
-from adk_secure_sessions.cli.program import (
-    Failure,
-    main,
-    one_line_errors,
-    opened,
-    run,
-)
+from adk_secure_sessions.cli.program import Failure, main, one_line_errors, opened, run
 from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result

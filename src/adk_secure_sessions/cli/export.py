@@ -12,14 +12,7 @@ import click
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance, migration
 from adk_secure_sessions.cli.options import on_database, parse_time, with_selection
 from adk_secure_sessions.cli.output import finish, option_value, private_file, progress
-from adk_secure_sessions.cli.program import (
-    AGAIN,
-    Failure,
-    main,
-    one_line_errors,
-    opened,
-    run,
-)
+from adk_secure_sessions.cli.program import AGAIN, Failure, main, one_line_errors, opened, run
 
 T = TypeVar("T")
 

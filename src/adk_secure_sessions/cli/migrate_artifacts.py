@@ -8,13 +8,7 @@ import click
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database
 from adk_secure_sessions.cli.migrate import migrate
-from adk_secure_sessions.cli.options import (
-    TO,
-    on_database,
-    with_dry_run,
-    with_packing,
-    with_store,
-)
+from adk_secure_sessions.cli.options import TO, on_database, with_dry_run, with_packing, with_store
 from adk_secure_sessions.cli.output import finish
 from adk_secure_sessions.cli.program import AGAIN, opened
 

@@ -17,13 +17,7 @@ from adk_secure_sessions.cli.options import (
     with_store,
 )
 from adk_secure_sessions.cli.output import finish, progress
-from adk_secure_sessions.cli.program import (
-    AGAIN,
-    Failure,
-    main,
-    opened,
-    run,
-)
+from adk_secure_sessions.cli.program import AGAIN, Failure, main, opened, run
 from adk_secure_sessions.cli.result_lines import (
     key_move_notes,
     resumed_line,

@@ -18,11 +18,7 @@ from google.genai import types
 
 from adk_secure_sessions.audit import SecurityCall, Trail, accessed
 from adk_secure_sessions.crypto.key_material import KeyMaterial
-from adk_secure_sessions.errors import (
-    ArtifactStoreError,
-    ConfigurationError,
-    DecryptionError,
-)
+from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import dumped, encode_item

@@ -12,11 +12,7 @@ case, no row names the other blob, and `purge blobs` marks it.
 """
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import (
-    ArtifactStoreError,
-    DecryptionError,
-    TamperedError,
-)
+from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, TamperedError
 from adk_secure_sessions.integrations.artifact_blobs import (
     artifacts_of,
     blobs_of_database,

@@ -41,17 +41,8 @@ from adk_secure_sessions.formats.memory_items import (
     parse_item,
     session_scope,
 )
-from adk_secure_sessions.integrations.memory_index import (
-    Entry,
-    NewItem,
-    UserMemory,
-    paced,
-)
-from adk_secure_sessions.service import (
-    EncryptedSessionService,
-    check_ids,
-    reject_unknown_methods,
-)
+from adk_secure_sessions.integrations.memory_index import Entry, NewItem, UserMemory, paced
+from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import events

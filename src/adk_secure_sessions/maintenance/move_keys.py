@@ -27,12 +27,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor, repeated
-from adk_secure_sessions.errors import (
-    ConfigurationError,
-    Reason,
-    SecureSessionError,
-    TamperedError,
-)
+from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
 from adk_secure_sessions.maintenance.database import Database
@@ -44,12 +39,7 @@ from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark
 from adk_secure_sessions.storage.pages import Reader, pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
-from adk_secure_sessions.storage.schema import (
-    audit_records,
-    data_keys,
-    keyring,
-    metadata,
-)
+from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
 from adk_secure_sessions.storage.survey import (
     FeatureName,
     Part,

@@ -9,12 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import (
-    ConfigurationError,
-    DecryptionError,
-    Reason,
-    UnknownKeyError,
-)
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, UnknownKeyError
 from adk_secure_sessions.formats.records import (
     FLAGS,
     HEADER_LENGTH,

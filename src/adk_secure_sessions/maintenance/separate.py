@@ -37,12 +37,7 @@ from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import check_features, feature_mark, separation_marks
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
-from adk_secure_sessions.storage.survey import (
-    FeatureName,
-    Part,
-    check,
-    look_at,
-)
+from adk_secure_sessions.storage.survey import FeatureName, Part, check, look_at
 
 _CHANGED = (
     "the keyring or the features were changed meanwhile, perhaps by another run of `separate`: try "

@@ -16,20 +16,9 @@ from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.migration.adk_target import (
-    MISSING,
-    AdkTarget,
-    SessionRows,
-    json_of,
-)
+from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
 from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of, stored_state
-from adk_secure_sessions.migration.source_walk import (
-    Finding,
-    Findings,
-    Stop,
-    encode_states,
-    tag_of,
-)
+from adk_secure_sessions.migration.source_walk import Finding, Findings, Stop, encode_states, tag_of
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,

@@ -44,11 +44,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     Unreadable,
 )
-from adk_secure_sessions.service import (
-    EncryptedSessionService,
-    check_ids,
-    reject_unknown_methods,
-)
+from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
 from adk_secure_sessions.tracebacks import hides_locals

@@ -24,12 +24,7 @@ from adk_secure_sessions.formats.records import (
     split_link,
     with_id,
 )
-from adk_secure_sessions.storage.queries import (
-    EVENT_RECORD,
-    EVENT_SEQ,
-    EVENT_TIME,
-    Found,
-)
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, Found
 from adk_secure_sessions.storage.schema import (
     APPS,
     COLLECTION,

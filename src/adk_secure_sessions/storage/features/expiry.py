@@ -17,13 +17,7 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms, first_rows
 from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
-from adk_secure_sessions.storage.schema import (
-    Identity,
-    SessionWithStates,
-    apps,
-    sessions,
-    users,
-)
+from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
 from adk_secure_sessions.storage.writes import DeleteSession

@@ -27,12 +27,7 @@ from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.pages import grouped
-from adk_secure_sessions.storage.queries import (
-    Found,
-    chunks,
-    migrated_rows,
-    numbered,
-)
+from adk_secure_sessions.storage.queries import Found, chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
