@@ -279,7 +279,8 @@ async def records_of_sessions(
         yield records + await _witnesses(db, (app_name,), tags)
         if not records:
             continue
-        span = Span(page[0].id - 1, page[-1].id)
+        # Authentic ids: another one may be the smallest integer of the database.
+        span = Span(records[0].row.id - 1, records[-1].row.id)
         parameters = {**span.parameters, "user_row": user_row, "current": current}
         for column in (_SNAPSHOTS, _EVENTS):
             query = _of_others(column)

@@ -167,7 +167,8 @@ class _MasterRotationRun(Rotation):
             require_same(data_keys.name, after.id, keys[before], opened)
         await self._db.unit.change_keys(partial(_rewrap, pairs, master_id))
         new = {after for _, after in pairs}
-        span = Span(rows[0].id - 1, rows[-1].id)
+        ids = [before.id for before, _ in pairs]  # authentic: another id may be any integer
+        span = Span(ids[0] - 1, ids[-1])
         stored = await span.read(self._db.unit.read_keys, DATA_KEYS, data_keys.c.id)
         self.done.rotated += sum(DataKeyRow(*values) in new for values in stored)
 
