@@ -200,7 +200,11 @@ class _ArtifactRun:
                 return "different", f"version {version.number} differs in the target"
         for version in new:
             if not self.dry_run:
-                await self._save(one.owner, name, version)
+                try:
+                    await self._save(one.owner, name, version)
+                except _Changed:
+                    self.is_new = False
+                    return await self._visit(one)
             self.done.versions += 1
             self.done.size += version.size
         return ("copied" if new else "equal"), ""
@@ -214,7 +218,7 @@ class _ArtifactRun:
 
         def item(found: Collection) -> bytes:
             if version_count(found) != version.number:
-                raise _Bad("a service has saved a version in the target meanwhile")
+                raise _Changed
             return encode_item(new_item(values, blob, found))
 
         await self.collections.append(*owner, name, item)
@@ -228,6 +232,10 @@ class _ArtifactRun:
 
 class _Bad(ValueError):
     """An artifact cannot be copied; the text is the reason of a finding."""
+
+
+class _Changed(Exception):
+    """A service, or another run, has saved a version in the target meanwhile."""
 
 
 def _is_same(version: SourceVersion, copy: Version) -> bool:
