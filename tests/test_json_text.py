@@ -2,7 +2,9 @@
 
 import datetime
 import json
+import math
 import re
+import sys
 from typing import Any
 
 import pydantic
@@ -294,3 +296,78 @@ def test_text_that_is_no_version_is_malformed(plaintext: bytes) -> None:
     with pytest.raises(DecryptionError, match="a version of google-adk") as info:
         read_event(plaintext)
     assert info.value.reason is Reason.MALFORMED
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+NAN, INF = math.nan, math.inf
+# The smallest integer that is rounded above every finite float.
+TOO_LARGE = 2**1024 - 2**970
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same", "same_value"),
+    [
+        (1, 1, True, True),
+        (1, 2, False, False),
+        (1, 1.0, False, True),
+        (-1.0, -1, False, True),
+        (1, 1.5, False, False),
+        (2**53 + 1, float(2**53), False, True),
+        (TOO_LARGE - 1, sys.float_info.max, False, True),
+        (TOO_LARGE, sys.float_info.max, False, False),
+        (TOO_LARGE, INF, False, False),
+        (1, INF, False, False),
+        (1, NAN, False, False),
+        (1, True, False, False),
+        (1.0, True, False, False),
+        (True, True, True, True),
+        (None, None, True, True),
+        (None, False, False, False),
+        (NAN, NAN, True, True),
+        (NAN, 1.0, False, False),
+        (1.0, NAN, False, False),
+        (INF, INF, True, True),
+        (INF, -INF, False, False),
+        ("a", "a", True, True),
+        ("a", "b", False, False),
+        ("1", 1, False, False),
+        ([], {}, False, False),
+        ([1, "a"], [1, "a"], True, True),
+        ([1, 2], [2, 1], False, False),
+        ([1], [1, 2], False, False),
+        ([1, 2], [1], False, False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True, True),
+        ({"a": 1}, {"b": 1}, False, False),
+        ({"a": 1}, {"a": 1, "b": 1}, False, False),
+        ({"a": [{"b": 1}, NAN]}, {"a": [{"b": 1.0}, NAN]}, False, True),
+        ({"a": [{"b": 1}, 2]}, {"a": [{"b": 1.0}, 3]}, False, False),
+    ],
+)
+def test_json_values_are_the_same_or_not(
+    one: Any, other: Any, same: bool, same_value: bool
+) -> None:
+    for pair in ((one, other), (other, one)):
+        assert json_text.same_json(*pair) is same
+        assert json_text.same_json(*pair, numbers_may_differ=True) is same_value
+
+
+def test_canonical_json_has_sorted_keys_and_no_spaces() -> None:
+    assert json_text.canonical({"b": 1, "a": [1.5, "ä"]}) == b'{"a":[1.5,"\\u00e4"],"b":1}'
+
+
+# --- values of the application -------------------------------------------------------------------
+
+
+def test_exact_values_have_bytes_in_base64() -> None:
+    assert json_text.exact_values({"a": b"\xff\x00"}, 10, "item") == {"a": "_wA="}
+
+
+def test_lone_surrogate_after_leading_spaces_is_read() -> None:
+    long = "x" * 5000
+    assert json_text.loads(b' {"a":"\\ud800' + long.encode() + b'"}') == {"a": "\ud800" + long}
+
+
+def test_event_of_nothing_but_a_version_is_no_object() -> None:
+    with pytest.raises(DecryptionError, match=r"^the plaintext is not a JSON object"):
+        json_text.read_event(b"\x011")

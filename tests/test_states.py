@@ -284,3 +284,16 @@ def test_two_loads_share_no_values() -> None:
 
 def test_order_of_keys_is_kept() -> None:
     assert list(load_state(dump_state({"b": 1, "a": 2}))) == ["b", "a"]
+
+
+def test_no_state_has_three_empty_scopes() -> None:
+    assert json_text.encoded_scopes(None) == json_text.encoded_scopes({}) == ({}, {}, {})
+
+
+def test_bytes_beside_a_value_without_json_form_are_text() -> None:
+    assert load_state(encode_state({"a": b"x", "b": print}))["a"] == "x"
+
+
+def test_error_calls_a_state_by_its_name() -> None:
+    with pytest.raises(DecryptionError, match=r"^the state is not a JSON object"):
+        load_state(b"[]")

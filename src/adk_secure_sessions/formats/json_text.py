@@ -24,7 +24,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 JsonObject = dict[str, Any]
 
 MAX_LEVELS = 200  # nested lists and objects, also empty ones
-_ABOVE_FLOATS = 2**1024  # greater than every finite float
+_ABOVE_FLOATS = 2**1024 - 2**970  # the smallest integer that `float` rounds above all floats
 MAX_DIGITS = 4300  # in one integer
 MAX_BYTES = 256 * 2**20  # JSON in one record
 # The maximum depth of nested lists and objects.  The state itself is level 1.  In an event, the
