@@ -258,7 +258,7 @@ def test_value_without_json_form_is_logged_once_without_the_serializer_of_events
 ) -> None:
     """The serializer of `EventActions` would log an error of its own."""
     monkeypatch.setattr(events, "_serializer", lambda: None)
-    events.encode(made(actions=EventActions(state_delta={"a": print})))
+    events.encode(made(actions=EventActions(state_delta={"a": print, "b": Faulty()})))
     assert [one.name for one in caplog.records] == [events.__name__]
 
 
