@@ -46,6 +46,7 @@ from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDa
 
 T = TypeVar("T")
 Changes = list[Change]
+Locks = tuple[sa.Executable, ...]  # queries that lock rows: see `Write`
 
 # In bytes of JSON.  If an overlay would become larger, it is merged into a new snapshot, and the
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
@@ -291,7 +292,7 @@ class Write(Generic[T]):
     writes = True
     audited_as: str
     locks_rows: bool = False
-    locks: tuple[sa.Executable, ...] = (sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER)
+    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER)
 
     def __init__(self, who: Identity) -> None:
         self.who = who

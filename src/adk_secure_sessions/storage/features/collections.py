@@ -29,6 +29,7 @@ from adk_secure_sessions.storage.writes import (
     DeleteSession,
     DuplicateSession,
     Expected,
+    Locks,
     MissingSession,
     NewEvent,
     OwnerChanges,
@@ -225,7 +226,7 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    locks = (sql.LOCK_SESSION, sql.LOCK_USER)
+    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
         super().__init__(who)

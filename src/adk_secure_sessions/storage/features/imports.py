@@ -49,6 +49,7 @@ from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork
 from adk_secure_sessions.storage.writes import (
     Changes,
+    Locks,
     NewSession,
     OwnerChanges,
     Write,
@@ -249,7 +250,8 @@ class ImportSession(_Import[_Outcome]):
     *times* are the columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
     """
 
-    locks = (sql.LOCK_SESSION, sql.LOCK_USER)  # not the app: long imports would wait for each other
+    # Not the app: long imports would wait for each other.
+    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from adk_secure_sessions.storage.reads import (
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
-from adk_secure_sessions.storage.writes import OwnerChanges, Write, apply_changes, read_found
+from adk_secure_sessions.storage.writes import Locks, OwnerChanges, Write, apply_changes, read_found
 
 
 class SearchIndex:
@@ -213,7 +213,7 @@ class CorrectIndexed(Write[int]):
         super().__init__(who)
         self._keys = frozenset(keys)
         self._of_user = of_user
-        self.locks = (sql.LOCK_USER,) if of_user else (sql.LOCK_SESSION,)
+        self.locks: Locks = (sql.LOCK_USER if of_user else sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
         forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
