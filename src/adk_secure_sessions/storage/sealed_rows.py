@@ -92,13 +92,12 @@ def open_owner(attempt: Attempt, found: Found, row: AppRow | UserRow) -> Owner:
     """Return the decrypted *row* of the app, or of any of its users; the cached one if nothing has
     changed.
     """
-    column = _column_of(row)
-    cache = attempt.cache.users if column is USERS else attempt.cache.apps
+    cache = attempt.cache.users if type(row) is UserRow else attempt.cache.apps
     seen, witness = cache.get(row.tag), found.witnesses.get(row.tag)
     if seen and seen.value.row == row and seen.witness == witness:
         owner = seen.value
     else:
-        user_id = ""
+        column, user_id = _column_of(row), ""
         with naming(column.table.name, row.id):
             context = column.context((attempt.who.app_name,), row)
             rest = attempt.keys.open(row.tag, context, row.state)
