@@ -240,19 +240,23 @@ async def test_source_that_forbids_the_deletion_is_not_marked_as_erased(
     assert rows(source_file)[0] == 6
 
 
+def faulty_writer(source: AdkTables) -> FaultyExecutor:
+    writer = FaultyExecutor(source.writer())
+    source.writer = lambda: writer  # type: ignore[method-assign]
+    return writer
+
+
 async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
     source_file: str, target_url: str
 ) -> None:
     """A lost connection leaves unknown whether the source has committed the deletion."""
     async with AdkTables(source_file) as source, database(target_url) as db:
-        writer = FaultyExecutor(source.writer())
-        source.writer = lambda: writer  # type: ignore[method-assign]
 
         async def write_and_disconnect() -> None:
             await fill(source_file, sessions=1)
             raise Disconnected(OSError())
 
-        writer.after(Point.RUN, write_and_disconnect)
+        faulty_writer(source).after(Point.RUN, write_and_disconnect)
         done = await erase_source(source, db)
         assert done.changed
         assert not done.comparison.withdrawn
@@ -264,9 +268,7 @@ async def test_rows_are_counted_if_the_connection_is_lost_in_the_commit(
     source_file: str, target_url: str
 ) -> None:
     async with AdkTables(source_file) as source, database(target_url) as db:
-        writer = FaultyExecutor(source.writer())
-        source.writer = lambda: writer  # type: ignore[method-assign]
-        writer.after(Point.RUN, lost())
+        faulty_writer(source).after(Point.RUN, lost())
         assert numbers(await erase_source(source, db)) == (6, 18, 3)
     assert rows(source_file) == [0, 0, 0, 0]
 
