@@ -324,19 +324,17 @@ def accessed(
             access = AccessCall(trail, action, read_ids, ids)
             return await access.run(partial(method, service, *args, **kwargs))
 
-        async def covering(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            with bound(_covered, covers and covers(service)):
-                return await recorded(service, *args, **kwargs)
-
-        async def covered(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            with bound(_covered, None):  # an access that the method makes has its own record
-                return await method(service, *args, **kwargs)
+        async def covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
+            with bound(_covered, inner):
+                return await call()
 
         def start(service: A, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
             if covers is not None:
-                return covering(service, *args, **kwargs)
-            call = covered if _covered.get() is service else recorded
-            return measuring(method, call, service, *args, **kwargs)
+                return covering(covers(service), partial(recorded, service, *args, **kwargs))
+            if _covered.get() is service:  # an access that the method makes has its own record
+                call = partial(method, service, *args, **kwargs)
+                return measuring(method, covering, None, call)
+            return measuring(method, recorded, service, *args, **kwargs)
 
         return starting(method, start)
 
