@@ -179,7 +179,7 @@ class StagedKeys:
         self.packing: Packing = packing
         self._keys = keys
         self._uses_cache = uses_cache
-        self._keyring_is_complete = keyring_was_reread
+        self._keyring_was_reread = keyring_was_reread
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
         # The data keys that this transaction has taken from the cache.  During the transaction, the
         # cache may remove or replace them, but the transaction continues to use these data keys.
@@ -212,7 +212,7 @@ class StagedKeys:
         keyring and *keyring_was_reread* is False, raise StaleKeyring.
         """
         keyring_has_changed = not self._keys.keyring.has_marks(masters)
-        if keyring_has_changed and not self._keyring_is_complete:
+        if keyring_has_changed and not self._keyring_was_reread:
             raise StaleKeyring
         opened: dict[bytes, dict[int, DataKey | None]] = {}
         newest: dict[bytes, int] = {}

@@ -7,7 +7,7 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -307,7 +307,8 @@ class Write(Generic[T]):
             self.on_commit_after_cancel(result)
 
         locks = attempt.locks_rows or self.locks_rows
-        transaction = partial(self._steps, attempt, self.locks if locks else ())
+        steps = self._locked_steps if locks else self.steps
+        transaction = partial(steps, attempt, OwnerChanges(attempt))
         result: T
         if access := running_access(executors.data):
             session_id = "" if self.who.is_collection else self.who.session_id
@@ -319,10 +320,10 @@ class Write(Generic[T]):
         cache(result)
         return result
 
-    def _steps(self, attempt: Attempt, locks: Iterable[sa.Executable]) -> Steps[T]:
-        for query in locks:
+    def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
+        for query in self.locks:
             yield Read(query, attempt.who.tags())
-        return (yield from self.steps(attempt, OwnerChanges(attempt)))
+        return (yield from self.steps(attempt, owners))
 
     @abstractmethod
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
