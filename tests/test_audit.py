@@ -41,6 +41,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService, export_lines
 from tests.cli.support import run
+from tests.faults import Point, with_faults
 
 NEEDLE = "penicillin"
 IDS: Any = {"app_name": "clinic", "user_id": "ada-lovelace", "session_id": "session-of-ada"}
@@ -106,6 +107,20 @@ async def test_new_database_and_its_keys_are_recorded(log: Log, url: str) -> Non
         "data key",  # of the app
         "data key",  # of the user
     ]
+
+
+async def test_keys_that_another_process_stored_first_are_recorded_once(log: Log, url: str) -> None:
+    async def open_first() -> None:
+        async with service_of(url) as other:
+            await other.list_sessions(app_name="clinic")
+
+    service, faults = with_faults(lambda: service_of(url))
+    faults.data.before(Point.RUN, open_first, nth=2)  # the first has surveyed the new database
+    async with service:
+        await service.list_sessions(app_name="clinic")
+    created, opened = log.records("key.created"), log.records("database.opened")
+    assert [entry["kind"] for entry in created] == ["index master", "data master"]
+    assert len({entry["database"] for entry in created + opened}) == 1
 
 
 async def test_new_session_is_recorded_with_the_id_that_it_got(

@@ -76,8 +76,8 @@ async def open_database(
             if opened is None:
                 (_, index), _ = fresh
                 created = {**marks, meta.FEATURES: feature_mark(index.index(), database_id)}
-            await _make(executors.keys, part, keys, created, [row for row, _ in fresh])
-            for row, _ in fresh:
+            new = [row for row, _ in fresh]
+            for row in new if await _make(executors.keys, part, keys, created, new) else ():
                 kind = f"{row.purpose} master"
                 record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():
@@ -180,12 +180,12 @@ async def _make(
     expected: Survey,
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
-) -> None:
-    """Create missing tables and rows, unless the database is not as *expected* any more."""
+) -> bool:
+    """Create missing tables and rows; return False if the database has changed from *expected*."""
     if part.value is not None:
         marks = {**marks, meta.HOLDS: part.value}
     work = partial(_establish, part, expected, marks, fresh)
-    await run_to_open(executor, work, commit=True, is_key_database=part is Part.KEYS)
+    return await run_to_open(executor, work, commit=True, is_key_database=part is Part.KEYS)
 
 
 def _establish(
@@ -194,10 +194,10 @@ def _establish(
     marks: dict[str, str],
     fresh: list[MasterKeyRow],
     connection: sa.Connection,
-) -> None:
+) -> bool:
     with dialect_of(connection).exclusively(connection):
         if look(connection) != expected:
-            return
+            return False
         if part.missing(expected) and not create_tables_of(part.tables, connection):
             if look(connection) == expected:
                 raise ConfigurationError(
@@ -205,7 +205,7 @@ def _establish(
                     "other table, index or type has the name of a table of this package, and that "
                     "the account may see all tables"
                 )
-            return  # another process has created tables meanwhile: survey the database again
+            return False
         # Insert the marks: `meta.put` would replace those of another process.  Where `exclusively`
         # holds no lock, the other process may have created the database after `look`.
         if new := marks.keys() - expected.meta.keys():
@@ -213,6 +213,7 @@ def _establish(
             connection.execute(sa.insert(schema.meta), rows)
         if fresh:
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
+    return True
 
 
 def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> bool:
