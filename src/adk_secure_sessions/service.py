@@ -261,13 +261,13 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         own = encode_state(scopes.session)
         if self._index.keys:
             await self._index.declare_configured(app_name)
-        who = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._unit.identify(app_name, user_id, session_id)
         expires_at = NEVER
         if lifetime is not None:
             await self._expiry.feature.ensure()
             expires_at = min(now + lifetime, NEVER - 1)
         while True:
-            creation = writes.CreateSession(who, app_delta, user_delta, own, now, expires_at)
+            creation = writes.CreateSession(identity, app_delta, user_delta, own, now, expires_at)
             try:
                 created = await self._unit.run(creation)
             except writes.DuplicateSession as duplicate:
@@ -276,14 +276,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
                 if self._lifetime is not None:
                     await self._expiry.delete_some(self._delete_expired)
                 return _session(app_name, created)
-            if not may_have_expired or not await self._expiry.delete_if_expired(who):
+            if not may_have_expired or not await self._expiry.delete_if_expired(identity):
                 raise AlreadyExistsError("A session with this id already exists.")
 
     @accessed("session.expire")
     async def _delete_expired(self, app_name: str, user_id: str, session_id: str) -> None:
         """Delete an expired session of any user, with an audit record of its own."""
-        who = await self._unit.identify(app_name, user_id, session_id)
-        await self._expiry.delete_if_expired(who)
+        identity = await self._unit.identify(app_name, user_id, session_id)
+        await self._expiry.delete_if_expired(identity)
 
     @accessed("session.read")
     async def get_session(
@@ -323,9 +323,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         # Stored times are rounded to microseconds: read from one microsecond earlier, and
         # compare the exact times below.
         since = None if after is None else microseconds(after) - 1
-        who = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._unit.identify(app_name, user_id, session_id)
         found = await self._unit.run(
-            reads.GetSession(who, events.decode, limit, since, self._caches_events)
+            reads.GetSession(identity, events.decode, limit, since, self._caches_events)
         )
         if found is None:
             return None
@@ -370,10 +370,10 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         check_ids(app_name, user_id, session_id)
         check_page(limit, order)
-        who = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._unit.identify(app_name, user_id, session_id)
         position, newest = parse_event_position(after), order == "newest"
         found = await self._unit.run(
-            reads.ListEvents(who, events.decode, position, limit=limit, newest=newest)
+            reads.ListEvents(identity, events.decode, position, limit=limit, newest=newest)
         )
         if found is None:
             raise SessionNotFoundError("Session not found.")
@@ -421,8 +421,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         of_user = "" if user_id is None else user_id
         check_ids(app_name, of_user)
-        who = await self._unit.identify(app_name, of_user)
-        listing = reads.ListSessions(who, of_app=user_id is None, skip=self._skip)
+        identity = await self._unit.identify(app_name, of_user)
+        listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skip)
         return self._by_update(app_name, await self._unit.run(listing))
 
     @accessed("sessions.list")
@@ -562,8 +562,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     ) -> reads.PageOfSessions:
         of_user = "" if user_id is None else user_id
         check_ids(app_name, of_user)
-        who = await self._unit.identify(app_name, of_user)
-        return await self._unit.run(reads.ListPage(who, options, of_app=user_id is None))
+        identity = await self._unit.identify(app_name, of_user)
+        return await self._unit.run(reads.ListPage(identity, options, of_app=user_id is None))
 
     def _by_update(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
         views.sort(
@@ -596,8 +596,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long.
         """
         check_ids(app_name, user_id, session_id)
-        who = await self._unit.identify(app_name, user_id, session_id)
-        await self._unit.run(writes.DeleteSession(who))
+        identity = await self._unit.identify(app_name, user_id, session_id)
+        await self._unit.run(writes.DeleteSession(identity))
 
     @accessed("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
@@ -608,8 +608,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ValueError: An id is not a string or is too long.
         """
         check_ids(app_name, user_id)
-        who = await self._unit.identify(app_name, user_id)
-        _, state = await self._unit.run(reads.GetStates(who))
+        identity = await self._unit.identify(app_name, user_id)
+        _, state = await self._unit.run(reads.GetStates(identity))
         return load_state(state, "the user's state")
 
     @accessed("session.write")
@@ -644,12 +644,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         if event.partial:
             return event
         events.prepare(event, session.state)
-        who = (session.app_name, session.user_id, session.id)
-        check_ids(*who)
+        ids = (session.app_name, session.user_id, session.id)
+        check_ids(*ids)
 
         # Parallel agents may append to the same session object.  Each append needs the
         # `_storage_update_marker` that the previous append has set, so appends run one by one.
-        async with self._locks.hold(who):
+        async with self._locks.hold(ids):
             await self._append(session, event)
         return event
 
@@ -671,9 +671,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         new = writes.NewEvent(events.encode(event), time_us, *scopes)
         if self._index.keys:
             await self._index.declare_configured(session.app_name)
-        who = await self._unit.identify(session.app_name, session.user_id, session.id)
+        identity = await self._unit.identify(session.app_name, session.user_id, session.id)
         try:
-            stored(await self._unit.run(writes.AppendEvent(who, expected, new, stored)))
+            stored(await self._unit.run(writes.AppendEvent(identity, expected, new, stored)))
         except writes.MissingSession:
             raise SessionNotFoundError("Session not found.") from None
         except writes.StaleRevision:
@@ -683,8 +683,8 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         """Return the row id and the revision of the stored session; *session* has no marker with
         them.
         """
-        who = await self._unit.identify(session.app_name, session.user_id, session.id)
-        found = await self._unit.run(reads.GetSession(who, events.decode, limit=1))
+        identity = await self._unit.identify(session.app_name, session.user_id, session.id)
+        found = await self._unit.run(reads.GetSession(identity, events.decode, limit=1))
         if found is None:
             raise SessionNotFoundError("Session not found.")
         view, last = found
@@ -812,10 +812,10 @@ def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -
     def ids(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
         user, session = user_id or None, session_id or None
         if is_blind:
-            who = unit.identify_if_open(app_name, user_id, session_id)
-            if who is None:
+            identity = unit.identify_if_open(app_name, user_id, session_id)
+            if identity is None:
                 return {"app": app_name}
-            user, session = user and who.user_tag.hex(), session and who.session_tag.hex()
+            user, session = user and identity.user_tag.hex(), session and identity.session_tag.hex()
         opened = unit.database_id
         database = None if opened is None else opened.hex()
         return {"database": database, "app": app_name, "user": user, "session": session}

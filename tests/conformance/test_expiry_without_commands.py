@@ -121,10 +121,10 @@ async def test_unreadable_sessions_do_not_stop_the_deletion_of_others(
             await service.create_session(**WHO, session_id=f"old {number}", expires_after=HOUR)
         odd: dict[str, Any] = {"app_name": "app \ud800", "user_id": "u"}
         await service.create_session(**odd, expires_after=HOUR)
-        who = [await service._unit.identify(APP, USER, f"old {number}") for number in (0, 1)]
+        identities = [await service._unit.identify(APP, USER, f"old {number}") for number in (0, 1)]
         tampered = (
             sa.update(sessions)
-            .where(sessions.c.tag.in_([one.session_tag for one in who]))
+            .where(sessions.c.tag.in_([one.session_tag for one in identities]))
             .values(state=b"tampered")
         )
         await service._unit.change(lambda connection: connection.execute(tampered))

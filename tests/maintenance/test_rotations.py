@@ -604,10 +604,10 @@ async def test_data_key_that_cannot_be_unwrapped_is_reported_and_left_unchanged(
 
 async def renew_keys(db: Database) -> None:
     """Give each app and user a new data key, as a rotation does first; re-encrypt nothing else."""
-    who, now = await db.unit.identify(APP), time.time_ns() // 1000
-    await db.unit.run(RenewKey(who, now, of_user=False))
+    identity, now = await db.unit.identify(APP), time.time_ns() // 1000
+    await db.unit.run(RenewKey(identity, now, of_user=False))
     for (tag,) in await db.unit.read(sa.select(users.c.tag), {}):
-        await db.unit.run(RenewKey(who._replace(user_tag=tag), now, of_user=True))
+        await db.unit.run(RenewKey(identity._replace(user_tag=tag), now, of_user=True))
 
 
 HIDING = [

@@ -30,13 +30,13 @@ from tests.storage.support import (
 def test_row_of_another_tag_is_not_the_requested_one() -> None:
     stored = Stored()
     found, attempt = Found(stored.rows()), stored.reading()
-    another = attempt._replace(who=WHO._replace(user_tag=WHO.app_tag, session_tag=WHO.app_tag))
+    another = attempt._replace(identity=WHO._replace(user_tag=WHO.app_tag, session_tag=WHO.app_tag))
     without_app = Found([row for row in stored.rows() if row[0] != APP])
     with pytest.raises(TamperedError, match="not the requested user") as rejected:
         sealed_rows.open_user(another, without_app)
     assert rejected.value.reason is Reason.WRONG_OWNER
     user = sealed_rows.open_user(attempt, found)
-    another = attempt._replace(who=WHO._replace(session_tag=WHO.app_tag))
+    another = attempt._replace(identity=WHO._replace(session_tag=WHO.app_tag))
     with pytest.raises(TamperedError, match="not the requested session") as rejected:
         sealed_rows.open_session(another, found, user)
     assert rejected.value.reason is Reason.WRONG_OWNER

@@ -73,7 +73,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Scripted:
     """An operation that does in each attempt what its script says; keeps the attempts."""
 
-    who = WHO
+    identity = WHO
     writes = False
 
     def __init__(self, *script: object, reads_keys: bool = False) -> None:
@@ -463,10 +463,10 @@ async def test_single_statement_is_repeated_when_its_connection_is_lost(
 async def test_identity_of_a_stored_session_is_computed_once() -> None:
     stored = Stored()
     unit = unit_of(one_database(stored.rows(keys=True))[0], KeyringReads(stored.keys.keyring))
-    who = await unit.identify(*WHO[:3])
-    await unit.run(GetSession(who, lambda *_: None))
-    assert who == WHO
-    assert await unit.identify(*WHO[:3]) is who
+    identity = await unit.identify(*WHO[:3])
+    await unit.run(GetSession(identity, lambda *_: None))
+    assert identity == WHO
+    assert await unit.identify(*WHO[:3]) is identity
 
 
 async def filled_unit(
@@ -568,8 +568,8 @@ async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings
         after = await unit.keys()
         assert not after.knows(WHO.user_tag)
         assert after.keyring is before.keyring
-        who = await unit.identify(*WHO[:3])
-        assert await unit.run(GetSession(who, lambda *_: None))
+        identity = await unit.identify(*WHO[:3])
+        assert await unit.run(GetSession(identity, lambda *_: None))
         assert executor.requests == [READ_WITH_KEYS] * 2
         assert keyrings.seen == [None]
     assert (await never_opened.keys()).keyring.row_count == 2

@@ -219,8 +219,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
                 f"{type(self._inner).__name__} stores the session under another id: use an id that "
                 "it accepts, or give none"
             )
-        who = await self._unit.identify(app_name, user_id, stored.id)
-        return await self._read(who, lambda reader: reader.open_session(stored))
+        identity = await self._unit.identify(app_name, user_id, stored.id)
+        return await self._read(identity, lambda reader: reader.open_session(stored))
 
     @accessed("session.read")
     async def get_session(
@@ -250,8 +250,8 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         )
         if stored is None:
             return None
-        who = await self._unit.identify(app_name, user_id, session_id)
-        return await self._read(who, lambda reader: reader.open_session(stored, config))
+        identity = await self._unit.identify(app_name, user_id, session_id)
+        return await self._read(identity, lambda reader: reader.open_session(stored, config))
 
     @accessed("sessions.list")
     async def list_sessions(
@@ -268,10 +268,10 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         listed: list[Session] = []
         for stored in response.sessions:
             owner = stored.user_id if user_id is None else user_id
-            who = await self._unit.identify(app_name, owner, stored.id)
+            identity = await self._unit.identify(app_name, owner, stored.id)
             try:
                 work = partial(_Records.open_session, stored=stored, config=_NO_EVENTS)
-                listed.append(await self._read(who, work))
+                listed.append(await self._read(identity, work))
             except DecryptionError as error:
                 if not self._skip:
                     raise
@@ -304,12 +304,12 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         if method is None:
             raise NotImplementedError(f"{type(self._inner).__name__} has no get_user_state")
         stored = await method(app_name=app_name, user_id=user_id)
-        who = await self._unit.identify(app_name, user_id)
+        identity = await self._unit.identify(app_name, user_id)
 
         async def work(reader: "_Records") -> JsonObject:
             return reader.open_entries(reader.user, stored)
 
-        return await self._read(who, work)
+        return await self._read(identity, work)
 
     @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -389,11 +389,11 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         """
         keys = await self._unit.keys()
         await self._feature.ensure()
-        who = await self._unit.identify(app_name, user_id, session_id)
-        staged = await self._unit.run(writes.EnsureOwners(who))
-        return _Records(staged, True, keys.keyring.index, who)
+        identity = await self._unit.identify(app_name, user_id, session_id)
+        staged = await self._unit.run(writes.EnsureOwners(identity))
+        return _Records(staged, True, keys.keyring.index, identity)
 
-    async def _read(self, who: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
+    async def _read(self, identity: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
         """Return the result of *work*, which decrypts and may be called again with other keys."""
         index = (await self._unit.keys()).keyring.index
         # If the other service answers from memory and the keys are cached, nothing else lets other
@@ -401,9 +401,9 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
         await asyncio.sleep(0)
 
         async def use(keys: StagedKeys, is_current: bool) -> T:
-            return await work(_Records(keys, is_current, index, who))
+            return await work(_Records(keys, is_current, index, identity))
 
-        return await self._unit.run(reads.UseKeys(who, use))
+        return await self._unit.run(reads.UseKeys(identity, use))
 
 
 reject_unknown_methods(EncryptedSessionWrapper, BaseSessionService)
@@ -449,15 +449,15 @@ class _Records:
     If *is_current* is True, all data keys were just read, so a missing data key does not exist.
     """
 
-    def __init__(self, keys: StagedKeys, is_current: bool, index: BlindIndex, who: Identity):
+    def __init__(self, keys: StagedKeys, is_current: bool, index: BlindIndex, identity: Identity):
         self._keys = keys
         self._is_current = is_current
         self._index = index
-        self._who = who
-        user = (who.app_name, who.user_id)
-        self.app = _StateScope(APP_PREFIX, who.app_tag, ("app", who.app_name))
-        self.user = _StateScope(USER_PREFIX, who.user_tag, ("user", *user))
-        self.session = _StateScope("", who.user_tag, ("session", *user, who.session_id))
+        self._identity = identity
+        user = (identity.app_name, identity.user_id)
+        self.app = _StateScope(APP_PREFIX, identity.app_tag, ("app", identity.app_name))
+        self.user = _StateScope(USER_PREFIX, identity.user_tag, ("user", *user))
+        self.session = _StateScope("", identity.user_tag, ("session", *user, identity.session_id))
 
     def seal_states(self, values: Scopes) -> dict[str, str]:
         """Return the entries of all scopes in one dict."""
@@ -472,7 +472,7 @@ class _Records:
 
     def seal_event(self, event: Event, plaintext: bytes, delta: dict[str, str]) -> Event:
         """Return the event to store; *plaintext* encodes *event*, and *delta* is encrypted."""
-        record = self._keys.seal(self._who.user_tag, self._event_context(event.id), plaintext)
+        record = self._keys.seal(self._identity.user_tag, self._event_context(event.id), plaintext)
         return Event(
             id=event.id,
             invocation_id=event.invocation_id,
@@ -486,8 +486,8 @@ class _Records:
     async def open_session(
         self, stored: Session, config: GetSessionConfig | None = None
     ) -> Session:
-        who = self._who
-        _check_ids_of(stored, who.app_name, who.user_id, who.session_id)
+        identity = self._identity
+        _check_ids_of(stored, identity.app_name, identity.user_id, identity.session_id)
         split = json_text.split_scopes(stored.state)
         session = Session(
             id=stored.id,
@@ -555,7 +555,7 @@ class _Records:
     def _open_event(self, stored: Event, text: str) -> Event:
         context = self._event_context(stored.id)
         try:
-            plaintext = self._keys.open(self._who.user_tag, context, _from_base64(text))
+            plaintext = self._keys.open(self._identity.user_tag, context, _from_base64(text))
             event = events.decode(plaintext, _printed(stored.id), table=EVENTS)
             self._check_fields(stored, event)
             return event
@@ -570,9 +570,9 @@ class _Records:
             raise TamperedError("its timestamp was modified", Reason.MISMATCH)
 
     def _event_context(self, event_id: str) -> bytes:
-        who = self._who
+        identity = self._identity
         return records.context(
-            ("wrapped event", who.app_name, who.user_id, who.session_id, event_id)
+            ("wrapped event", identity.app_name, identity.user_id, identity.session_id, event_id)
         )
 
 

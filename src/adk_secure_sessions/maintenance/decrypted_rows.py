@@ -145,10 +145,12 @@ async def read_owner(
     of_user = table is users
     with naming(table.name, row.id):
         app_name, tag = app_name_of(row.app_name), binary(row.tag)
-        who = await db.unit.identify(app_name)
-        if not of_user and who.app_tag != tag:
+        identity = await db.unit.identify(app_name)
+        if not of_user and identity.app_tag != tag:
             raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)
-    check = reads.CheckOwner(who._replace(user_tag=tag) if of_user else who, of_user=of_user)
+    check = reads.CheckOwner(
+        identity._replace(user_tag=tag) if of_user else identity, of_user=of_user
+    )
     owner = await db.unit.run(check)
     if owner is None:
         return None

@@ -113,10 +113,10 @@ async def _delete(
     db: Database, ids: SessionIds, is_due: Callable[[StoredSession], bool], dry_run: bool
 ) -> bool:
     """Delete the session if it is still due, and return whether; a dry run deletes nothing."""
-    who = await db.unit.identify(*ids[:3])
+    identity = await db.unit.identify(*ids[:3])
     if not dry_run:
-        return bool(await db.unit.run(writes.DeleteSession(who, is_due)))
-    found = await db.unit.run(reads.GetSession(who, lambda *_: None, 0, finds_expired=True))
+        return bool(await db.unit.run(writes.DeleteSession(identity, is_due)))
+    found = await db.unit.run(reads.GetSession(identity, lambda *_: None, 0, finds_expired=True))
     return found is not None and is_due(found[0].session)
 
 

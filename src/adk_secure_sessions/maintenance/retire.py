@@ -233,9 +233,9 @@ async def _decrypt_owner(
     if checked.is_user:
         async for page in sessions_of(db, checked.row.id):
             for one in page:
-                who = await db.unit.identify(*one.known_ids())
+                identity = await db.unit.identify(*one.known_ids())
                 # Only check that each event can be decrypted.
-                check: reads.CheckSession[None] = reads.CheckSession(who, lambda *_: None)
+                check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
                 await db.unit.run(check)
                 headers += check.header_counts
                 await limit.advance(check.header_counts.total())

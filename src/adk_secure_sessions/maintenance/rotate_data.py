@@ -191,9 +191,11 @@ class DataRotationRun(Rotation):
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
-        who = await self._db.unit.identify(app_name)
+        identity = await self._db.unit.identify(app_name)
         renewal = writes.RenewKey(
-            who._replace(user_tag=tag) if of_user else who, self.done.since, of_user=of_user
+            identity._replace(user_tag=tag) if of_user else identity,
+            self.done.since,
+            of_user=of_user,
         )
         exists = await self._db.unit.run(renewal)
         self.done.keys += renewal.created

@@ -193,8 +193,8 @@ class _Filler:
             self.done.sessions += 1
 
     async def _correct(self, user_id: str, session_id: str = "", *, of_user: bool) -> None:
-        who = await self._db.unit.identify(self._app_name, user_id, session_id)
-        operation = CorrectIndexed(who, self._tags, of_user=of_user)
+        identity = await self._db.unit.identify(self._app_name, user_id, session_id)
+        operation = CorrectIndexed(identity, self._tags, of_user=of_user)
         # Other tasks add to the counter meanwhile, so read it after the await.
         written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
         self.done.written += written

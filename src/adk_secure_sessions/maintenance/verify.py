@@ -164,10 +164,10 @@ class _Verifier:
                 assert isinstance(tag, bytes)
                 self._indexed.add(tag)
 
-    async def _check_indexed(self, who: Identity, *, of_user: bool) -> None:
+    async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
         if not self._indexed:
             return
-        found = await self._db.unit.run(CheckIndexed(who, self._indexed, of_user=of_user))
+        found = await self._db.unit.run(CheckIndexed(identity, self._indexed, of_user=of_user))
         if found is None or not found[1].total:
             return
         row_id, differences = found
@@ -197,8 +197,8 @@ class _Verifier:
             with naming(table.name, row.id):
                 load_state(owner.state)
             if table is users:
-                who = await self._db.unit.identify(app_name, owner.user_id)
-                await self._check_indexed(who, of_user=True)
+                identity = await self._db.unit.identify(app_name, owner.user_id)
+                await self._check_indexed(identity, of_user=True)
                 self.done.users += 1
             else:
                 self.done.apps += 1
@@ -274,11 +274,13 @@ class _Verifier:
             # Read the whole session in one statement, as a service does, so that its rows fit
             # together even if a service is writing.
             ids = stored.known_ids()
-            who = await self._db.unit.identify(*ids)
-            if who.session_tag != stored.columns.tag:
+            identity = await self._db.unit.identify(*ids)
+            if identity.session_tag != stored.columns.tag:
                 kind = "collection" if ids.is_collection else "session"
                 raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
-            is_memory = who.is_collection and who.session_id == memory_items.COLLECTION_NAME
+            is_memory = (
+                identity.is_collection and identity.session_id == memory_items.COLLECTION_NAME
+            )
 
             def check(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
                 """Parse an event or an item; return the item of a memory."""
@@ -286,7 +288,7 @@ class _Verifier:
                     content = read_event(plaintext)[1]
                     return memory_items.parse_item(content, seq) if is_memory else None
 
-            found = await self._db.unit.run(reads.CheckLocatedSession(who, check))
+            found = await self._db.unit.run(reads.CheckLocatedSession(identity, check))
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
                 with naming(snapshots.name, session.row.id):
@@ -302,7 +304,7 @@ class _Verifier:
                 else:
                     self.done.sessions += 1
                     self.done.events += len(history)
-                    await self._check_indexed(who, of_user=False)
+                    await self._check_indexed(identity, of_user=False)
         except UNREADABLE as error:
             self.done.unchecked += self.problems.add_error(error, sessions.name, stored.id)
         await self._meter.advance(rows)

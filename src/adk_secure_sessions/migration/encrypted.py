@@ -198,8 +198,8 @@ async def stored_content(
     *check_event* gets the plaintext, row id of the session and `seq` of each event, and returns the
     plaintext.
     """
-    who = await db.unit.identify(app_name, user_id, session_id)
-    operation = reads.CheckSession(who, check_event)
+    identity = await db.unit.identify(app_name, user_id, session_id)
+    operation = reads.CheckSession(identity, check_event)
     found = await db.unit.run(operation)
     if found is None:
         return None
@@ -216,8 +216,8 @@ async def stored_content(
 async def stored_state(db: Database, app_name: str, user_id: str | None = None) -> bytes:
     """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
     of_user = user_id is not None
-    who = await db.unit.identify(app_name, user_id or "")
-    owner = await db.unit.run(reads.CheckOwner(who, of_user=of_user))
+    identity = await db.unit.identify(app_name, user_id or "")
+    owner = await db.unit.run(reads.CheckOwner(identity, of_user=of_user))
     return owner.state if owner else b"{}"
 
 

@@ -293,9 +293,9 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
     unit = run.db.unit
     async for ids, state in run.readable_states():
         if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
-            who = await unit.identify(ids[0], ids[1])
+            identity = await unit.identify(ids[0], ids[1])
             options = reads.PageOptions(1, with_state=False, skip=True)
-            if not (await unit.run(reads.ListPage(who, options, of_app=False))).items:
+            if not (await unit.run(reads.ListPage(identity, options, of_app=False))).items:
                 run.done.states += await write_line(ids, None)
 
 

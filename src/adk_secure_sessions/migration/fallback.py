@@ -240,8 +240,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         left = [one for one in of_source if one.ids not in known]
         stored = {}
         for user in {one.user_id for one in left}:
-            who = await self._unit.identify(app_name, user)
-            stored[user] = await self._unit.run(reads.GetStates(who))
+            identity = await self._unit.identify(app_name, user)
+            stored[user] = await self._unit.run(reads.GetStates(identity))
         response.sessions += [_session(one, of_source[one], *stored[one.user_id]) for one in left]
         response.sessions.sort(key=lambda one: (one.last_update_time, one.user_id, one.id))
         return response

@@ -314,8 +314,8 @@ class _MigrationRun:
 
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""
-        who, untouched = await self.target.unit.identify(*ids), (copy.row_id, copy.number)
+        identity, untouched = await self.target.unit.identify(*ids), (copy.row_id, copy.number)
         deletion = writes.DeleteSession(
-            who, lambda now: (now.row.id, now.row.revision) == untouched
+            identity, lambda now: (now.row.id, now.row.revision) == untouched
         )
         return bool(await self.target.unit.run(deletion))

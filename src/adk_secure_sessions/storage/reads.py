@@ -64,8 +64,8 @@ class ReadOperation:
     reads_keys = False
     writes = False
 
-    def __init__(self, who: Identity) -> None:
-        self.who = who
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
 
     async def _read(
         self,
@@ -75,7 +75,7 @@ class ReadOperation:
         parameters: Mapping[str, object] | None = None,
     ) -> Found:
         query = attempt.form_of(forms)
-        found = Found(await executors.data.read(query, parameters or self.who.tags()))
+        found = Found(await executors.data.read(query, parameters or self.identity.tags()))
         attempt.load_keys(found)
         return found
 
@@ -95,7 +95,7 @@ class GetSession(ReadOperation, Generic[E]):
 
     def __init__(
         self,
-        who: Identity,
+        identity: Identity,
         decode: Callable[[bytes, int, int], E],
         limit: int | None = None,
         after: int | None = None,
@@ -103,7 +103,7 @@ class GetSession(ReadOperation, Generic[E]):
         *,
         finds_expired: bool = False,
     ) -> None:
-        super().__init__(who)
+        super().__init__(identity)
         self._decode = decode
         self._finds_expired = finds_expired
         # Larger limits would not fit into an integer of the database, and no session has so many
@@ -116,24 +116,24 @@ class GetSession(ReadOperation, Generic[E]):
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
         if self._caches:
-            known = attempt.cache.histories.get(self.who.session_tag)
+            known = attempt.cache.histories.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=known is not None)
             if known is not None:
-                parameters = {**self.who.tags(), "known": known.revision}
+                parameters = {**self.identity.tags(), "known": known.revision}
                 found = await self._read(
                     attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters
                 )
                 try:
                     return await self._open(attempt, found, known)
                 except _DoesNotFit:
-                    attempt.cache.histories.drop(self.who.session_tag)
+                    attempt.cache.histories.drop(self.identity.session_tag)
         return await self._open(attempt, await self._find(attempt, executors))
 
     async def _find(self, attempt: Attempt, executors: Executors) -> Found:
         forms = sql.SESSION_WITH_ALL_EVENTS
         if self._limit is not None:
             forms = sql.SESSION_WITH_LAST_EVENTS if self._limit else sql.SESSION_WITHOUT_EVENTS
-        parameters = {**self.who.tags(), "limit": self._limit or 0}
+        parameters = {**self.identity.tags(), "limit": self._limit or 0}
         return await self._read(attempt, executors, forms, parameters)
 
     async def _open(
@@ -278,14 +278,14 @@ class ListEvents(ReadOperation, Generic[E]):
 
     def __init__(
         self,
-        who: Identity,
+        identity: Identity,
         decode: Callable[[bytes, int, int], E],
         position: EventPosition | None,
         *,
         limit: int,
         newest: bool,
     ) -> None:
-        super().__init__(who)
+        super().__init__(identity)
         self._decode = decode
         self._position, self._limit, self._newest = position, limit, newest
 
@@ -301,7 +301,7 @@ class ListEvents(ReadOperation, Generic[E]):
         else:
             forms, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MOST_EVENTS
         numbers = {"first": first, "last": last, "limit": limit + 1}
-        found = await self._read(attempt, executors, forms, {**self.who.tags(), **numbers})
+        found = await self._read(attempt, executors, forms, {**self.identity.tags(), **numbers})
         app, user = sealed_rows.open_app(attempt, found), sealed_rows.open_user(attempt, found)
         has_snapshot = forms is sql.SESSION_WITH_LAST_EVENTS
         session = sealed_rows.open_session(attempt, found, user, with_snapshot=has_snapshot)
@@ -354,8 +354,8 @@ class _Listing(ReadOperation):
     False, the error is raised.
     """
 
-    def __init__(self, who: Identity, *, of_app: bool = False, skip: bool = False) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, *, of_app: bool = False, skip: bool = False) -> None:
+        super().__init__(identity)
         self._of_app, self._skip = of_app, skip
         self.reads_keys: bool = of_app or skip
 
@@ -480,8 +480,8 @@ class ListPage(_Listing):
     Sessions of an app are sorted by the creation of their user first.
     """
 
-    def __init__(self, who: Identity, options: PageOptions, *, of_app: bool = True) -> None:
-        super().__init__(who, of_app=of_app, skip=options.skip)
+    def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
+        super().__init__(identity, of_app=of_app, skip=options.skip)
         self._options = options
 
     def _forms(self, found_by: str | None = None) -> QueryForms:
@@ -498,7 +498,7 @@ class ListPage(_Listing):
         after = after or (Position(_LAST_ROW, _LAST_ROW) if newest else Position(-1, -1))
         updated = self._options.updated or range(0)
         return {
-            **self.who.tags(),
+            **self.identity.tags(),
             "limit": limit + 1,  # the additional row shows that a page follows
             "after_user": after.user_row,
             "after_row": after.row,
@@ -559,8 +559,8 @@ class UseKeys(ReadOperation, Generic[E]):
     True if they were just read: after UnknownKeyError with cached ones, it is called again.
     """
 
-    def __init__(self, who: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]):
+        super().__init__(identity)
         self._work = work
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> E:
@@ -583,15 +583,15 @@ def _count_headers(*records: tuple[Table, bytes]) -> HeaderCounts:
 class CheckOwner(ReadOperation):
     """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
 
-    `verify` must detect a data key that was tampered with after the row was cached.  Of *who*, only
-    the app and the tag of the owner are used.  *header_counts* counts the decrypted records.
+    `verify` must detect a data key that was tampered with after the row was cached.  *identity*
+    needs only the app and the tag of the owner.  *header_counts* counts the decrypted records.
     """
 
     reads_keys = True
     header_counts: HeaderCounts
 
-    def __init__(self, who: Identity, *, of_user: bool = False) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, *, of_user: bool = False) -> None:
+        super().__init__(identity)
         self._of_user = of_user
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
@@ -616,8 +616,8 @@ class CheckSession(GetSession[E]):
     header_counts: HeaderCounts
     times: list[int]
 
-    def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:
-        super().__init__(who, decode, finds_expired=True)
+    def __init__(self, identity: Identity, decode: Callable[[bytes, int, int], E]) -> None:
+        super().__init__(identity, decode, finds_expired=True)
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
@@ -638,17 +638,17 @@ class CheckSession(GetSession[E]):
 class CheckLocatedSession(ReadOperation, Generic[E]):
     """Read a session with all events, even if the row of its app or its user was tampered with.
 
-    `verify` has decrypted the ids in *who* from the rows of the session and its user.
+    `verify` has decrypted the ids in *identity* from the rows of the session and its user.
     """
 
-    def __init__(self, who: Identity, decode: Callable[[bytes, int, int], E]) -> None:
-        super().__init__(who)
-        self._whole = GetSession(who, decode)
+    def __init__(self, identity: Identity, decode: Callable[[bytes, int, int], E]) -> None:
+        super().__init__(identity)
+        self._whole = GetSession(identity, decode)
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[StoredSession, list[E]] | None:
-        parameters = {**self.who.tags(), "limit": 0}
+        parameters = {**self.identity.tags(), "limit": 0}
         found = await self._read(attempt, executors, sql.SESSION_WITH_ALL_EVENTS, parameters)
         session = sealed_rows.open_session(attempt, found, sealed_rows.named_user(attempt, found))
         if session is None:

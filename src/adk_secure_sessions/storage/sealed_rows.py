@@ -60,12 +60,12 @@ def open_app(attempt: Attempt, found: Found) -> Owner | None:
     """Return the app, or None if it is not stored; raise DecryptionError if its row was tampered
     with or removed: its version witness is then still stored.
     """
-    who, row = attempt.who, found.app
+    identity, row = attempt.identity, found.app
     if row is None:
-        _reject_if_removed(found, who.app_tag, apps.name)
+        _reject_if_removed(found, identity.app_tag, apps.name)
         return None
     _reject_second(found.apps, apps.name)
-    if row.app_name != encode_text(who.app_name):
+    if row.app_name != encode_text(identity.app_name):
         raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, apps.name, row.id)
     return open_owner(attempt, found, row)
 
@@ -74,12 +74,12 @@ def open_user(attempt: Attempt, found: Found) -> Owner | None:
     """Return the user, or None if it is not stored; raise DecryptionError as `open_app` does."""
     row = found.user
     if row is None:
-        _reject_if_removed(found, attempt.who.user_tag, users.name)
+        _reject_if_removed(found, attempt.identity.user_tag, users.name)
         attempt.forget_user()
         return None
     _reject_second(found.users, users.name)
     user = open_owner(attempt, found, row)
-    if user.row.tag != attempt.who.user_tag or user.user_id != attempt.who.user_id:
+    if user.row.tag != attempt.identity.user_tag or user.user_id != attempt.identity.user_id:
         raise TamperedError("not the requested user", Reason.WRONG_OWNER, users.name, user.row.id)
     return user
 
@@ -99,7 +99,7 @@ def open_owner(attempt: Attempt, found: Found, row: AppRow | UserRow) -> Owner:
     else:
         column, user_id = _column_of(row), ""
         with naming(column.table.name, row.id):
-            context = column.context((attempt.who.app_name,), row)
+            context = column.context((attempt.identity.app_name,), row)
             rest = attempt.keys.open(row.tag, context, row.state)
             if isinstance(row, UserRow):
                 user_id, rest = records.split_id(rest)
@@ -144,7 +144,7 @@ def named_user(attempt: Attempt, found: Found) -> Owner | None:
     """Return the user of *attempt* with an empty state, without decrypting the user's row; None if
     no row has the tag.  Decrypting a session of the user authenticates the user id and the row id.
     """
-    return found.user and Owner(found.user, attempt.who.user_id, b"{}")
+    return found.user and Owner(found.user, attempt.identity.user_id, b"{}")
 
 
 def open_session(
@@ -153,7 +153,7 @@ def open_session(
     """Return the session, or None if it is not stored; raise DecryptionError if one of its rows, or
     only its user's row, was tampered with or removed.
     """
-    tag, row = attempt.who.session_tag, found.session
+    tag, row = attempt.identity.session_tag, found.session
     if row is None:
         _reject_if_removed(found, tag, sessions.name)
         attempt.cache.forget_session(tag)
@@ -162,9 +162,9 @@ def open_session(
         raise TamperedError("its user's row was removed", Reason.MISSING, sessions.name, row.id)
     _reject_second(found.sessions, sessions.name)
     session = open_session_row(attempt, found, user, row, with_snapshot=with_snapshot)
-    if session.row.tag != tag or session.session_id != attempt.who.session_id:
+    if session.row.tag != tag or session.session_id != attempt.identity.session_id:
         raise TamperedError(
-            f"not the requested {'collection' if attempt.who.is_collection else 'session'}",
+            f"not the requested {'collection' if attempt.identity.is_collection else 'session'}",
             Reason.WRONG_OWNER,
             sessions.name,
             session.row.id,
@@ -202,7 +202,7 @@ def _decrypt_session(
 ) -> StoredSession:
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
     with naming(sessions.name, row.id):
-        context = SESSIONS.context((attempt.who.app_name, user.user_id), row)
+        context = SESSIONS.context((attempt.identity.app_name, user.user_id), row)
         plaintext = attempt.keys.open(user.row.tag, context, row.state)
         session_id, rest = records.split_id(plaintext)
         fields = records.split_session(rest)
@@ -222,7 +222,7 @@ def _decrypt_session(
                 f"{last}: {item}s were added or removed, or an older row was replayed",
                 Reason.MISMATCH,
             )
-    whose = attempt.who._replace(user_id=user.user_id, session_id=session_id)
+    whose = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
     if with_snapshot or not has_snapshot:
         snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
@@ -289,8 +289,8 @@ def open_events(
     For speed, the beginning of the context is computed once, and the cipher is looked up if an
     event names another data key than the event before it.
     """
-    who, session_row = attempt.who, session.row.id
-    parts = who.event_parts
+    identity, session_row = attempt.identity, session.row.id
+    parts = identity.event_parts
     header, key = None, None
     opened = []
     began = perf_counter()
@@ -298,7 +298,7 @@ def open_events(
         seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
         try:
             if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
-                key = attempt.keys.key_of(who.user_tag, record)
+                key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, key.cipher)
@@ -346,7 +346,7 @@ def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
 def packing_of_owner(attempt: Attempt, owner: Owner) -> Packing:
     """Return how the record in the row of *owner* is compressed and padded."""
     row = owner.row
-    context = _column_of(row).context(attempt.who.ids, row)
+    context = _column_of(row).context(attempt.identity.ids, row)
     return packing_of(attempt.keys.open(row.tag, context, row.state, records.open_whole))
 
 
@@ -357,18 +357,18 @@ def seal_witness(
     data key of *owner*.
     """
     row = WitnessRow(tag, number, b"")
-    context = WITNESSES.context(attempt.who.ids, row)
+    context = WITNESSES.context(attempt.identity.ids, row)
     seal = attempt.keys.seal(owner, context, records.FLAGS + link, is_packed=True)
     return WitnessRow(tag, number, seal)
 
 
 def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
     """Return *session* with a new record in its row."""
-    who = attempt.who
-    context = records.numbered_context(who.session_parts, *SESSIONS.numbers(session.row))
+    identity = attempt.identity
+    context = records.numbered_context(identity.session_parts, *SESSIONS.numbers(session.row))
     fields = SessionFields(session.head, session.snapshot_link, session.overlay)
-    plaintext = with_id(who.session_id, records.join_session(fields))
-    record = attempt.keys.seal(who.user_tag, context, plaintext)
+    plaintext = with_id(identity.session_id, records.join_session(fields))
+    record = attempt.keys.seal(identity.user_tag, context, plaintext)
     row = SessionRow(*session.row[:-1], record)
     return StoredSession(row, *session[1:])  # `_replace` takes four times as long
 
@@ -376,11 +376,11 @@ def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
 def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
     row = SnapshotRow(session.row.id, session.row.base_revision, b"")
     plaintext = session.snapshot_link + (session.snapshot or b"{}")
-    return _seal(attempt, attempt.who.user_tag, SNAPSHOTS, row, plaintext)
+    return _seal(attempt, attempt.identity.user_tag, SNAPSHOTS, row, plaintext)
 
 
 def _seal(attempt: Attempt, owner: bytes, column: SealedColumn[R], row: R, plaintext: bytes) -> R:
-    context = column.context(attempt.who.ids, row)
+    context = column.context(attempt.identity.ids, row)
     return column.sealed(row, attempt.keys.seal(owner, context, plaintext))
 
 
@@ -397,7 +397,7 @@ def seal_events(
     *new* has the plaintext and the time of each event, and *previous* is the link of the event
     before the first.
     """
-    parts, owner, seal = attempt.who.event_parts, attempt.who.user_tag, attempt.keys.seal
+    parts, owner, seal = attempt.identity.event_parts, attempt.identity.user_tag, attempt.keys.seal
     rows = []
     for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
         context = records.numbered_context(parts, session_row, seq, at)
@@ -412,10 +412,11 @@ def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: 
     seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
     with naming(events.name, f"{session.row.id}, {seq}"):
         context = records.numbered_context(
-            attempt.who.event_parts, session.row.id, seq, row[EVENT_TIME]
+            attempt.identity.event_parts, session.row.id, seq, row[EVENT_TIME]
         )
-        plaintext = attempt.keys.open(attempt.who.user_tag, context, record)
-    return attempt.keys.seal(attempt.who.user_tag, context, plaintext[: 2 * LINK_LENGTH] + event)
+        plaintext = attempt.keys.open(attempt.identity.user_tag, context, record)
+    plaintext = plaintext[: 2 * LINK_LENGTH] + event
+    return attempt.keys.seal(attempt.identity.user_tag, context, plaintext)
 
 
 def _check_witness(
@@ -430,7 +431,7 @@ def _check_witness(
             f"its version witness (row of {witnesses.name}) was removed", Reason.MISSING
         )
     try:
-        context = WITNESSES.context(attempt.who.ids, witness)
+        context = WITNESSES.context(attempt.identity.ids, witness)
         proven = attempt.keys.open(owner, context, witness.seal, records.open_without_flags)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None

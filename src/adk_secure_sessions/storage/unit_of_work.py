@@ -220,7 +220,7 @@ class KeySource(Enum):
 
 
 class Attempt(NamedTuple):
-    """One attempt at an operation on the rows of *who*.
+    """One attempt at an operation on the rows of *identity*.
 
     *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
     the write has read or written; they are called after the commit.  On SQLite, one transaction
@@ -229,7 +229,7 @@ class Attempt(NamedTuple):
     stored row, and would reject this older row as replayed.
     """
 
-    who: Identity
+    identity: Identity
     keys: StagedKeys
     cache: RowCache
     key_source: KeySource
@@ -267,12 +267,12 @@ class Attempt(NamedTuple):
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
-        cache, who = self.cache, self.who
-        if cache.users.get(who.user_tag) or cache.sessions.get(who.session_tag):
+        cache, identity = self.cache, self.identity
+        if cache.users.get(identity.user_tag) or cache.sessions.get(identity.session_tag):
             cache.lacks_user = True
-        self.keys.forget(who.user_tag)
-        cache.users.drop(who.user_tag)
-        cache.forget_session(who.session_tag)
+        self.keys.forget(identity.user_tag)
+        cache.users.drop(identity.user_tag)
+        cache.forget_session(identity.session_tag)
 
 
 class NeedsDataKey(Exception):
@@ -290,10 +290,10 @@ class NeedsDataKey(Exception):
 
 
 class StorageOperation(Protocol[T_co]):
-    """A read or write of the rows of *who*, for `UnitOfWork.run`."""
+    """A read or write of the rows of *identity*, for `UnitOfWork.run`."""
 
     @property
-    def who(self) -> Identity: ...
+    def identity(self) -> Identity: ...
 
     @property
     def reads_keys(self) -> bool: ...
@@ -448,9 +448,9 @@ class UnitOfWork:
 
     async def _run(self, operation: StorageOperation[T], opened: _OpenState, retries: Retries) -> T:
         """Attempt *operation* by the rules of this module, and return its result."""
-        who = operation.who
+        identity = operation.identity
         separate = self.executors.has_key_database
-        are_cached = opened.keys.knows(who.app_tag, who.user_tag)
+        are_cached = opened.keys.knows(identity.app_tag, identity.user_tag)
         reads_keys = operation.reads_keys or not are_cached
         if measured := telemetry.current_operation():
             measured.values.append((telemetry.IN_DATA_KEYS[are_cached], 1, 0.0))
@@ -475,7 +475,7 @@ class UnitOfWork:
             if reads_keys:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
             attempt = Attempt(
-                who,
+                identity,
                 keys,
                 opened.rows,
                 source,
@@ -490,7 +490,7 @@ class UnitOfWork:
             try:
                 try:
                     if source is KeySource.KEY_DATABASE:
-                        owners = [who.app_tag, who.user_tag]
+                        owners = [identity.app_tag, identity.user_tag]
                         found = await read_data_keys(self.executors.keys.read, owners)
                         keys.load(found.data_keys, found.master_marks)
                     result = await operation.attempt(attempt, self.executors)
@@ -532,7 +532,7 @@ class UnitOfWork:
                     keys.publish()
                     for row in keys.new_rows:
                         _record_data_key(opened.keys.keyring, row)
-                    _cache_identity(opened, who)
+                    _cache_identity(opened, identity)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 await retries.wait(error)
@@ -684,15 +684,17 @@ def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
         found.empty_caches(expires)
 
 
-def _cache_identity(opened: _OpenState, who: Identity) -> None:
-    """Cache *who* if its rows are cached: computing the tags takes a seventh of an empty read."""
-    ids = (who.app_name, who.user_id, who.session_id, who.is_collection)
-    if opened.identities.get(ids) is who:
+def _cache_identity(opened: _OpenState, identity: Identity) -> None:
+    """Cache *identity* if its rows are cached: computing tags takes a seventh of an empty read."""
+    ids = (identity.app_name, identity.user_id, identity.session_id, identity.is_collection)
+    if opened.identities.get(ids) is identity:
         return
     rows = opened.rows
-    owner = rows.users.get(who.user_tag) or (not who.user_id and rows.apps.get(who.app_tag))
-    if owner and (not who.session_id or rows.sessions.get(who.session_tag)):
-        opened.identities.put(ids, who)
+    owner = rows.users.get(identity.user_tag)
+    if not identity.user_id:
+        owner = owner or rows.apps.get(identity.app_tag)
+    if owner and (not identity.session_id or rows.sessions.get(identity.session_tag)):
+        opened.identities.put(ids, identity)
 
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:

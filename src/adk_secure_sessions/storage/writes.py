@@ -116,9 +116,9 @@ class OwnerChanges:
 
         If *needs_key* is True, its row names a data key with which this process may encrypt.
         """
-        who = self._attempt.who
+        identity = self._attempt.identity
         if app is None:
-            row = AppRow(0, who.app_tag, encode_text(who.app_name), 0, b"")
+            row = AppRow(0, identity.app_tag, encode_text(identity.app_name), 0, b"")
             app = self._insert(row, "", delta)
         elif delta or needs_key:
             app = self._changed(app, delta)
@@ -131,9 +131,10 @@ class OwnerChanges:
 
         *app_row* is the row id of the user's app, *session* the row to change.
         """
-        who = self._attempt.who
+        identity = self._attempt.identity
         if user is None:
-            user = self._insert(UserRow(0, app_row, who.user_tag, 0, b""), who.user_id, delta)
+            row = UserRow(0, app_row, identity.user_tag, 0, b"")
+            user = self._insert(row, identity.user_id, delta)
             found_entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
             self.changes += index_rows.insertion(index_rows.row_of_user(user.row.id), found_entries)
             return user
@@ -294,8 +295,8 @@ class Write(Generic[T]):
     locks_rows: bool = False
     locks: Locks = (sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER)
 
-    def __init__(self, who: Identity) -> None:
-        self.who = who
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
         def cache(result: T) -> None:
@@ -311,7 +312,7 @@ class Write(Generic[T]):
         transaction = partial(steps, attempt, OwnerChanges(attempt))
         result: T
         if access := running_access(executors.data):
-            session_id = "" if self.who.is_collection else self.who.session_id
+            session_id = "" if self.identity.is_collection else self.identity.session_id
             result = await access.write(
                 self.audited_as, session_id, transaction, commit_after_cancel, holds_locks=locks
             )
@@ -322,7 +323,7 @@ class Write(Generic[T]):
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
         for query in self.locks:
-            yield Read(query, attempt.who.tags())
+            yield Read(query, attempt.identity.tags())
         return (yield from self.steps(attempt, owners))
 
     @abstractmethod
@@ -347,14 +348,14 @@ class CreateSession(Write[SessionWithStates]):
 
     def __init__(
         self,
-        who: Identity,
+        identity: Identity,
         app_delta: JsonObject,
         user_delta: JsonObject,
         state: bytes,
         now: int,
         expires_at: int = NEVER,
     ) -> None:
-        super().__init__(who)
+        super().__init__(identity)
         self._app_delta = app_delta
         self._user_delta = user_delta
         self._state = state  # JSON
@@ -412,13 +413,13 @@ class CreateSession(Write[SessionWithStates]):
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
-        who = attempt.who
+        identity = attempt.identity
         row = SessionRow(
-            new_row_key(), user_row, who.session_tag, 0,
-            COLLECTION if who.is_collection else NO_SNAPSHOT, self._now, self._now,
+            new_row_key(), user_row, identity.session_tag, 0,
+            COLLECTION if identity.is_collection else NO_SNAPSHOT, self._now, self._now,
             self._expires_at, b"",
         )  # fmt: skip
-        new = NewSession.sealed(attempt, StoredSession(row, who.session_id, self._state))
+        new = NewSession.sealed(attempt, StoredSession(row, identity.session_id, self._state))
         self._witness = new.witness
         self._sent.add(row.id)
         return new.session, new.inserts(attempt)
@@ -450,14 +451,14 @@ class NewSession(NamedTuple):
             found = index_rows.entries(attempt, "", load_state(state))
             rest += index_rows.insertion(session.row.id, found)
         witness = sealed_rows.seal_witness(
-            attempt, attempt.who.user_tag, session.row.tag, session.row.id
+            attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
         return cls(sealed_rows.seal_session(attempt, session), witness, rest)
 
     def inserts(self, attempt: Attempt) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
         witness = Change(sql.INSERT_WITNESS, parameters(self.witness))
-        return [*claim_user(attempt.who.user_tag), witness, *self.rest]
+        return [*claim_user(attempt.identity.user_tag), witness, *self.rest]
 
 
 class KnownOwners(NamedTuple):
@@ -470,12 +471,12 @@ class KnownOwners(NamedTuple):
 
 def known_owners(attempt: Attempt) -> KnownOwners | None:
     """Return the cached app and user, for whom a session can be created without a read, or None."""
-    who = attempt.who
-    app, user = attempt.cache.apps.get(who.app_tag), attempt.cache.users.get(who.user_tag)
+    identity = attempt.identity
+    app, user = attempt.cache.apps.get(identity.app_tag), attempt.cache.users.get(identity.user_tag)
     if not (app and user and app.witness and user.witness):
         return None
-    same = (user.value.user_id, user.value.app_row) == (who.user_id, app.value.row.id)
-    if not same or not attempt.keys.is_as_new_as(who.user_tag, user.value.row.state):
+    same = (user.value.user_id, user.value.app_row) == (identity.user_id, app.value.row.id)
+    if not same or not attempt.keys.is_as_new_as(identity.user_tag, user.value.row.state):
         return None
     columns = (
         parameters(app.value.row, "app_")
@@ -496,12 +497,12 @@ class AppendEvent(Write[StoredSession]):
 
     def __init__(
         self,
-        who: Identity,
+        identity: Identity,
         expected: Expected,
         event: NewEvent,
         stored: Callable[[StoredSession], None],
     ) -> None:
-        super().__init__(who)
+        super().__init__(identity)
         self._expected = expected
         self._event = event
         self._stored = stored
@@ -551,14 +552,15 @@ class AppendEvent(Write[StoredSession]):
             return None
         if event.app_delta or event.user_delta or event.replaced:
             return None
-        known = attempt.cache.proven_session(attempt.who.session_tag)
+        identity = attempt.identity
+        known = attempt.cache.proven_session(identity.session_tag)
         if (
             known is None
             or (known.row.id, known.row.revision) != self._expected
             or known.has_expired
         ):
             return None
-        return known if attempt.keys.is_as_new_as(attempt.who.user_tag, known.row.state) else None
+        return known if attempt.keys.is_as_new_as(identity.user_tag, known.row.state) else None
 
     def _advance(
         self, attempt: Attempt, session: StoredSession
@@ -639,16 +641,17 @@ class DeleteSession(Write[bool | None]):
     audited_as = "delete"
 
     def __init__(
-        self, who: Identity, condition: Callable[[StoredSession], bool] | None = None
+        self, identity: Identity, condition: Callable[[StoredSession], bool] | None = None
     ) -> None:
-        super().__init__(who)
+        super().__init__(identity)
         self._condition = condition
 
     def committed(self, attempt: Attempt, result: bool | None) -> None:
-        attempt.cache.forget_session(attempt.who.session_tag)
+        attempt.cache.forget_session(attempt.identity.session_tag)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
-        known = attempt.cache.proven_session(attempt.who.session_tag) if attempt.is_first else None
+        tag = attempt.identity.session_tag
+        known = attempt.cache.proven_session(tag) if attempt.is_first else None
         if known and self._condition is None and attempt.key_source is KeySource.CACHE:
             row = Change(sql.DELETE_KNOWN_SESSION, parameters(known.row, "at_"))
             if (yield Apply([row, *_deletions(attempt, known)])):
@@ -681,7 +684,7 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
 
 
 class RenewKey(Write[bool]):
-    """Ensure that an app or, if *of_user*, the user with the user tag of *who* has a data key
+    """Ensure that an app or, if *of_user*, the user with the user tag of *identity* has a data key
     created at *since* or later (microseconds UTC); return whether the owner's row still exists.
 
     *created* is whether a data key was created.  *changed* is whether the owner's row and version
@@ -691,8 +694,8 @@ class RenewKey(Write[bool]):
     audited_as = "data key"
     reads_keys = True
 
-    def __init__(self, who: Identity, since: int, *, of_user: bool) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, since: int, *, of_user: bool) -> None:
+        super().__init__(identity)
         self._since = since
         self._of_user = of_user
         self.created: bool = False
@@ -718,7 +721,7 @@ class RenewKey(Write[bool]):
 
 
 class EnsureOwners(Write[StagedKeys]):
-    """Store the rows and the data keys of the app and the user of *who*, if they are missing.
+    """Store the rows and the data keys of the app and the user of *identity*, if they are missing.
 
     Return their data keys.  Use them at once: a data key that was erased or rotated meanwhile must
     not encrypt new records.
@@ -728,7 +731,7 @@ class EnsureOwners(Write[StagedKeys]):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> StagedKeys:
         query = attempt.form_of(sql.OWNERS)
-        found = Found(await executors.data.read(query, attempt.who.tags()))
+        found = Found(await executors.data.read(query, attempt.identity.tags()))
         attempt.load_keys(found)
         app, user = sealed_rows.open_app(attempt, found), sealed_rows.open_user(attempt, found)
         if app and user and user.app_row == app.row.id:
@@ -757,7 +760,7 @@ def of_unchanged_user(user: Owner, insert: Change, statement: sa.Insert) -> Chan
 
 
 def read_found(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:
-    parameters = {**attempt.who.tags(), "limit": 1}
+    parameters = {**attempt.identity.tags(), "limit": 1}
     found = Found((yield Read(attempt.form_of(forms), parameters)))
     attempt.load_keys(found)
     return found

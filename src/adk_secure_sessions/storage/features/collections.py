@@ -110,8 +110,8 @@ class Collections:
 
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
-        who = await self._unit.identify(app_name, user_id)
-        found = await self._unit.run(ListCollections(who))
+        identity = await self._unit.identify(app_name, user_id)
+        found = await self._unit.run(ListCollections(identity))
         return [Collection(one.session_id, _at(one)) for one in found if one.row.revision]
 
     async def get(
@@ -122,8 +122,8 @@ class Collections:
         Also return None for a stored collection without items: a process may have stopped after it
         had stored the collection and before it could append an item.
         """
-        who = await self._unit.identify(app_name, user_id, name, True)
-        found = await self._read(who, limit)
+        identity = await self._unit.identify(app_name, user_id, name, True)
+        found = await self._read(identity, limit)
         return found if found and found.size else None
 
     async def append(
@@ -151,7 +151,7 @@ class Collections:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
         if replaced and not (expected and set(replaced) <= set(range(expected.revision))):
             raise ValueError("only items before the expected position can be replaced")
-        who = await self._unit.identify(app_name, user_id, name, True)
+        identity = await self._unit.identify(app_name, user_id, name, True)
         await self._feature.ensure()
         assert isinstance(item, bytes) or expected is None
         after = expected
@@ -166,7 +166,7 @@ class Collections:
             new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
             stored: list[StoredSession] = []
             try:
-                return _at(await self._unit.run(AppendEvent(who, after, new, stored.append)))
+                return _at(await self._unit.run(AppendEvent(identity, after, new, stored.append)))
             except (StaleRevision, MissingSession):
                 if expected is not None:
                     raise
@@ -176,31 +176,31 @@ class Collections:
         self, app_name: str, user_id: str, name: str, items: Sequence[bytes], expected: Expected
     ) -> None:
         """Replace all items of a collection by *items*: see `RewriteItems`."""
-        who = await self._unit.identify(app_name, user_id, name, True)
-        await self._unit.run(RewriteItems(who, expected, items, time.time_ns() // 1000))
+        identity = await self._unit.identify(app_name, user_id, name, True)
+        await self._unit.run(RewriteItems(identity, expected, items, time.time_ns() // 1000))
 
     async def delete(self, app_name: str, user_id: str, name: str) -> bool:
         """Delete a collection and its items; return False if the collection does not exist."""
-        who = await self._unit.identify(app_name, user_id, name, True)
-        return bool(await self._unit.run(DeleteSession(who)))
+        identity = await self._unit.identify(app_name, user_id, name, True)
+        return bool(await self._unit.run(DeleteSession(identity)))
 
-    async def _read(self, who: Identity, limit: int | None) -> Collection | None:
-        found = await self._unit.run(GetSession(who, _item, limit))
+    async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
+        found = await self._unit.run(GetSession(identity, _item, limit))
         if found is None:
             return None
         view, items = found
-        return Collection(who.session_id, _at(view.session), tuple(items))
+        return Collection(identity.session_id, _at(view.session), tuple(items))
 
     async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
         """Return the collection and its last *limit* items; create a missing collection."""
-        who = await self._unit.identify(app_name, user_id, name, True)
+        identity = await self._unit.identify(app_name, user_id, name, True)
         while True:
-            if (found := await self._read(who, limit)) is not None:
+            if (found := await self._read(identity, limit)) is not None:
                 return found
             try:
                 now = time.time_ns() // 1000
-                created = await self._unit.run(CreateSession(who, {}, {}, b"{}", now))
-                return Collection(who.session_id, _at(created.session))
+                created = await self._unit.run(CreateSession(identity, {}, {}, b"{}", now))
+                return Collection(identity.session_id, _at(created.session))
             except DuplicateSession:
                 pass  # another task or process has just created the collection
 
@@ -228,8 +228,8 @@ class RewriteItems(Write[StoredSession]):
     locks_rows = True  # the number of items has no limit, so several requests insert them
     locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
-    def __init__(self, who: Identity, expected: Expected, items: Sequence[bytes], now: int) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, expected: Expected, items: Sequence[bytes], now: int):
+        super().__init__(identity)
         self._expected = expected
         self._items = items
         self._now = now

@@ -100,23 +100,23 @@ class Expiry:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""
         try:
             app_name = decode_text(name)
-            who = await self._unit.identify(app_name)
-            return [(app_name, one) for one in await self._unit.run(_ListExpired(who, now))]
+            identity = await self._unit.identify(app_name)
+            return [(app_name, one) for one in await self._unit.run(_ListExpired(identity, now))]
         except DecryptionError as error:
             record_rejected(error)
             return []
 
-    async def delete_if_expired(self, who: Identity) -> bool:
+    async def delete_if_expired(self, identity: Identity) -> bool:
         """Delete the session if it has expired by now; return False if it is stored and has not."""
-        deletion = DeleteSession(who, attrgetter("has_expired"))
+        deletion = DeleteSession(identity, attrgetter("has_expired"))
         return await self._unit.run(deletion) is not False
 
 
 class _ListExpired(ListPage):
     """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
-    def __init__(self, who: Identity, now: int) -> None:
-        super().__init__(who, PageOptions(_MOST_READ - 1, with_state=False, skip=True))
+    def __init__(self, identity: Identity, now: int) -> None:
+        super().__init__(identity, PageOptions(_MOST_READ - 1, with_state=False, skip=True))
         self._now = now
 
     def _forms(self, found_by: str | None = None) -> QueryForms:

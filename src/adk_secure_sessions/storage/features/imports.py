@@ -210,8 +210,8 @@ class _Import(Write[T]):
 
     audited_as = "import"
 
-    def __init__(self, who: Identity, seals: Seals, source: bytes, *, replace: bool) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, seals: Seals, source: bytes, *, replace: bool) -> None:
+        super().__init__(identity)
         self._seals = seals
         self._source = source
         self._replace = replace
@@ -255,7 +255,7 @@ class ImportSession(_Import[_Outcome]):
 
     def __init__(
         self,
-        who: Identity,
+        identity: Identity,
         seals: Seals,
         state: bytes,
         events: Sequence[SourceEvent],
@@ -264,7 +264,7 @@ class ImportSession(_Import[_Outcome]):
         *,
         replace: bool,
     ) -> None:
-        super().__init__(who, seals, source, replace=replace)
+        super().__init__(identity, seals, source, replace=replace)
         checked = [*times[:2], *(event.time for event in events)]
         if max(map(abs, checked)) > _LATEST or not 0 <= times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
@@ -293,8 +293,8 @@ class ImportSession(_Import[_Outcome]):
         app = sealed_rows.open_app(attempt, found)
         user = sealed_rows.open_user(attempt, found)
         session = sealed_rows.open_session(attempt, found, user)
-        row = self._seals.checked(found, self.who.session_tag)
-        of_user = self._seals.checked(found, self.who.user_tag)
+        row = self._seals.checked(found, self.identity.session_tag)
+        of_user = self._seals.checked(found, self.identity.user_tag)
         if row and row.row_id in self._sent:
             return self._sent[row.row_id], None
         if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
@@ -339,7 +339,7 @@ class ImportSession(_Import[_Outcome]):
         app = owners.app(app, {})
         changed = owners.user(user, app.row.id, {}, None)
         new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
-        columns = parameters(new.session.row) | {"user_tag": self.who.user_tag}
+        columns = parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
             insert = of_unchanged_user(user, insert, sql.IMPORT_SESSION_OF_USER)
@@ -382,14 +382,12 @@ class ImportSession(_Import[_Outcome]):
         self, attempt: Attempt, user_row: int, result: ImportStatus
     ) -> tuple[NewSession, MigratedRow]:
         """Return a new session and its row of `secure_migrated`."""
-        who = self.who
+        tag = self.identity.session_tag
         self._links = links = [new_link() for _ in self._events]
-        row = SessionRow(
-            new_row_key(), user_row, who.session_tag, len(links), NO_SNAPSHOT, *self._times, b""
-        )
+        row = SessionRow(new_row_key(), user_row, tag, len(links), NO_SNAPSHOT, *self._times, b"")
         self._sent[row.id] = result
         head = links[-1] if links else NO_LINK
-        session = StoredSession(row, who.session_id, self._state, head=head)
+        session = StoredSession(row, self.identity.session_id, self._state, head=head)
         mark = self._seals.row(row.tag, row.id, row.revision, self._source)
         return NewSession.sealed(attempt, session), mark
 
@@ -426,15 +424,15 @@ def _length(event: SourceEvent) -> int:
 class ImportState(_Import[ImportStatus]):
     """Store the state of an app, or of a user, exactly as it is in another database.
 
-    If *of_user* is False, the user id of *who* is not used.  A stored state that was not imported
-    is replaced only if it is empty.
+    If *of_user* is False, the user id of *identity* is not used.  A stored state that was not
+    imported is replaced only if it is empty.
     """
 
     def __init__(
-        self, who: Identity, seals: Seals, state: bytes, *, of_user: bool, replace: bool
+        self, identity: Identity, seals: Seals, state: bytes, *, of_user: bool, replace: bool
     ) -> None:
-        self._tag = who.user_tag if of_user else who.app_tag
-        super().__init__(who, seals, seals.of_state(self._tag, state), replace=replace)
+        self._tag = identity.user_tag if of_user else identity.app_tag
+        super().__init__(identity, seals, seals.of_state(self._tag, state), replace=replace)
         self._state = state
         self._of_user = of_user
 
@@ -489,12 +487,12 @@ class AddTombstone(Write[None]):
 
     audited_as = "tombstone"
 
-    def __init__(self, who: Identity, seals: Seals) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, seals: Seals) -> None:
+        super().__init__(identity)
         self._seals = seals
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
-        tag = self.who.session_tag
+        tag = self.identity.session_tag
         rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.numbered([tag, tag]))
         if rows:
             self._seals.check(MigratedRow(*rows[0][:5]))
@@ -588,12 +586,12 @@ class Imports:
             await self._index.declare_configured(app_name)
         if expires_at is not None:
             await self._expiry.ensure()
-        who = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._unit.identify(app_name, user_id, session_id)
         seals = await self._seals()
         expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
         times = (created_at, updated_at, expiry)
-        source = seals.source(who.session_tag, encode_text(source_version))
-        operation = ImportSession(who, seals, state, events, times, source, replace=replace)
+        source = seals.source(identity.session_tag, encode_text(source_version))
+        operation = ImportSession(identity, seals, state, events, times, source, replace=replace)
         return (await self._unit.run(operation))[0]
 
     async def import_state(
@@ -608,8 +606,9 @@ class Imports:
         if self._index is not None:
             await self._index.declare_configured(owner[0])
         of_user = len(owner) > 1
-        who = await self._unit.identify(owner[0], owner[1] if of_user else "")
-        operation = ImportState(who, await self._seals(), state, of_user=of_user, replace=replace)
+        identity = await self._unit.identify(owner[0], owner[1] if of_user else "")
+        seals = await self._seals()
+        operation = ImportState(identity, seals, state, of_user=of_user, replace=replace)
         return await self._unit.run(operation)
 
     async def imported(self, ids: Iterable[K]) -> dict[K, Imported]:
@@ -641,12 +640,12 @@ class Imports:
         restore them.
         """
         await self.feature.ensure()
-        who = await self._unit.identify(app_name, user_id, session_id or "")
+        identity = await self._unit.identify(app_name, user_id, session_id or "")
         seals = await self._seals()
         if session_id is not None:
-            await self._unit.run(AddTombstone(who, seals))
+            await self._unit.run(AddTombstone(identity, seals))
             return
-        await self._unit.change(partial(add_tombstone_of_user, seals.tombstone(who.user_tag)))
+        await self._unit.change(partial(add_tombstone_of_user, seals.tombstone(identity.user_tag)))
 
     async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.

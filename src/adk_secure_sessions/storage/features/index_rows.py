@@ -151,10 +151,10 @@ def entries(
     *prefix* is `user:` for the state of a user, and empty for that of a session.  *keys* are the
     tags of the keys; None stands for all indexed keys that this process knows.
     """
-    index, app_name = attempt.keys.keyring.index, attempt.who.app_name
+    index, app_name = attempt.keys.keyring.index, attempt.identity.app_name
     keys = attempt.keys.keyring.indexed_keys if keys is None else keys
     found: Entries = {}
-    if keys and not attempt.who.is_collection:
+    if keys and not attempt.identity.is_collection:
         for name, value in state.items():
             key = prefix + name
             if (tag := index.state_key(app_name, key)) in keys:
@@ -187,7 +187,7 @@ def update(row_id: int, found: Entries, removed: Iterable[bytes] = ()) -> list[C
 
 def removal(attempt: Attempt, row_id: int) -> list[Change]:
     """Return the changes that delete all rows of a session that is deleted."""
-    if not attempt.keys.keyring.indexed_keys or attempt.who.is_collection:
+    if not attempt.keys.keyring.indexed_keys or attempt.identity.is_collection:
         return []
     return [Change(sql.DELETE_ALL_INDEXED, {"at_id": row_id}, must_match_row=False)]
 

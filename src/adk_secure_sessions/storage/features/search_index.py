@@ -58,7 +58,7 @@ class SearchIndex:
         *key* is a key of the session's state, or `user:` and a key of the user's state.
         """
         index_rows.check_key(key)
-        who = await self._unit.identify(app_name)
+        identity = await self._unit.identify(app_name)
         lookup = Lookup((await self._unit.keys()).keyring, app_name, key, value)
         is_configured = key in self.keys  # then, perhaps the app has no sessions yet
         for declares in (False, True) if is_configured else (False,):
@@ -66,7 +66,7 @@ class SearchIndex:
                 await self.declare_configured(app_name)
             if await self._feature.is_added():
                 try:
-                    return await self._unit.run(FindPage(who, options, lookup))
+                    return await self._unit.run(FindPage(identity, options, lookup))
                 except NotIndexed:
                     pass
         raise ConfigurationError(
@@ -154,8 +154,8 @@ class FindPage(ListPage):
     The index is not authenticated, so the state of each session that it lists is compared.
     """
 
-    def __init__(self, who: Identity, options: PageOptions, lookup: Lookup) -> None:
-        super().__init__(who, options)
+    def __init__(self, identity: Identity, options: PageOptions, lookup: Lookup) -> None:
+        super().__init__(identity, options)
         self._lookup = lookup
 
     def _forms(self, found_by: str | None = None) -> QueryForms:
@@ -187,8 +187,8 @@ class CheckIndexed(ReadOperation):
 
     reads_keys = True
 
-    def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
+        super().__init__(identity)
         self._keys = frozenset(keys)
         self._of_user = of_user
 
@@ -209,8 +209,8 @@ class CorrectIndexed(Write[int]):
     audited_as = "index"
     locks_rows = True  # nobody may change the state between the read and the changes
 
-    def __init__(self, who: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
-        super().__init__(who)
+    def __init__(self, identity: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
+        super().__init__(identity)
         self._keys = frozenset(keys)
         self._of_user = of_user
         self.locks: Locks = (sql.LOCK_USER if of_user else sql.LOCK_SESSION,)
@@ -224,8 +224,10 @@ class CorrectIndexed(Write[int]):
         row_id, differences = compared
         first, *rest = differences.changes(row_id)
         # On a cluster, the lock of the row is known to one node only.
-        who = attempt.who
-        claim = claim_user(who.user_tag) if self._of_user else claim_session(who.session_tag)
+        identity = attempt.identity
+        claim = claim_session(identity.session_tag)
+        if self._of_user:
+            claim = claim_user(identity.user_tag)
         yield from apply_changes([*claim, first, *rest])
         return differences.total
 
