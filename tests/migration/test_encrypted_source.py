@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import (
     AesGcmBackend,
+    ConfigurationError,
     EncryptedSessionService,
     EncryptionBackend,
     FernetBackend,
@@ -15,7 +16,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import decode, encode_item
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration import migrate
+from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.sources import (
     Selection,
@@ -283,3 +284,35 @@ async def test_app_whose_name_or_tag_was_modified_has_no_state(file_url: str, co
         found = await contents(source)
         assert len(found) == 4
         assert all(isinstance(one, Unreadable) for one in found.values())
+
+
+@pytest.mark.parametrize("cause", ["a tampered user row", "a forgotten backend"])
+async def test_no_session_is_gone_while_the_source_has_sessions_without_ids(
+    file_url: str, tmp_path: Path, cause: str
+) -> None:
+    fernet, url = FernetBackend(OLD), f"sqlite:///{tmp_path}/target.db"
+    is_forgotten = cause == "a forgotten backend"
+    async with EncryptedSessionService(file_url, fernet, [BACKEND]) as of:
+        await fill_with_everything(of)
+    async with (
+        EncryptedSource(Database(file_url, BACKEND, [fernet])) as source,
+        Database(url, BACKEND) as target,
+    ):
+        assert (await migrate(source, target)).copied == 4
+    if not is_forgotten:
+        place = sa.make_url(file_url).set(drivername="sqlite")
+        run_sql(place, "UPDATE secure_users SET version = 7")
+    others = [] if is_forgotten else [fernet]
+    async with (
+        EncryptedSource(Database(file_url, BACKEND, others)) as source,
+        Database(url, BACKEND) as target,
+    ):
+        for dry_run in (True, False):
+            with pytest.raises(ConfigurationError, match="nothing was deleted"):
+                await migrate(source, target, skip_bad=True, delete_gone=True, dry_run=dry_run)
+        done = await migrate(source, target, skip_bad=True)
+        assert (done.bad >= 4, done.gone, done.behind, done.conflicts) == (True, 0, 0, 0)
+        compared = await compare(source, target)
+        assert (compared.bad >= 4, compared.changed, compared.missing) == (True, 0, 0)
+        assert {found.tag for found in (*done.findings, *compared.findings)} == {""}
+        assert await EncryptedSource(target).count(ALL) == 4

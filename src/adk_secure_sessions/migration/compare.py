@@ -133,7 +133,8 @@ class ComparisonRun:
                 await self._compare_state(state)
         async for changed in self.walk.changed():
             done.changed += 1
-            self._findings.add(self.walk.tag(*changed.ids), _OLDER, *changed.ids)
+            tag = self.walk.tag(changed.ids, has_ids=changed.has_ids)
+            self._findings.add(tag, _OLDER, *changed.ids)
         async for ids, tag, copy in self.walk.gone():
             if isinstance(copy, Unreadable):
                 done.different += 1

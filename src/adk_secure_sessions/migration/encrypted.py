@@ -126,7 +126,7 @@ class EncryptedSource(Source):
                     except UNREADABLE as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)
-                        states[ids] = Unreadable(reason_of(error))
+                        states[ids] = Unreadable(reason_of(error), has_ids=False)
                 yield states
 
     async def has_others(self) -> bool:
@@ -170,7 +170,7 @@ def _source_session(one: SessionWithIds) -> SourceSession:
 
 async def _content(db: Database, one: SourceSession) -> SessionContent | Unreadable | None:
     if not one.has_ids:
-        return Unreadable(one.version.removeprefix(NO_IDS))
+        return Unreadable(one.version.removeprefix(NO_IDS), has_ids=False)
     try:
         found = await stored_content(db, *one.ids, check_event=_check_event)
     except UNREADABLE as error:

@@ -166,7 +166,7 @@ class _ExportRun:
             yield {one.ids: c for one, c in contents.items() if isinstance(c, SessionContent)}
             for one, content in contents.items():
                 if reports and isinstance(content, Unreadable):
-                    self.reject(one.ids, content.reason, has_ids=one.has_ids)
+                    self.reject(one.ids, content.reason, has_ids=content.has_ids)
             await self._meter.advance(len(contents))
 
     async def readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
@@ -177,7 +177,7 @@ class _ExportRun:
                     if self._is_wanted(*ids):
                         yield ids, state
                 elif reports:
-                    self.reject(ids, state.reason, has_ids=False)
+                    self.reject(ids, state.reason, has_ids=state.has_ids)
 
     def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
         if self.user_id is None:

@@ -63,7 +63,8 @@ class Migration(Result):
         bad: How many sessions and states could not be read, or exceed a limit.  They include copied
             sessions that the source no longer has, and that the target cannot decrypt.
         gone: How many copied sessions the source no longer has, without those that have expired or
-            that services have continued.  0 if only recent sessions were read.
+            that services have continued.  0 if only recent sessions were read, or if ids in the
+            source cannot be decrypted.
         behind: How many sessions were created or changed in the source while this run copied it:
             the next run copies them.  0 if the run stopped.
         deleted_gone: Whether the sessions in `gone` were deleted in the target.
@@ -132,8 +133,8 @@ async def migrate(
     Raises:
         ConfigurationError: *expires_after* is not a positive time.  Or *delete_gone* is given
             together with a selection that has `since`, for a source without sessions, for a
-            `ServiceSource` without a selection of one app, or after a comparison has ended the
-            migration.
+            `ServiceSource` without a selection of one app, after a comparison has ended the
+            migration, or for a source with sessions whose ids cannot be decrypted.
         TamperedError: A row that an import reads was modified.
     """
     is_part = not (source.has_all_apps or selection.app_name)
@@ -297,6 +298,12 @@ class _MigrationRun:
         """Count the sessions that have changed since, and those that the source no longer has."""
         async for _ in self.walk.changed():
             self.done.behind += 1
+        if delete and self.walk.has_unknown_ids:
+            raise ConfigurationError(
+                "the source has sessions whose ids cannot be decrypted, so any copy may be a copy "
+                "of them: nothing was deleted; check the root keys and the backends of the source, "
+                "or omit delete_gone"
+            )
         async for ids, tag, copy in self.walk.gone():
             if isinstance(copy, Unreadable):
                 self.done.bad += 1

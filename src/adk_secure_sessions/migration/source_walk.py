@@ -102,14 +102,16 @@ class Walk:
         # again later, for example from a replica that lagged behind, nobody has visited it.
         self._unread: set[bytes] = set()
         self._missing: dict[bytes, int] = {}
+        # Whether a session was listed whose ids cannot be decrypted: any copy may be its copy.
+        self.has_unknown_ids: bool = False
 
-    def tag(self, *ids: str) -> bytes:
-        """Return the blind index in the target, or an empty text if it has no keys."""
-        return tag_of(self.index, *ids) if self.index else b""
+    def tag(self, ids: Ids, *, has_ids: bool = True) -> bytes:
+        """Return the blind index in the target; empty if it has no keys, or *ids* are no ids."""
+        return tag_of(self.index, *ids) if self.index and has_ids else b""
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
-        async for listed in self.source.sessions(self.selection):
+        async for listed in self._listed():
             for one in listed:
                 self.versions.add(packed(*one))
             pairs = await self._session_pairs(listed)
@@ -119,6 +121,11 @@ class Walk:
                 yield left
             if read := await self._with_contents([p for p in pairs if p.status in self.wanted]):
                 yield read
+
+    async def _listed(self) -> AsyncIterator[Sequence[SourceSession]]:
+        async for listed in self.source.sessions(self.selection):
+            self.has_unknown_ids |= not all(one.has_ids for one in listed)
+            yield listed
 
     async def read_again(self, pair: SessionPair) -> SessionPair | None:
         """Return *pair* with its present status and content; None if the source deleted it."""
@@ -144,10 +151,10 @@ class Walk:
     async def changed(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_missing()
-        async for listed in self.source.sessions(self.selection):
+        async for listed in self._listed():
             for one in listed:
                 if self._missing:
-                    self._missing.pop(self.tag(*one.ids), None)
+                    self._missing.pop(self.tag(one.ids), None)
                 if not self.has_visited(one):
                     yield one
 
@@ -157,10 +164,12 @@ class Walk:
         """Yield the ids and tags of copied sessions that the source no longer has, and the copies.
 
         Sessions that were continued in the target, or have expired there, are left out: the source
-        may not list an expired session.  With `since`, or after a comparison has ended the
-        migration, no session is gone.  If the target cannot decrypt the ids, the last of them is
-        the table and row.
+        may not list an expired session.  No session is gone with `since`, after a comparison has
+        ended the migration, or if ids of the source cannot be decrypted.  If the target cannot
+        decrypt the ids, the last of them is the table and row.
         """
+        if self.has_unknown_ids:
+            return
         for tag, row in self._missing.items():
             for found in await sessions_in_rows(self.target, [row]):
                 if isinstance(found.ids, Exception):
@@ -182,7 +191,7 @@ class Walk:
             return
         if await target.imports.migration_end() or not await target.imports.feature.is_added():
             return
-        parameters = {} if app_name is None else {"app_tag": self.tag(app_name)}
+        parameters = {} if app_name is None else {"app_tag": self.tag((app_name,))}
         query, key, size = _copies(app_name is not None), migrated.c.tag, target.limits.headers
         async for rows in pages(target.unit.read, query, key, size, lambda *row: row, **parameters):
             for tag, row in rows:
@@ -195,13 +204,14 @@ class Walk:
         if self.index is None:
             return [Pair(one.ids, session=one) for one in listed]
         imports, read = self.target.imports, self.target.unit.read
-        copies = await imports.imported([one.ids for one in listed])
-        tags = {one: self.tag(*one.ids) for one in listed}
-        new = [tag for one, tag in tags.items() if one.ids not in copies]
+        known = [one for one in listed if one.has_ids]
+        copies = await imports.imported([one.ids for one in known])
+        tags = {one: self.tag(one.ids, has_ids=one.has_ids) for one in listed}
+        new = [tags[one] for one in known if one.ids not in copies]
         others = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, new)}
         if others:
             # Another run may have copied a session after the first query.
-            copies |= await imports.imported(one.ids for one in listed if tags[one] in others)
+            copies |= await imports.imported(one.ids for one in known if tags[one] in others)
         found: list[SessionPair] = []
         for one, tag in tags.items():
             status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
@@ -220,7 +230,8 @@ class Walk:
             if copy := copies.get(ids):
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
-            found.append(Pair(ids, self.tag(*ids), status, state))
+            has_ids = isinstance(state, bytes) or state.has_ids
+            found.append(Pair(ids, self.tag(ids, has_ids=has_ids), status, state))
         return found
 
     async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:

@@ -79,9 +79,13 @@ class ConversionError(Exception):
 
 
 class Unreadable(NamedTuple):
-    """A session or a state that cannot be read; *reason* says why, without content."""
+    """A session or a state that cannot be read; *reason* says why, without content.
+
+    *has_ids* is False if its ids cannot be decrypted: its key then has the table and the row.
+    """
 
     reason: str
+    has_ids: bool = True
 
 
 States = Mapping[Ids, JsonObject | Unreadable]
