@@ -8,7 +8,7 @@ import pytest
 
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.queries import Found
+from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListSessions
 from adk_secure_sessions.storage.schema import UserRow
 from adk_secure_sessions.storage.unit_of_work import History, HistoryCache
@@ -29,19 +29,19 @@ from tests.storage.support import (
 
 def test_row_of_another_tag_is_not_the_requested_one() -> None:
     stored = Stored()
-    found, attempt = Found(stored.rows()), stored.reading()
+    rows, attempt = QueryRows(stored.rows()), stored.reading()
     another = attempt._replace(identity=WHO._replace(user_tag=WHO.app_tag, session_tag=WHO.app_tag))
-    without_app = Found([row for row in stored.rows() if row[0] != APP])
+    without_app = QueryRows([row for row in stored.rows() if row[0] != APP])
     with pytest.raises(TamperedError, match="not the requested user") as rejected:
         sealed_rows.open_user(another, without_app)
     assert rejected.value.reason is Reason.WRONG_OWNER
-    user = sealed_rows.open_user(attempt, found)
+    user = sealed_rows.open_user(attempt, rows)
     another = attempt._replace(identity=WHO._replace(session_tag=WHO.app_tag))
     with pytest.raises(TamperedError, match="not the requested session") as rejected:
-        sealed_rows.open_session(another, found, user)
+        sealed_rows.open_session(another, rows, user)
     assert rejected.value.reason is Reason.WRONG_OWNER
     with pytest.raises(TamperedError, match="its user's row was removed"):
-        sealed_rows.open_session(attempt, found, None)
+        sealed_rows.open_session(attempt, rows, None)
 
 
 @pytest.mark.parametrize("of_app", [False, True])

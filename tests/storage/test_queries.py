@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.keys.keyring import MasterMark
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import schema
-from adk_secure_sessions.storage.queries import Found, chunks
+from adk_secure_sessions.storage.queries import QueryRows, chunks
 from tests.storage.support import WHO
 
 # --- parameters in chunks ------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def filled(connection: sa.Connection) -> sa.Connection:
     return connection
 
 
-def found(connection: sa.Connection, query: sa.Executable, **more: object) -> Found:
-    return Found([tuple(row) for row in connection.execute(query, {**WHO.tags(), **more})])
+def read_rows(connection: sa.Connection, query: sa.Executable, **more: object) -> QueryRows:
+    return QueryRows([tuple(row) for row in connection.execute(query, {**WHO.tags(), **more})])
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def found(connection: sa.Connection, query: sa.Executable, **more: object) -> Fo
 def test_data_keys_and_the_keyring_are_read_only_where_they_are_asked_for(
     filled: sa.Connection, forms: sql.QueryForms
 ) -> None:
-    rows = found(filled, forms.with_keys, limit=1)
+    rows = read_rows(filled, forms.with_keys, limit=1)
     assert (len(rows.data_keys), rows.master_marks) == (1, [MARK])
-    rows = found(filled, forms.without_keys, limit=1)
+    rows = read_rows(filled, forms.without_keys, limit=1)
     assert (rows.data_keys, rows.master_marks) == ([], [])
 
 

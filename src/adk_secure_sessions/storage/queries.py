@@ -550,7 +550,7 @@ DELETE_EVENTS = sa.delete(events).where(events.c.session_row == _AT_ID)
 DELETE_WITNESS = sa.delete(witnesses).where(witnesses.c.tag == sa.bindparam("at_tag"))
 
 
-class Found:
+class QueryRows:
     """The rows of one read, by kind.  On SQLite, a modified value may have any type."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -579,10 +579,10 @@ class Found:
         self.master_marks: list[MasterMark]
         self.indexed: list[IndexedRow]
         (
-            self.apps, self.users, found, self.sessions, snapshots, self.events, self.data_keys,
-            self.master_marks, migrated_rows, self.indexed,
+            self.apps, self.users, witness_rows, self.sessions, snapshots, self.events,
+            self.data_keys, self.master_marks, migrated_rows, self.indexed,
         ) = kinds  # fmt: skip
-        self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in found}
+        self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in witness_rows}
         self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}
         self.migrated: dict[bytes, MigratedRow] = {row.tag: row for row in migrated_rows}
 

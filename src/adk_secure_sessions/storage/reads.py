@@ -20,8 +20,8 @@ from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
     EVENT_TIME,
-    Found,
     QueryForms,
+    QueryRows,
 )
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -73,11 +73,11 @@ class ReadOperation:
         executors: Executors,
         forms: QueryForms,
         parameters: Mapping[str, object] | None = None,
-    ) -> Found:
+    ) -> QueryRows:
         query = attempt.form_of(forms)
-        found = Found(await executors.data.read(query, parameters or self.identity.tags()))
-        attempt.load_keys(found)
-        return found
+        rows = QueryRows(await executors.data.read(query, parameters or self.identity.tags()))
+        attempt.load_keys(rows)
+        return rows
 
 
 class GetSession(ReadOperation, Generic[E]):
@@ -120,16 +120,14 @@ class GetSession(ReadOperation, Generic[E]):
             attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=known is not None)
             if known is not None:
                 parameters = {**self.identity.tags(), "known": known.revision}
-                found = await self._read(
-                    attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters
-                )
+                rows = await self._read(attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters)
                 try:
-                    return await self._open(attempt, found, known)
+                    return await self._open(attempt, rows, known)
                 except _DoesNotFit:
                     attempt.cache.histories.drop(self.identity.session_tag)
         return await self._open(attempt, await self._find(attempt, executors))
 
-    async def _find(self, attempt: Attempt, executors: Executors) -> Found:
+    async def _find(self, attempt: Attempt, executors: Executors) -> QueryRows:
         forms = sql.SESSION_WITH_ALL_EVENTS
         if self._limit is not None:
             forms = sql.SESSION_WITH_LAST_EVENTS if self._limit else sql.SESSION_WITHOUT_EVENTS
@@ -137,11 +135,11 @@ class GetSession(ReadOperation, Generic[E]):
         return await self._read(attempt, executors, forms, parameters)
 
     async def _open(
-        self, attempt: Attempt, found: Found, known: History | None = None
+        self, attempt: Attempt, rows: QueryRows, known: History | None = None
     ) -> tuple[SessionWithStates, list[E]] | None:
-        app = sealed_rows.open_app(attempt, found)
-        user = sealed_rows.open_user(attempt, found)
-        session = sealed_rows.open_session(attempt, found, user)
+        app = sealed_rows.open_app(attempt, rows)
+        user = sealed_rows.open_user(attempt, rows)
+        session = sealed_rows.open_session(attempt, rows, user)
         if session is None or user is None:
             return None
         if session.has_expired and not self._finds_expired:
@@ -150,65 +148,65 @@ class GetSession(ReadOperation, Generic[E]):
         app = sealed_rows.require_app(app, user)
         view = SessionWithStates(session, user.user_id, app.state, user.state)
         if not self._caches:
-            return view, await self.history(attempt, found, session)
-        return view, await self._cached_history(attempt, found, session, known)
+            return view, await self.history(attempt, rows, session)
+        return view, await self._cached_history(attempt, rows, session, known)
 
-    async def history(self, attempt: Attempt, found: Found, session: StoredSession) -> list[E]:
-        """Return the decoded events of *session*, whose rows are in *found*, oldest first."""
-        decoded, _ = await self._decode_all(attempt, found, session, None, self._limit, self._after)
+    async def history(self, attempt: Attempt, rows: QueryRows, session: StoredSession) -> list[E]:
+        """Return the decoded events of *session*, whose rows are in *rows*, oldest first."""
+        decoded, _ = await self._decode_all(attempt, rows, session, None, self._limit, self._after)
         return decoded
 
     async def _decode_all(
         self,
         attempt: Attempt,
-        found: Found,
+        rows: QueryRows,
         session: StoredSession,
         known: History | None,
         limit: int | None = None,
         after: int | None = None,
     ) -> tuple[list[E], int]:
-        """Return the decoded events in *found*, and their size in a history of the cache.
+        """Return the decoded events in *rows*, and their size in a history of the cache.
 
-        *found* has the last *limit* events, or all after those of *known*.
+        *rows* has the last *limit* events, or all after those of *known*.
         """
         first = known.revision if known else 0
         if limit is not None:
             first = max(0, session.row.revision - limit)
-        sealed_rows.check_events(session, found.events, first, session.row.revision - 1)
+        sealed_rows.check_events(session, rows.events, first, session.row.revision - 1)
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
-        link = NO_LINK if len(found.events) == session.row.revision else None
+        link = NO_LINK if len(rows.events) == session.row.revision else None
         if known:
             link = known.link
         decoded, size, link = await _decoded(
-            attempt, session, found.events, link, self._decode, after, measures=self._caches
+            attempt, session, rows.events, link, self._decode, after, measures=self._caches
         )
         if limit != 0:
             sealed_rows.check_head(attempt, session, link)
         return decoded, size
 
     async def _cached_history(
-        self, attempt: Attempt, found: Found, session: StoredSession, known: History | None
+        self, attempt: Attempt, rows: QueryRows, session: StoredSession, known: History | None
     ) -> list[E]:
         """Return the same events as `history`, and cache all events of the session.
 
-        If *known* does not fit to the rows after it in *found*, raise `_DoesNotFit`: if a row was
+        If *known* does not fit to the rows after it in *rows*, raise `_DoesNotFit`: if a row was
         tampered with, reading the whole session raises the error.
         """
         cache = attempt.cache.histories
         if known is None:
-            if not 0 < session.row.revision == len(found.events):
-                return await self.history(attempt, found, session)
+            if not 0 < session.row.revision == len(rows.events):
+                return await self.history(attempt, rows, session)
         elif known.row != session.row.id or known.revision > session.row.revision:
             raise _DoesNotFit
         try:
-            events, size = await self._decode_all(attempt, found, session, known)
+            events, size = await self._decode_all(attempt, rows, session, known)
         except DecryptionError as error:
             if known is None or isinstance(error, UnknownKeyError):
                 raise
             raise _DoesNotFit from None
         known = known or History(session.row.id, NO_LINK, [], [])
-        times = [row[EVENT_TIME] for row in found.events]
+        times = [row[EVENT_TIME] for row in rows.events]
         history = known.extended(session.head, times, events, size)
         cache.keep(session.row.tag, history)
         return history.part(self._limit, self._after)
@@ -301,10 +299,10 @@ class ListEvents(ReadOperation, Generic[E]):
         else:
             forms, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MOST_EVENTS
         numbers = {"first": first, "last": last, "limit": limit + 1}
-        found = await self._read(attempt, executors, forms, {**self.identity.tags(), **numbers})
-        app, user = sealed_rows.open_app(attempt, found), sealed_rows.open_user(attempt, found)
+        rows = await self._read(attempt, executors, forms, {**self.identity.tags(), **numbers})
+        app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         has_snapshot = forms is sql.SESSION_WITH_LAST_EVENTS
-        session = sealed_rows.open_session(attempt, found, user, with_snapshot=has_snapshot)
+        session = sealed_rows.open_session(attempt, rows, user, with_snapshot=has_snapshot)
         if session is None or user is None or session.has_expired:
             return None
         sealed_rows.require_app(app, user)
@@ -315,11 +313,11 @@ class ListEvents(ReadOperation, Generic[E]):
             first = max(0, last - limit)
         elif position:
             last = max(first, last)  # an event has followed the position
-        sealed_rows.check_events(session, found.events, first, last)
+        sealed_rows.check_events(session, rows.events, first, last)
         if self._newest:
-            return await self._newest_first(attempt, session, found.events, first)
+            return await self._newest_first(attempt, session, rows.events, first)
         before = position.link if position else NO_LINK
-        decoded, _, link = await _decoded(attempt, session, found.events, before, self._decode)
+        decoded, _, link = await _decoded(attempt, session, rows.events, before, self._decode)
         if last < session.row.revision - 1:
             assert link is not None, "*before* is a link"
             return Page(decoded, EventPosition(session.row.id, last, link))
@@ -363,20 +361,20 @@ class _Listing(ReadOperation):
         self,
         attempt: Attempt,
         executors: Executors,
-        found: Found,
+        rows: QueryRows,
         *,
         collections: bool = False,
         with_snapshots: bool = True,
         expired: bool = False,
     ) -> list[SessionWithStates]:
-        """Return each session in *found*, or each collection, that has not, or has, expired."""
-        owners = {user.row.id: user for user in await self._users(attempt, executors, found)}
-        app = sealed_rows.open_app(attempt, found)
+        """Return each session in *rows*, or each collection, that has not, or has, expired."""
+        owners = {user.row.id: user for user in await self._users(attempt, executors, rows)}
+        app = sealed_rows.open_app(attempt, rows)
         app_state = app.state if app else b""
         of_app: set[int] = set()  # the users of *app*, so that each is checked once
         views = []
         tags: set[object] = set()
-        for row in found.sessions:
+        for row in rows.sessions:
             user = owners.get(row.user_row)
             try:
                 if row.tag in tags:
@@ -390,7 +388,7 @@ class _Listing(ReadOperation):
                         row.id,
                     )
                 session = sealed_rows.open_session_row(
-                    attempt, found, user, row, with_snapshot=with_snapshots
+                    attempt, rows, user, row, with_snapshot=with_snapshots
                 )
                 if user.row.id not in of_app:
                     sealed_rows.require_app(app, user)
@@ -402,23 +400,23 @@ class _Listing(ReadOperation):
                 self._skip_or_raise(attempt, error)
         return views
 
-    async def _users(self, attempt: Attempt, executors: Executors, found: Found) -> list[Owner]:
-        """Return the users in *found* that can be decrypted."""
+    async def _users(self, attempt: Attempt, executors: Executors, rows: QueryRows) -> list[Owner]:
+        """Return the users in *rows* that can be decrypted."""
         if not self._of_app:
             try:
-                user = sealed_rows.open_user(attempt, found)
+                user = sealed_rows.open_user(attempt, rows)
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
-                found.sessions.clear()
+                rows.sessions.clear()
                 return []
             return [user] if user else []
         if executors.has_key_database:
-            keys = await read_data_keys(executors.keys.read, [row.tag for row in found.users])
+            keys = await read_data_keys(executors.keys.read, [row.tag for row in rows.users])
             attempt.keys.load(keys.data_keys, keys.master_marks)
         opened = []
-        for row in found.users:
+        for row in rows.users:
             try:
-                opened.append(sealed_rows.open_owner(attempt, found, row))
+                opened.append(sealed_rows.open_owner(attempt, rows, row))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
         return opened
@@ -435,16 +433,16 @@ class ListSessions(_Listing):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
         forms = sql.SESSIONS_OF_APP if self._of_app else sql.SESSIONS_OF_USER
-        found = await self._read(attempt, executors, forms)
-        return await self._views(attempt, executors, found)
+        rows = await self._read(attempt, executors, forms)
+        return await self._views(attempt, executors, rows)
 
 
 class ListCollections(_Listing):
     """Read the collections of a user, without their items."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
-        found = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
-        views = await self._views(attempt, executors, found, collections=True)
+        rows = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
+        views = await self._views(attempt, executors, rows, collections=True)
         return [view.session for view in views]
 
 
@@ -522,23 +520,23 @@ class ListPage(_Listing):
     ) -> PageOfSessions:
         """Read at most *limit* rows, and omit collections and expired sessions."""
         parameters = self._parameters(position, limit)
-        found = await self._read(attempt, executors, self._forms(), parameters)
-        self._check(attempt, found)
+        rows = await self._read(attempt, executors, self._forms(), parameters)
+        self._check(attempt, rows)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
         # a user.
-        found.sessions.sort(key=lambda row: (row.user_row, row.id), reverse=self._options.newest)
+        rows.sessions.sort(key=lambda row: (row.user_row, row.id), reverse=self._options.newest)
         after = None
-        if len(found.sessions) > limit:
-            del found.sessions[limit:]
-            last = found.sessions[-1]
+        if len(rows.sessions) > limit:
+            del rows.sessions[limit:]
+            last = rows.sessions[-1]
             after = Position(last.user_row, last.id)
         with_snapshots = self._options.with_state
-        views = await self._views(attempt, executors, found, with_snapshots=with_snapshots)
+        views = await self._views(attempt, executors, rows, with_snapshots=with_snapshots)
         # `_users` removes all sessions of a user who cannot be decrypted: no page follows.
-        return Page(views, after if found.sessions else None)
+        return Page(views, after if rows.sessions else None)
 
-    def _check(self, attempt: Attempt, found: Found) -> None:
+    def _check(self, attempt: Attempt, rows: QueryRows) -> None:
         """Check the rows of the query before the sessions are decrypted."""
 
 
@@ -546,9 +544,9 @@ class GetStates(ReadOperation):
     """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
-        found = await self._read(attempt, executors, sql.OWNERS)
-        app = sealed_rows.open_app(attempt, found)
-        user = sealed_rows.open_user(attempt, found)
+        rows = await self._read(attempt, executors, sql.OWNERS)
+        app = sealed_rows.open_app(attempt, rows)
+        user = sealed_rows.open_user(attempt, rows)
         return app.state if app else b"{}", user.state if user else b"{}"
 
 
@@ -566,9 +564,9 @@ class UseKeys(ReadOperation, Generic[E]):
     async def attempt(self, attempt: Attempt, executors: Executors) -> E:
         is_current = attempt.key_source is not KeySource.CACHE
         if is_current:
-            found = await self._read(attempt, executors, sql.OWNERS)
-            sealed_rows.open_app(attempt, found)
-            sealed_rows.open_user(attempt, found)
+            rows = await self._read(attempt, executors, sql.OWNERS)
+            sealed_rows.open_app(attempt, rows)
+            sealed_rows.open_user(attempt, rows)
         return await self._work(attempt.keys, is_current)
 
 
@@ -595,13 +593,13 @@ class CheckOwner(ReadOperation):
         self._of_user = of_user
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
-        found = await self._read(attempt, executors, sql.OWNERS)
-        row = found.user if self._of_user else found.app
-        owner = sealed_rows.open_uncached(attempt, found, of_user=self._of_user)
+        rows = await self._read(attempt, executors, sql.OWNERS)
+        row = rows.user if self._of_user else rows.app
+        owner = sealed_rows.open_uncached(attempt, rows, of_user=self._of_user)
         self.header_counts = Counter()
         if owner and row:
             table = users if self._of_user else apps
-            seal = found.witnesses[owner.row.tag].seal
+            seal = rows.witnesses[owner.row.tag].seal
             self.header_counts = _count_headers((table, row.state), (witnesses, seal))
         return owner
 
@@ -622,15 +620,15 @@ class CheckSession(GetSession[E]):
     async def attempt(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
-        found = await self._find(attempt, executors)
-        opened = await self._open(attempt._replace(cache=RowCache(0)), found)
-        self.header_counts, self.times = Counter(), [row[EVENT_TIME] for row in found.events]
-        if opened is not None and (row := found.session):
+        rows = await self._find(attempt, executors)
+        opened = await self._open(attempt._replace(cache=RowCache(0)), rows)
+        self.header_counts, self.times = Counter(), [row[EVENT_TIME] for row in rows.events]
+        if opened is not None and (row := rows.session):
             self.header_counts = _count_headers(
                 (sessions, row.state),
-                (witnesses, found.witnesses[row.tag].seal),
-                *((snapshots, snapshot.state) for snapshot in found.snapshots.values()),
-                *((events, event[EVENT_RECORD]) for event in found.events),
+                (witnesses, rows.witnesses[row.tag].seal),
+                *((snapshots, snapshot.state) for snapshot in rows.snapshots.values()),
+                *((events, event[EVENT_RECORD]) for event in rows.events),
             )
         return opened
 
@@ -649,8 +647,8 @@ class CheckLocatedSession(ReadOperation, Generic[E]):
         self, attempt: Attempt, executors: Executors
     ) -> tuple[StoredSession, list[E]] | None:
         parameters = {**self.identity.tags(), "limit": 0}
-        found = await self._read(attempt, executors, sql.SESSION_WITH_ALL_EVENTS, parameters)
-        session = sealed_rows.open_session(attempt, found, sealed_rows.named_user(attempt, found))
+        rows = await self._read(attempt, executors, sql.SESSION_WITH_ALL_EVENTS, parameters)
+        session = sealed_rows.open_session(attempt, rows, sealed_rows.named_user(attempt, rows))
         if session is None:
             return None
-        return session, await self._whole.history(attempt, found, session)
+        return session, await self._whole.history(attempt, rows, session)

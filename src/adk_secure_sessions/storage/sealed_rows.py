@@ -24,7 +24,7 @@ from adk_secure_sessions.formats.records import (
     split_link,
     with_id,
 )
-from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, Found
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.schema import (
     APPS,
     COLLECTION,
@@ -56,29 +56,29 @@ from adk_secure_sessions.storage.unit_of_work import Attempt, CachedRow, RowCach
 R = TypeVar("R", bound=tuple[Any, ...])
 
 
-def open_app(attempt: Attempt, found: Found) -> Owner | None:
+def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the app, or None if it is not stored; raise DecryptionError if its row was tampered
     with or removed: its version witness is then still stored.
     """
-    identity, row = attempt.identity, found.app
+    identity, row = attempt.identity, rows.app
     if row is None:
-        _reject_if_removed(found, identity.app_tag, apps.name)
+        _reject_if_removed(rows, identity.app_tag, apps.name)
         return None
-    _reject_second(found.apps, apps.name)
+    _reject_second(rows.apps, apps.name)
     if row.app_name != encode_text(identity.app_name):
         raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, apps.name, row.id)
-    return open_owner(attempt, found, row)
+    return open_owner(attempt, rows, row)
 
 
-def open_user(attempt: Attempt, found: Found) -> Owner | None:
+def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the user, or None if it is not stored; raise DecryptionError as `open_app` does."""
-    row = found.user
+    row = rows.user
     if row is None:
-        _reject_if_removed(found, attempt.identity.user_tag, users.name)
+        _reject_if_removed(rows, attempt.identity.user_tag, users.name)
         attempt.forget_user()
         return None
-    _reject_second(found.users, users.name)
-    user = open_owner(attempt, found, row)
+    _reject_second(rows.users, users.name)
+    user = open_owner(attempt, rows, row)
     if user.row.tag != attempt.identity.user_tag or user.user_id != attempt.identity.user_id:
         raise TamperedError("not the requested user", Reason.WRONG_OWNER, users.name, user.row.id)
     return user
@@ -88,12 +88,12 @@ def _column_of(row: AppRow | UserRow) -> SealedColumn[Any]:
     return USERS if isinstance(row, UserRow) else APPS
 
 
-def open_owner(attempt: Attempt, found: Found, row: AppRow | UserRow) -> Owner:
+def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owner:
     """Return the decrypted *row* of the app, or of any of its users; the cached one if nothing has
     changed.
     """
     cache = attempt.cache.users if type(row) is UserRow else attempt.cache.apps
-    seen, witness = cache.get(row.tag), found.witnesses.get(row.tag)
+    seen, witness = cache.get(row.tag), rows.witnesses.get(row.tag)
     if seen and seen.value.row == row and seen.witness == witness:
         owner = seen.value
     else:
@@ -104,7 +104,7 @@ def open_owner(attempt: Attempt, found: Found, row: AppRow | UserRow) -> Owner:
             if isinstance(row, UserRow):
                 user_id, rest = records.split_id(rest)
             fields = records.split_owner(rest)
-            _check_witness(attempt, found, row.tag, row.tag, row.version, fields.link)
+            _check_witness(attempt, rows, row.tag, row.tag, row.version, fields.link)
             _reject_older(attempt, seen, row.id, row.version)
         owner = Owner(row, user_id, fields.state, fields.link, fields.key_ids)
         attempt.remember(partial(attempt.cache.put_owner, witness, owner))
@@ -112,15 +112,15 @@ def open_owner(attempt: Attempt, found: Found, row: AppRow | UserRow) -> Owner:
     return owner
 
 
-def open_uncached(attempt: Attempt, found: Found, *, of_user: bool) -> Owner | None:
+def open_uncached(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | None:
     """Return the app, or a user of any id, decrypted without the row cache; None if not stored.
 
     The data key may have been deleted or tampered with since the row was cached.
     """
     attempt = attempt._replace(cache=RowCache(0))
     if of_user:
-        return found.user and open_owner(attempt, found, found.user)
-    return open_app(attempt, found)
+        return rows.user and open_owner(attempt, rows, rows.user)
+    return open_app(attempt, rows)
 
 
 def require_app(app: Owner | None, user: Owner) -> Owner:
@@ -140,28 +140,28 @@ def stored_twice(table: str, row: int) -> TamperedError:
     return TamperedError("it is stored twice", Reason.MISMATCH, table, row)
 
 
-def named_user(attempt: Attempt, found: Found) -> Owner | None:
+def named_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the user of *attempt* with an empty state, without decrypting the user's row; None if
     no row has the tag.  Decrypting a session of the user authenticates the user id and the row id.
     """
-    return found.user and Owner(found.user, attempt.identity.user_id, b"{}")
+    return rows.user and Owner(rows.user, attempt.identity.user_id, b"{}")
 
 
 def open_session(
-    attempt: Attempt, found: Found, user: Owner | None, *, with_snapshot: bool = True
+    attempt: Attempt, rows: QueryRows, user: Owner | None, *, with_snapshot: bool = True
 ) -> StoredSession | None:
     """Return the session, or None if it is not stored; raise DecryptionError if one of its rows, or
     only its user's row, was tampered with or removed.
     """
-    tag, row = attempt.identity.session_tag, found.session
+    tag, row = attempt.identity.session_tag, rows.session
     if row is None:
-        _reject_if_removed(found, tag, sessions.name)
+        _reject_if_removed(rows, tag, sessions.name)
         attempt.cache.forget_session(tag)
         return None
     if user is None:
         raise TamperedError("its user's row was removed", Reason.MISSING, sessions.name, row.id)
-    _reject_second(found.sessions, sessions.name)
-    session = open_session_row(attempt, found, user, row, with_snapshot=with_snapshot)
+    _reject_second(rows.sessions, sessions.name)
+    session = open_session_row(attempt, rows, user, row, with_snapshot=with_snapshot)
     if session.row.tag != tag or session.session_id != attempt.identity.session_id:
         raise TamperedError(
             f"not the requested {'collection' if attempt.identity.is_collection else 'session'}",
@@ -173,24 +173,24 @@ def open_session(
 
 
 def open_session_row(
-    attempt: Attempt, found: Found, user: Owner, row: SessionRow, *, with_snapshot: bool = True
+    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, *, with_snapshot: bool = True
 ) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
     If the row and its version witness equal the cached ones, the cached session is returned, but
     not if it needs a snapshot, which is never cached.
     """
-    cache, witness = attempt.cache, found.witnesses.get(row.tag)
+    cache, witness = attempt.cache, rows.witnesses.get(row.tag)
     seen = cache.sessions.get(row.tag)
     known = seen.value if seen and seen.value.row == row and row.user_row == user.row.id else None
-    if known and found.last_seqs.get(row.id) != row.revision - 1:
+    if known and rows.last_seqs.get(row.id) != row.revision - 1:
         known = None
     is_complete = known is not None and (known.snapshot is not None or not with_snapshot)
     if known and seen and is_complete and seen.witness == witness:
         return known
-    session = _decrypt_session(attempt, found, user, row, with_snapshot)
+    session = _decrypt_session(attempt, rows, user, row, with_snapshot)
     with naming(sessions.name, row.id):
-        _check_witness(attempt, found, user.row.tag, row.tag, row.id, b"")
+        _check_witness(attempt, rows, user.row.tag, row.tag, row.id, b"")
         _reject_older(attempt, seen, row.id, row.revision)
     proven = not row.revision or bool(seen and known and seen.has_proven_head)
     attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
@@ -198,7 +198,7 @@ def open_session_row(
 
 
 def _decrypt_session(
-    attempt: Attempt, found: Found, user: Owner, row: SessionRow, with_snapshot: bool
+    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, with_snapshot: bool
 ) -> StoredSession:
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
     with naming(sessions.name, row.id):
@@ -213,7 +213,7 @@ def _decrypt_session(
             raise TamperedError(
                 "it names a snapshot and has none: its writer is faulty", Reason.MALFORMED
             )
-        last_seq = found.last_seqs.get(row.id)
+        last_seq = rows.last_seqs.get(row.id)
         if last_seq != row.revision - 1:
             last = last_seq if isinstance(last_seq, int) else "no number"
             item = "item" if row.base_revision == COLLECTION else "event"
@@ -225,16 +225,16 @@ def _decrypt_session(
     whose = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
     if with_snapshot or not has_snapshot:
-        snapshot = _open_snapshot(attempt, found, whose, user, row, fields.snapshot_link)
+        snapshot = _open_snapshot(attempt, rows, whose, user, row, fields.snapshot_link)
     return StoredSession(
         row, session_id, fields.overlay, snapshot, fields.head, fields.snapshot_link
     )
 
 
 def _open_snapshot(
-    attempt: Attempt, found: Found, whose: Identity, user: Owner, row: SessionRow, link: bytes
+    attempt: Attempt, rows: QueryRows, whose: Identity, user: Owner, row: SessionRow, link: bytes
 ) -> bytes:
-    snapshot = found.snapshots.get(row.id)
+    snapshot = rows.snapshots.get(row.id)
     with naming(snapshots.name, row.id):
         if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
@@ -420,12 +420,12 @@ def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: 
 
 
 def _check_witness(
-    attempt: Attempt, found: Found, owner: bytes, tag: bytes, number: int, link: bytes
+    attempt: Attempt, rows: QueryRows, owner: bytes, tag: bytes, number: int, link: bytes
 ) -> None:
     """Raise DecryptionError unless the version witness of the row with *tag* has *number* and
     *link*: two copies of a database may contain different rows with the same number.
     """
-    witness = found.witnesses.get(tag)
+    witness = rows.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
             f"its version witness (row of {witnesses.name}) was removed", Reason.MISSING
@@ -463,8 +463,8 @@ def _reject_older(attempt: Attempt, seen: CachedRow[Any] | None, row_id: int, ve
         )
 
 
-def _reject_if_removed(found: Found, tag: bytes, table: str) -> None:
-    if tag in found.witnesses:
+def _reject_if_removed(rows: QueryRows, tag: bytes, table: str) -> None:
+    if tag in rows.witnesses:
         raise TamperedError(
             f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "
             "version witness is still stored",

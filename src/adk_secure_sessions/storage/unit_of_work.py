@@ -47,8 +47,8 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.queries import (
     INSERT_KEY,
-    Found,
     QueryForms,
+    QueryRows,
     chunks,
     data_keys_of,
     numbered,
@@ -260,10 +260,10 @@ class Attempt(NamedTuple):
     def form_of(self, forms: QueryForms) -> sa.CompoundSelect[Any]:
         return forms.with_keys if self.key_source is KeySource.QUERY else forms.without_keys
 
-    def load_keys(self, found: Found) -> None:
-        """Unwrap the data keys in *found* if the query has read them; see `StagedKeys.load`."""
+    def load_keys(self, rows: QueryRows) -> None:
+        """Unwrap the data keys in *rows* if the query has read them; see `StagedKeys.load`."""
         if self.key_source is KeySource.QUERY:
-            self.keys.load(found.data_keys, found.master_marks)
+            self.keys.load(rows.data_keys, rows.master_marks)
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
@@ -491,8 +491,8 @@ class UnitOfWork:
                 try:
                     if source is KeySource.KEY_DATABASE:
                         owners = [identity.app_tag, identity.user_tag]
-                        found = await read_data_keys(self.executors.keys.read, owners)
-                        keys.load(found.data_keys, found.master_marks)
+                        rows = await read_data_keys(self.executors.keys.read, owners)
+                        keys.load(rows.data_keys, rows.master_marks)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
                     if keys.lacks_master and attempt.may_reread:
@@ -555,7 +555,7 @@ class UnitOfWork:
         run = self.executors.keys.run
         return await repeated(lambda: run(work, commit=commit), writes=True)
 
-    async def read_data_keys(self, owners: Iterable[object]) -> Found:
+    async def read_data_keys(self, owners: Iterable[object]) -> QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
         return await read_data_keys(self.read_keys, owners)
 
@@ -568,7 +568,7 @@ class UnitOfWork:
         rereads = 0
         while True:
             seen = keys.keyring
-            found = await self.read_data_keys(tags)
+            rows = await self.read_data_keys(tags)
             staged = StagedKeys(
                 keys,
                 keyring_was_reread=rereads > 0,
@@ -576,7 +576,7 @@ class UnitOfWork:
                 packing=self._packing,
             )
             try:
-                staged.load(found.data_keys, found.master_marks)
+                staged.load(rows.data_keys, rows.master_marks)
             except StaleKeyring:
                 pass
             else:
@@ -709,16 +709,16 @@ def apply_once(changes: Sequence[Change]) -> Steps[bool]:
 
 async def read_data_keys(
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
-) -> Found:
+) -> QueryRows:
     """Return all data keys of *owners*, which are tags, and the `MasterMark` of each keyring row.
 
     *read* runs a query on the database that stores data keys.
     """
-    found = Found(())
+    rows = QueryRows(())
     # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any
     # column, so a tag that somebody modified can have any type.
     for tags in chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
-        part = Found(await read(data_keys_of(len(tags)), numbered(tags)))
-        found.data_keys += part.data_keys
-        found.master_marks = part.master_marks
-    return found
+        part = QueryRows(await read(data_keys_of(len(tags)), numbered(tags)))
+        rows.data_keys += part.data_keys
+        rows.master_marks = part.master_marks
+    return rows

@@ -24,7 +24,7 @@ from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, claim_user
 from adk_secure_sessions.storage.features import index_rows
-from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, Found, QueryForms
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, QueryForms, QueryRows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
@@ -380,17 +380,17 @@ class CreateSession(Write[SessionWithStates]):
             created = yield from self._create_for_known(attempt)
             if created:
                 return created
-        found = yield from read_found(attempt)
-        app = sealed_rows.open_app(attempt, found)
-        user = sealed_rows.open_user(attempt, found)
-        if found.session and found.session.id not in self._sent:
-            raise DuplicateSession(may_have_expired=found.session.expires_at != NEVER)
+        rows = yield from read_rows(attempt)
+        app = sealed_rows.open_app(attempt, rows)
+        user = sealed_rows.open_user(attempt, rows)
+        if rows.session and rows.session.id not in self._sent:
+            raise DuplicateSession(may_have_expired=rows.session.expires_at != NEVER)
         # This call raises DecryptionError if only some of the session's rows are stored.
-        stored = sealed_rows.open_session(attempt, found, user)
+        stored = sealed_rows.open_session(attempt, rows, user)
         if stored and user and app:
             return SessionWithStates(stored, user.user_id, app.state, user.state)
         app = owners.app(app, self._app_delta)
-        changed = owners.user(user, app.row.id, self._user_delta, found.session)
+        changed = owners.user(user, app.row.id, self._user_delta, rows.session)
         session, rest = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
@@ -529,13 +529,13 @@ class AppendEvent(Write[StoredSession]):
                 attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
                 return updated
         attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
-        found, user, session = yield from read_proven(attempt)
+        rows, user, session = yield from read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
         if self._expected != (session.row.id, session.row.revision):
             return (yield from self._stored_before())
         if event.app_delta:
-            app = sealed_rows.require_app(sealed_rows.open_app(attempt, found), user)
+            app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owners.app(app, event.app_delta)
         owners.user(user, user.app_row, event.user_delta, session.row)
         step = self._advance(attempt, session)
@@ -656,8 +656,8 @@ class DeleteSession(Write[bool | None]):
             row = Change(sql.DELETE_KNOWN_SESSION, parameters(known.row, "at_"))
             if (yield Apply([row, *_deletions(attempt, known)])):
                 return True
-        found = yield from read_found(attempt)
-        session = sealed_rows.open_session(attempt, found, sealed_rows.open_user(attempt, found))
+        rows = yield from read_rows(attempt)
+        session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
         if session is None:
             return None
         if self._condition is not None and not self._condition(session):
@@ -705,11 +705,11 @@ class RenewKey(Write[bool]):
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         self.created = self.changed = False
         self.stored_keys = attempt.keys.created
-        found = yield from read_found(attempt, sql.OWNERS)
-        row = found.user if self._of_user else found.app
+        rows = yield from read_rows(attempt, sql.OWNERS)
+        row = rows.user if self._of_user else rows.app
         if row is None:
             return False
-        owner = sealed_rows.open_uncached(attempt, found, of_user=self._of_user)
+        owner = sealed_rows.open_uncached(attempt, rows, of_user=self._of_user)
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
         attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner)
@@ -731,9 +731,9 @@ class EnsureOwners(Write[StagedKeys]):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> StagedKeys:
         query = attempt.form_of(sql.OWNERS)
-        found = Found(await executors.data.read(query, attempt.identity.tags()))
-        attempt.load_keys(found)
-        app, user = sealed_rows.open_app(attempt, found), sealed_rows.open_user(attempt, found)
+        rows = QueryRows(await executors.data.read(query, attempt.identity.tags()))
+        attempt.load_keys(rows)
+        app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         if app and user and user.app_row == app.row.id:
             keys = attempt.keys
             if all(keys.is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
@@ -742,9 +742,9 @@ class EnsureOwners(Write[StagedKeys]):
         return await super().attempt(attempt, executors)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StagedKeys]:
-        found = yield from read_found(attempt, sql.OWNERS)
-        app = sealed_rows.open_app(attempt, found)
-        user = sealed_rows.open_user(attempt, found)
+        rows = yield from read_rows(attempt, sql.OWNERS)
+        app = sealed_rows.open_app(attempt, rows)
+        user = sealed_rows.open_user(attempt, rows)
         app = owners.app(app, {}, needs_key=True)
         owners.user(user, app.row.id, {}, None)
         if owners.changes:
@@ -759,31 +759,31 @@ def of_unchanged_user(user: Owner, insert: Change, statement: sa.Insert) -> Chan
     return Change(statement, {**insert.parameters, **parameters(user.row, "user_")})
 
 
-def read_found(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[Found]:
+def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[QueryRows]:
     parameters = {**attempt.identity.tags(), "limit": 1}
-    found = Found((yield Read(attempt.form_of(forms), parameters)))
-    attempt.load_keys(found)
-    return found
+    rows = QueryRows((yield Read(attempt.form_of(forms), parameters)))
+    attempt.load_keys(rows)
+    return rows
 
 
-def read_proven(attempt: Attempt) -> Steps[tuple[Found, Owner, StoredSession]]:
+def read_proven(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:
     """Read the session and its last event, and check that they belong together.
 
     Without the check, after an append to a session whose row an attacker had replaced by that of
     another copy of the database, the session could not be read any more.
     """
-    found = yield from read_found(attempt, sql.SESSION_WITH_LAST_EVENTS)
-    user = sealed_rows.open_user(attempt, found)
-    session = sealed_rows.open_session(attempt, found, user)
+    rows = yield from read_rows(attempt, sql.SESSION_WITH_LAST_EVENTS)
+    user = sealed_rows.open_user(attempt, rows)
+    session = sealed_rows.open_session(attempt, rows, user)
     if session is None or user is None:
         raise MissingSession
     last = session.row.revision - 1
-    sealed_rows.check_events(session, found.events, max(last, 0), last)
+    sealed_rows.check_events(session, rows.events, max(last, 0), last)
     # If the session has more events, the link of the event before the last is not known.
-    before = NO_LINK if len(found.events) == session.row.revision else None
-    _, link = sealed_rows.open_events(attempt, session, found.events, before)
+    before = NO_LINK if len(rows.events) == session.row.revision else None
+    _, link = sealed_rows.open_events(attempt, session, rows.events, before)
     sealed_rows.check_head(attempt, session, link)
-    return found, user, session
+    return rows, user, session
 
 
 def apply_changes(changes: Changes) -> Steps[None]:

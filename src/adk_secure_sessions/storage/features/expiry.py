@@ -128,10 +128,10 @@ class _ListExpired(ListPage):
     async def attempt(  # type: ignore[override]
         self, attempt: Attempt, executors: Executors
     ) -> list[SessionWithStates]:
-        found = await self._read(
+        rows = await self._read(
             attempt, executors, self._forms(), self._parameters(None, self._options.limit)
         )
-        return await self._views(attempt, executors, found, with_snapshots=False, expired=True)
+        return await self._views(attempt, executors, rows, with_snapshots=False, expired=True)
 
 
 def _ensure_index(connection: sa.Connection, *, may_create: bool) -> None:

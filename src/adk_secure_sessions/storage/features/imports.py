@@ -27,7 +27,7 @@ from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.pages import grouped
-from adk_secure_sessions.storage.queries import Found, chunks, migrated_rows, numbered
+from adk_secure_sessions.storage.queries import QueryRows, chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
@@ -57,7 +57,7 @@ from adk_secure_sessions.storage.writes import (
     check_app_row,
     known_owners,
     of_unchanged_user,
-    read_found,
+    read_rows,
     replacement,
     witness_change,
 )
@@ -147,9 +147,9 @@ class Seals(NamedTuple):
                     Reason.MISMATCH,
                 )
 
-    def checked(self, found: Found, tag: bytes) -> MigratedRow | None:
+    def checked(self, rows: QueryRows, tag: bytes) -> MigratedRow | None:
         """Check the row with *tag*, and return it; None if there is no such row."""
-        row = found.migrated.get(tag)
+        row = rows.migrated.get(tag)
         if row is not None:
             self.check(row)
         return row
@@ -289,12 +289,12 @@ class ImportSession(_Import[_Outcome]):
             new = yield from self._import_for_known(attempt)
             if new:
                 return ImportStatus.NEW, new
-        found = yield from read_found(attempt, sql.IMPORTED_SESSION)
-        app = sealed_rows.open_app(attempt, found)
-        user = sealed_rows.open_user(attempt, found)
-        session = sealed_rows.open_session(attempt, found, user)
-        row = self._seals.checked(found, self.identity.session_tag)
-        of_user = self._seals.checked(found, self.identity.user_tag)
+        rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
+        app = sealed_rows.open_app(attempt, rows)
+        user = sealed_rows.open_user(attempt, rows)
+        session = sealed_rows.open_session(attempt, rows, user)
+        row = self._seals.checked(rows, self.identity.session_tag)
+        of_user = self._seals.checked(rows, self.identity.user_tag)
         if row and row.row_id in self._sent:
             return self._sent[row.row_id], None
         if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
@@ -437,11 +437,11 @@ class ImportState(_Import[ImportStatus]):
         self._of_user = of_user
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
-        found = yield from read_found(attempt, sql.IMPORTED_OWNERS)
-        app = sealed_rows.open_app(attempt, found)
-        user = sealed_rows.open_user(attempt, found) if self._of_user else None
+        rows = yield from read_rows(attempt, sql.IMPORTED_OWNERS)
+        app = sealed_rows.open_app(attempt, rows)
+        user = sealed_rows.open_user(attempt, rows) if self._of_user else None
         owner = user if self._of_user else app
-        row = self._seals.checked(found, self._tag)
+        row = self._seals.checked(rows, self._tag)
         if row and (row.is_tombstone or owner is None):
             return ImportStatus.DELETED
         status = ImportStatus.NEW

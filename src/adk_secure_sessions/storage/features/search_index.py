@@ -13,7 +13,7 @@ from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
-from adk_secure_sessions.storage.queries import Found, QueryForms
+from adk_secure_sessions.storage.queries import QueryForms, QueryRows
 from adk_secure_sessions.storage.reads import (
     ListPage,
     PageOfSessions,
@@ -24,7 +24,7 @@ from adk_secure_sessions.storage.reads import (
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
-from adk_secure_sessions.storage.writes import Locks, OwnerChanges, Write, apply_changes, read_found
+from adk_secure_sessions.storage.writes import Locks, OwnerChanges, Write, apply_changes, read_rows
 
 
 class SearchIndex:
@@ -171,9 +171,9 @@ class FindPage(ListPage):
         page = await super()._part(attempt, executors, position, limit)
         return page._replace(items=list(filter(self._lookup.matches, page.items)))
 
-    def _check(self, attempt: Attempt, found: Found) -> None:
+    def _check(self, attempt: Attempt, rows: QueryRows) -> None:
         index = attempt.keys.keyring.index
-        marks = (index_rows.state_of_mark(index, *mark[1:]) for mark in found.indexed)
+        marks = (index_rows.state_of_mark(index, *mark[1:]) for mark in rows.indexed)
         if IndexState.COMPLETE not in marks:
             raise NotIndexed
 
@@ -196,8 +196,8 @@ class CheckIndexed(ReadOperation):
         self, attempt: Attempt, executors: Executors
     ) -> tuple[int, Differences] | None:
         forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
-        found = await self._read(attempt, executors, forms)
-        return _differences(attempt, found, self._keys, of_user=self._of_user)
+        rows = await self._read(attempt, executors, forms)
+        return _differences(attempt, rows, self._keys, of_user=self._of_user)
 
 
 class CorrectIndexed(Write[int]):
@@ -217,8 +217,8 @@ class CorrectIndexed(Write[int]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
         forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
-        found = yield from read_found(attempt, forms)
-        compared = _differences(attempt, found, self._keys, of_user=self._of_user)
+        rows = yield from read_rows(attempt, forms)
+        compared = _differences(attempt, rows, self._keys, of_user=self._of_user)
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
@@ -233,18 +233,18 @@ class CorrectIndexed(Write[int]):
 
 
 def _differences(
-    attempt: Attempt, found: Found, keys: frozenset[bytes], *, of_user: bool
+    attempt: Attempt, rows: QueryRows, keys: frozenset[bytes], *, of_user: bool
 ) -> tuple[int, Differences] | None:
-    user = sealed_rows.open_user(attempt, found)
+    user = sealed_rows.open_user(attempt, rows)
     if of_user:
         if user is None:
             return None
         row_id = index_rows.row_of_user(user.row.id)
         right = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), keys)
     else:
-        session = sealed_rows.open_session(attempt, found, user)
+        session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None
         row_id = session.row.id
         right = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
-    return row_id, Differences.between(found.indexed, right, keys)
+    return row_id, Differences.between(rows.indexed, right, keys)
