@@ -41,10 +41,10 @@ CONTEXT = b"context"
 LAST = 2**62
 
 
-def made(keys: DataKeys, number: int, owner: bytes = ADA) -> list[DataKeyRow]:
-    """Data keys of *owner*, of the generations 0, 1, ..."""
+def made(keys: DataKeys, number: int, owner_tag: bytes = ADA) -> list[DataKeyRow]:
+    """Data keys of the owner, of the generations 0, 1, ..."""
     staged = StagedKeys(keys)
-    return [staged.new(owner) for _ in range(number)]
+    return [staged.new(owner_tag) for _ in range(number)]
 
 
 def read(
@@ -55,8 +55,8 @@ def read(
     return staged
 
 
-def current_id(staged: StagedKeys, owner: bytes = ADA) -> int | None:
-    current = staged.current(owner)
+def current_id(staged: StagedKeys, owner_tag: bytes = ADA) -> int | None:
+    current = staged.current(owner_tag)
     return current.id if current else None
 
 

@@ -99,7 +99,7 @@ def known_keys(accept: list[int]) -> StagedKeys:
         before = keys.by_owner.get(row.owner)
         by_id = {**(before.by_id if before else {}), row.id: data_key}
         keys.by_owner.put(row.owner, OwnerKeys(by_id, data_key, 0))
-        keys.owners.put(row.id, row.owner)
+        keys.owner_tags.put(row.id, row.owner)
     return StagedKeys(keys)
 
 

@@ -286,6 +286,6 @@ def session_row(session: StoredSession) -> RawRow:
     return raw(SESSION, numbers, row.tag, row.state)
 
 
-def witness_row(attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes) -> RawRow:
-    seal = sealed_rows.seal_witness(attempt, owner, tag, number, link).seal
+def witness_row(attempt: Attempt, owner_tag: bytes, tag: bytes, number: int, link: bytes) -> RawRow:
+    seal = sealed_rows.seal_witness(attempt, owner_tag, tag, number, link).seal
     return raw(WITNESS, (number,), tag, seal)

@@ -96,7 +96,7 @@ class DataKey(KeyMaterial):
     """An unwrapped data key.  Only its cipher contains the bytes of the key."""
 
     id: int
-    owner: bytes
+    owner_tag: bytes
     generation: int
     backend_id: int
     created_at: int
@@ -141,11 +141,11 @@ class DataKeys(KeyMaterial):
         )
         self.writer: EncryptionBackend = backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
-        self.owners: Lru[int, bytes] = Lru(limit)  # the owner's tag, by data key id
+        self.owner_tags: Lru[int, bytes] = Lru(limit)  # by data key id
 
-    def knows(self, *owners: bytes) -> bool:
+    def knows(self, *owner_tags: bytes) -> bool:
         """Return whether the data keys of all *owners* (tags) are cached."""
-        return all(map(self.by_owner.get, owners))
+        return all(map(self.by_owner.get, owner_tags))
 
 
 class StagedKeys:
@@ -184,7 +184,7 @@ class StagedKeys:
         # The data keys that this transaction has taken from the cache.  During the transaction, the
         # cache may remove or replace them, but the transaction continues to use these data keys.
         self._cached: dict[bytes, OwnerKeys] = {}
-        self._owners: dict[int, bytes] = {}  # the owner's tag, by data key id
+        self._owner_tags: dict[int, bytes] = {}  # by data key id
         # The errors of rejected rows of `secure_data_keys`: by the id and by the owner in the row.
         self._rejected: dict[int, DecryptionError] = {}
         self._rejected_of: dict[bytes, DecryptionError] = {}
@@ -231,18 +231,18 @@ class StagedKeys:
             # row: the database rejects a second row with the same owner and generation.
             if isinstance(row.generation, int):
                 self._taken[row.owner] = max(self._taken.get(row.owner, -1), row.generation)
-        for owner, keys in opened.items():
-            self._by_owner[owner] = OwnerKeys(keys, None, newest[owner])
-            self._owners.update(dict.fromkeys(keys, owner))
+        for tag, keys in opened.items():
+            self._by_owner[tag] = OwnerKeys(keys, None, newest[tag])
+            self._owner_tags.update(dict.fromkeys(keys, tag))
 
-    def choose_current(self, owner: bytes, key_ids: Collection[int]) -> None:
-        """Determine the current data key of *owner*, which encrypts new records.
+    def choose_current(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
+        """Determine the owner's current data key, which encrypts new records.
 
         Call this method before `current`, `seal` and `ids_to_store`.  The current data key is the
         newest usable one of *key_ids*, those that the owner's authentic row names.  If there is
         none, it is the newest one that this operation has created, if any.
         """
-        known = self._of(owner)
+        known = self._of(owner_tag)
         if known is None:
             return
         current = known.current
@@ -254,27 +254,27 @@ class StagedKeys:
         current = max(candidates, key=lambda key: key.generation, default=None)
         if current is not known.current:
             known = OwnerKeys(known.by_id, current, known.newest_generation)
-            (self._by_owner if owner in self._by_owner else self._cached)[owner] = known
+            (self._by_owner if owner_tag in self._by_owner else self._cached)[owner_tag] = known
 
-    def ids_to_store(self, owner: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
+    def ids_to_store(self, owner_tag: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
 
         The current data key replaces the other keys of its backend.  Of *key_ids*, which the row
-        names now, the keys of other backends are kept if they still exist.  If the data keys of
-        *owner* come from the cache, all keys in *key_ids* are assumed to exist: another process may
+        names now, the keys of other backends are kept if they still exist.  If the owner's data
+        keys come from the cache, all keys in *key_ids* are assumed to exist: another process may
         have created a key after the keys were cached.
         """
-        known = self._of(owner)
+        known = self._of(owner_tag)
         assert known is not None
         assert known.current is not None
         backend_id = known.current.backend_id
         replaced = {key.id for key in known.by_id.values() if key and key.backend_id == backend_id}
-        may_exist = known.by_id if owner in self._by_owner else key_ids
+        may_exist = known.by_id if owner_tag in self._by_owner else key_ids
         kept = (key_id for key_id in key_ids if key_id in may_exist and key_id not in replaced)
         return (known.current.id, *kept)
 
-    def new(self, owner: bytes, not_before: int = 0) -> DataKeyRow:
-        """Create a data key of the next generation for *owner*, and return the row to store.
+    def new(self, owner_tag: bytes, not_before: int = 0) -> DataKeyRow:
+        """Create a data key of the owner's next generation, and return the row to store.
 
         If the owner has data keys, they must have been loaded.  *not_before* is the earliest
         `created_at`, in microseconds since 1970.  A rotation passes the time of its start, because
@@ -283,8 +283,8 @@ class StagedKeys:
         keyring, writer = self._keys.keyring, self._keys.writer
         master_id = keyring.current_id
         assert master_id is not None, "opening the database creates a data master"
-        known = self._by_owner.get(owner) or OwnerKeys({}, None, -1)
-        generation = max(self._taken.get(owner, -1), known.newest_generation) + 1
+        known = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
+        generation = max(self._taken.get(owner_tag, -1), known.newest_generation) + 1
         if generation > _LAST_GENERATION:
             raise TamperedError(
                 "a data key of this owner has the highest possible generation",
@@ -292,12 +292,12 @@ class StagedKeys:
                 table="secure_data_keys",
             )
         now = max(not_before, time.time_ns() // 1000)
-        row = DataKeyRow(new_key_id(), owner, generation, writer.backend_id, now, b"")
+        row = DataKeyRow(new_key_id(), owner_tag, generation, writer.backend_id, now, b"")
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)
         made = DataKey(*row[:-1], master_id, writer.cipher(key))
-        self._by_owner[owner] = OwnerKeys({**known.by_id, made.id: made}, made, generation)
-        self._owners[made.id] = owner
+        self._by_owner[owner_tag] = OwnerKeys({**known.by_id, made.id: made}, made, generation)
+        self._owner_tags[made.id] = owner_tag
         self.new_rows.append(row)
         return row
 
@@ -311,28 +311,28 @@ class StagedKeys:
         keyring = self._keys.keyring
         return {"master_id": keyring.current_id, "master_count": keyring.row_count}
 
-    def has_keys(self, owner: bytes) -> bool:
-        """Return whether this transaction has read or created an authentic data key of *owner*."""
-        return owner in self._by_owner
+    def has_keys(self, owner_tag: bytes) -> bool:
+        """Return whether this transaction has read or created an authentic key of the owner."""
+        return owner_tag in self._by_owner
 
-    def current(self, owner: bytes) -> DataKey | None:
+    def current(self, owner_tag: bytes) -> DataKey | None:
         """Return the owner's current data key, if `choose_current` has found one."""
-        known = self._of(owner)
+        known = self._of(owner_tag)
         return known.current if known else None
 
-    def current_is_newest(self, owner: bytes) -> bool:
+    def current_is_newest(self, owner_tag: bytes) -> bool:
         """Return whether the owner's current data key is known and is also the newest one."""
-        known = self._of(owner)
+        known = self._of(owner_tag)
         return bool(known and known.current and known.current.generation == known.newest_generation)
 
-    def is_as_new_as(self, owner: bytes, *stored: bytes) -> bool:
+    def is_as_new_as(self, owner_tag: bytes, *stored: bytes) -> bool:
         """Return whether the current data key is at least as new as the keys that encrypt *stored*.
 
         Return False if there is no current data key.  If the result is False, the caller reads the
         owner's data keys again: another process may have created a newer data key, or retired the
         current data key.
         """
-        known = self._of(owner)
+        known = self._of(owner_tag)
         if known is None or known.current is None:
             return False
         newest = known.current.generation
@@ -343,7 +343,7 @@ class StagedKeys:
         return True
 
     def seal(
-        self, owner: bytes, context: bytes, content: bytes, *, is_packed: bool = False
+        self, owner_tag: bytes, context: bytes, content: bytes, *, is_packed: bool = False
     ) -> bytes:
         """Encrypt *content* with the owner's current data key, and return the record.
 
@@ -352,7 +352,7 @@ class StagedKeys:
         """
         began = perf_counter()
         plaintext = content if is_packed else self.packing.pack(content)
-        key = self.current(owner)
+        key = self.current(owner_tag)
         assert key is not None
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
@@ -363,17 +363,17 @@ class StagedKeys:
 
     def open(
         self,
-        owner: bytes,
+        owner_tag: bytes,
         context: bytes,
         stored: bytes,
         open_record: Callable[[bytes, bytes, Cipher], bytes] = records.open_record,
     ) -> bytes:
-        """Decrypt *stored*, a record of *owner*, and return the content.
+        """Decrypt *stored*, a record of the owner, and return the content.
 
         *open_record* is a function of `formats.records`: `open_without_flags` for a version
         witness, which is never compressed or padded, or `open_whole`, which keeps the flags.
         """
-        key = self.key_of(owner, stored)
+        key = self.key_of(owner_tag, stored)
         began = perf_counter()
         opened = open_record(stored, context, key.cipher)
         if self.operation is not None:
@@ -396,12 +396,12 @@ class StagedKeys:
         if self.operation is not None:
             self.operation.values.append((kinds[hit], 1, 0.0))
 
-    def key_of(self, owner: bytes, stored: bytes) -> DataKey:
+    def key_of(self, owner_tag: bytes, stored: bytes) -> DataKey:
         """Return the data key that the header of the record *stored* names.  No other key is tried.
 
         Raises the error of the row of the data key, if `load` has rejected it.
         """
-        known = self._of(owner)
+        known = self._of(owner_tag)
         backend_id, key_id = records.parse_header(stored)
         if backend_id not in self._keys.backends:
             raise _not_listed(backend_id)
@@ -410,35 +410,35 @@ class StagedKeys:
         key = known.by_id.get(key_id) if known else None
         if key is not None and key.backend_id == backend_id:
             return key
-        key_owner = self._owners.get(key_id) or self._keys.owners.get(key_id) or owner
-        if key is not None or key_owner != owner:
+        key_owner = self._owner_tags.get(key_id) or self._keys.owner_tags.get(key_id) or owner_tag
+        if key is not None or key_owner != owner_tag:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
         # The data key may be missing because an attacker modified the id in its row.  `load` has
         # then rejected this row, so raise the error of the row.
-        if owner in self._rejected_of:
-            raise self._rejected_of[owner]
+        if owner_tag in self._rejected_of:
+            raise self._rejected_of[owner_tag]
         raise UnknownKeyError(f"its data key {key_id} is not known")
 
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
-        for owner, known in self._by_owner.items():
-            self._keys.by_owner.put(owner, known)
-        for key_id, owner in self._owners.items():
-            self._keys.owners.put(key_id, owner)
+        for tag, known in self._by_owner.items():
+            self._keys.by_owner.put(tag, known)
+        for key_id, tag in self._owner_tags.items():
+            self._keys.owner_tags.put(key_id, tag)
 
-    def forget(self, owner: bytes) -> None:
-        """Remove the data keys of *owner* from the cache, because the owner's row is not stored."""
-        self._keys.by_owner.drop(owner)
-        self._cached.pop(owner, None)
+    def forget(self, owner_tag: bytes) -> None:
+        """Remove the owner's data keys from the cache, because the owner's row is not stored."""
+        self._keys.by_owner.drop(owner_tag)
+        self._cached.pop(owner_tag, None)
 
-    def _of(self, owner: bytes) -> OwnerKeys | None:
-        known = self._by_owner.get(owner) or self._cached.get(owner)
+    def _of(self, owner_tag: bytes) -> OwnerKeys | None:
+        known = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
         if known is None and self._uses_cache:
-            known = self._keys.by_owner.get(owner)
+            known = self._keys.by_owner.get(owner_tag)
             if known is not None:
-                self._cached[owner] = known
+                self._cached[owner_tag] = known
         return known
 
     def _is_usable(self, key: DataKey) -> bool:

@@ -75,11 +75,11 @@ class CurrentKeys:
                     found[tag] = parts[1]
         return found
 
-    async def _names(self, owner: bytes, key_id: int) -> Collection[int]:
+    async def _names(self, owner_tag: bytes, key_id: int) -> Collection[int]:
         if not self._db.has_keys:
             return [key_id]
         try:
-            found = await read_owner_with_tag(self._db, owner)
+            found = await read_owner_with_tag(self._db, owner_tag)
         except (WrongKeyError, *UNREADABLE):
             return ()
         return () if found is None else found[1].key_ids

@@ -189,12 +189,12 @@ class _Replaced(NamedTuple, Generic[K]):
 
 
 async def _retire_data_keys(
-    db: Database, owner: bytes, dry_run: bool, limit: Meter
+    db: Database, owner_tag: bytes, dry_run: bool, limit: Meter
 ) -> _Replaced[DataKeyRow]:
-    """Delete the unused data keys of *owner*; keep all if another process adds or changes one."""
-    rows = (await db.unit.read_data_keys([owner])).data_keys
+    """Delete the owner's unused data keys; keep all if another process adds or changes one."""
+    rows = (await db.unit.read_data_keys([owner_tag])).data_keys
     try:
-        decrypted = await _decrypt_owner(db, owner, rows, limit)
+        decrypted = await _decrypt_owner(db, owner_tag, rows, limit)
     except UNREADABLE:
         # SQLite stores any type in any column, so a modified generation may have another type.
         sound = all(isinstance(row.generation, int) for row in rows)
@@ -203,7 +203,7 @@ async def _retire_data_keys(
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _Replaced([], [])
     together = db.unit.executors.keys is db.unit.executors.data
-    work = partial(_find_unused, owner, rows, *decrypted, together, dry_run)
+    work = partial(_find_unused, owner_tag, rows, *decrypted, together, dry_run)
     keys = await db.unit.change(work, commit=not dry_run)
     if keys.unused and not together and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
@@ -216,17 +216,17 @@ async def _retire_data_keys(
 
 
 async def _decrypt_owner(
-    db: Database, owner: bytes, rows: list[DataKeyRow], limit: Meter
+    db: Database, owner_tag: bytes, rows: list[DataKeyRow], limit: Meter
 ) -> tuple[tuple[int, ...], reads.HeaderCounts] | None:
-    """Decrypt all records of *owner*, or raise one of `UNREADABLE`; return None if it is gone.
+    """Decrypt all records of the owner, or raise one of `UNREADABLE`; return None if it is gone.
 
     Return the ids of the data keys that its row names, and the number of records by header.
     """
-    await db.unit.data_keys_of(owner)  # reads the keyring again if a data key needs a newer one
+    await db.unit.data_keys_of(owner_tag)  # reads the keyring again if a data key needs a newer one
     masters = (await db.keys()).keyring
     if not all(can_unwrap(row, masters) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
-    found = await read_owner_with_tag(db, owner)
+    found = await read_owner_with_tag(db, owner_tag)
     if found is None:
         return None
     _, checked, headers = found
@@ -243,7 +243,7 @@ async def _decrypt_owner(
 
 
 def _find_unused(
-    owner: bytes,
+    owner_tag: bytes,
     rows: list[DataKeyRow],
     named: tuple[int, ...],
     decrypted: reads.HeaderCounts,
@@ -251,24 +251,24 @@ def _find_unused(
     dry_run: bool,
     connection: sa.Connection,
 ) -> _Replaced[DataKeyRow]:
-    """Find the unused data keys of *owner*; delete them if they are *together* with the data."""
+    """Find the owner's unused data keys; delete them if they are *together* with the data."""
     dialect_of(connection).see_what_is_committed(connection)
 
     def locked(query: sa.Select[Any]) -> list[Any]:
         return list(connection.execute(query if dry_run else query.with_for_update()))
 
     # The lock on the owner's row waits for open transactions that add a session of the owner.
-    queries = (sa.select(table.c.id).where(table.c.tag == owner) for table in (apps, users))
+    queries = (sa.select(table.c.id).where(table.c.tag == owner_tag) for table in (apps, users))
     app, user = (next((row.id for row in locked(query)), None) for query in queries)
     is_unchanged = not (app is None and user is None)
     if together:
         # This lock waits for services that have locked a key because they write with it.
-        query = DATA_KEYS.where(data_keys.c.owner == owner)
+        query = DATA_KEYS.where(data_keys.c.owner == owner_tag)
         stored = {DataKeyRow(*row) for row in locked(query)}
         # Another run of `retire` may have deleted keys, but nobody may have added or changed any.
         is_unchanged &= stored <= set(rows)
         rows = [row for row in rows if row in stored]
-    headers = decrypted | _count_headers(owner, user, connection) if is_unchanged else None
+    headers = decrypted | _count_headers(owner_tag, user, connection) if is_unchanged else None
     keys = _sort_out(rows, named, headers)
     if keys.unused and together and not dry_run:
         _delete(keys.unused, connection)
@@ -318,16 +318,21 @@ def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
     connection.execute(_DELETE_KEY, parameters)
 
 
-def _count_headers(owner: bytes, user: int | None, connection: sa.Connection) -> reads.HeaderCounts:
+def _count_headers(
+    owner_tag: bytes, user: int | None, connection: sa.Connection
+) -> reads.HeaderCounts:
     """Count the records of an owner by table and header; *user* is the row id of a user."""
     c = sessions.c
     of_user = c.user_row == user
     ids, tags = sa.select(c.id).where(of_user), sa.select(c.tag).where(of_user)
     columns: list[tuple[sa.Column[Any], sa.ColumnElement[bool]]]
-    columns = [(apps.c.state, apps.c.tag == owner), (witnesses.c.seal, witnesses.c.tag == owner)]
+    columns = [
+        (apps.c.state, apps.c.tag == owner_tag),
+        (witnesses.c.seal, witnesses.c.tag == owner_tag),
+    ]
     if user is not None:
         columns += [
-            (users.c.state, users.c.tag == owner),
+            (users.c.state, users.c.tag == owner_tag),
             (c.state, of_user),
             (witnesses.c.seal, witnesses.c.tag.in_(tags)),
             (snapshots.c.state, snapshots.c.session_row.in_(ids)),

@@ -205,24 +205,24 @@ class DataRotationRun(Rotation):
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
             await self._db.unit.change_keys(lambda connection: connection.execute(query).close())
 
-    def _target(self, keys: StagedKeys, owner: bytes) -> DataKey | None:
+    def _target(self, keys: StagedKeys, owner_tag: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
 
         Return None if the current data key is not the newest one, or is older than the
         rotation, as in a dry run, which creates none.
         """
-        current = keys.current(owner)
-        if current is None or not keys.current_is_newest(owner):
+        current = keys.current(owner_tag)
+        if current is None or not keys.current_is_newest(owner_tag):
             return None
         return current if current.created_at >= self.done.since else None
 
-    async def _reencrypt(self, keys: StagedKeys, owner: bytes, records: list[Record]) -> None:
+    async def _reencrypt(self, keys: StagedKeys, owner_tag: bytes, records: list[Record]) -> None:
         """Re-encrypt the *records* that are not encrypted with the owner's current data key yet.
 
         A record that another process has changed since it was read is left unchanged.  Each
         re-encrypted record is read again before it is counted.
         """
-        target = self._target(keys, owner)
+        target = self._target(keys, owner_tag)
         new_ids = (target.backend_id, target.id) if target else None
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
         old: list[tuple[Record, bytes, bytes]] = []  # with their contexts and plaintexts
@@ -232,18 +232,18 @@ class DataRotationRun(Rotation):
                 with naming(table, record.name):
                     if target is None or header_ids(record.stored) != new_ids:
                         context = record.column.context(record.ids, record.row)
-                        opened = _plaintext(keys, owner, context, record.column, record.stored)
+                        opened = _plaintext(keys, owner_tag, context, record.column, record.stored)
                         old.append((record, context, opened))
             except UNREADABLE as error:
-                if not await self._is_of_new_key(error, owner, record):
+                if not await self._is_of_new_key(error, owner_tag, record):
                     self._problems.add_error(error, table, record.name)
         if self._dry_run or not old:
             self.done.reencrypted += len(old)
             return
         changes: list[tuple[Record, bytes]] = []
         for record, context, plaintext in old:
-            sealed = keys.seal(owner, context, plaintext, is_packed=True)
-            again = partial(_plaintext, keys, owner, context, record.column, sealed)
+            sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
+            again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
             require_same(record.column.table.name, record.name, plaintext, again)
             changes.append((record, sealed))
         await self._db.unit.change(partial(_replace, changes))
@@ -252,8 +252,8 @@ class DataRotationRun(Rotation):
             for row in await rows_with_keys(self._db, column, list(new)):
                 self.done.reencrypted += row[-1] == new[column.key_of(row)]
 
-    async def _is_of_new_key(self, error: Exception, owner: bytes, record: Record) -> bool:
-        """Return whether the key of *record* was created after the keys of *owner* were read.
+    async def _is_of_new_key(self, error: Exception, owner_tag: bytes, record: Record) -> bool:
+        """Return whether the key of *record* was created after the owner's keys were read.
 
         A service with another backend may do that.  The next pass re-encrypts the record.  A key
         that cannot be unwrapped is none: an attacker may have inserted its row.
@@ -262,9 +262,9 @@ class DataRotationRun(Rotation):
         # If the error names a row of `secure_data_keys`, this row was read, and rejected.
         if facts != (Reason.UNKNOWN_KEY, record.column.table.name):
             return False
-        keys = await self._db.unit.data_keys_of(owner)
+        keys = await self._db.unit.data_keys_of(owner_tag)
         try:
-            keys.key_of(owner, record.stored)
+            keys.key_of(owner_tag, record.stored)
         except DecryptionError:
             return False
         return True
@@ -283,12 +283,12 @@ class DataRotationRun(Rotation):
 
 
 def _plaintext(
-    keys: StagedKeys, owner: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
+    keys: StagedKeys, owner_tag: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
     if column.table is witnesses:
-        return FLAGS + keys.open(owner, context, stored, open_without_flags)
-    return keys.open(owner, context, stored, open_whole)
+        return FLAGS + keys.open(owner_tag, context, stored, open_without_flags)
+    return keys.open(owner_tag, context, stored, open_whole)
 
 
 def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> None:

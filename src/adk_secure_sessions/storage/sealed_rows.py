@@ -351,14 +351,14 @@ def packing_of_owner(attempt: Attempt, owner: Owner) -> Packing:
 
 
 def seal_witness(
-    attempt: Attempt, owner: bytes, tag: bytes, number: int, link: bytes = b""
+    attempt: Attempt, owner_tag: bytes, tag: bytes, number: int, link: bytes = b""
 ) -> WitnessRow:
     """Return the version witness that confirms the row with the blind index *tag*, encrypted with a
-    data key of *owner*.
+    data key of the owner with *owner_tag*.
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.identity.ids, row)
-    seal = attempt.keys.seal(owner, context, records.FLAGS + link, is_packed=True)
+    seal = attempt.keys.seal(owner_tag, context, records.FLAGS + link, is_packed=True)
     return WitnessRow(tag, number, seal)
 
 
@@ -379,9 +379,11 @@ def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
     return _seal(attempt, attempt.identity.user_tag, SNAPSHOTS, row, plaintext)
 
 
-def _seal(attempt: Attempt, owner: bytes, column: SealedColumn[R], row: R, plaintext: bytes) -> R:
+def _seal(
+    attempt: Attempt, owner_tag: bytes, column: SealedColumn[R], row: R, plaintext: bytes
+) -> R:
     context = column.context(attempt.identity.ids, row)
-    return column.sealed(row, attempt.keys.seal(owner, context, plaintext))
+    return column.sealed(row, attempt.keys.seal(owner_tag, context, plaintext))
 
 
 def seal_events(
@@ -420,7 +422,7 @@ def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: 
 
 
 def _check_witness(
-    attempt: Attempt, rows: QueryRows, owner: bytes, tag: bytes, number: int, link: bytes
+    attempt: Attempt, rows: QueryRows, owner_tag: bytes, tag: bytes, number: int, link: bytes
 ) -> None:
     """Raise DecryptionError unless the version witness of the row with *tag* has *number* and
     *link*: two copies of a database may contain different rows with the same number.
@@ -432,7 +434,7 @@ def _check_witness(
         )
     try:
         context = WITNESSES.context(attempt.identity.ids, witness)
-        proven = attempt.keys.open(owner, context, witness.seal, records.open_without_flags)
+        proven = attempt.keys.open(owner_tag, context, witness.seal, records.open_without_flags)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:

@@ -276,13 +276,13 @@ class Attempt(NamedTuple):
 
 
 class NeedsDataKey(Exception):
-    """A data key of *owner* (a tag), created at *not_before* or later (microseconds UTC), must be
-    stored in the key database before the next attempt.
+    """A data key of the owner, created at *not_before* or later (microseconds UTC), must be stored
+    in the key database before the next attempt.
     """
 
-    def __init__(self, owner: bytes, not_before: int) -> None:
+    def __init__(self, owner_tag: bytes, not_before: int) -> None:
         super().__init__("a data key has to be stored first")
-        self.owner = owner
+        self.owner_tag = owner_tag
         self.not_before = not_before
 
 
@@ -513,8 +513,8 @@ class UnitOfWork:
                             "try again",
                             retryable=True,
                         ) from None
-                    owner, since = need.owner, need.not_before
-                    row = await self._store_data_key(opened.keys, keys, owner, since, keyring_seen)
+                    tag, since = need.owner_tag, need.not_before
+                    row = await self._store_data_key(opened.keys, keys, tag, since, keyring_seen)
                     created.append(row.id)
                     _record_data_key(opened.keys.keyring, row)
                     telemetry.count_retry("new_key")
@@ -665,12 +665,12 @@ class UnitOfWork:
         )
 
     async def _store_data_key(
-        self, known: DataKeys, keys: StagedKeys, owner: bytes, not_before: int, seen: Keyring
+        self, known: DataKeys, keys: StagedKeys, owner_tag: bytes, not_before: int, seen: Keyring
     ) -> DataKeyRow:
-        """Store a new data key of *owner* in the key database; return its row.  *seen* is the
+        """Store a new data key of the owner in the key database; return its row.  *seen* is the
         keyring with which the attempt began.
         """
-        row = keys.new(owner, not_before)
+        row = keys.new(owner_tag, not_before)
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
         if not await self.executors.keys.write(partial(apply_once, changes)):

@@ -217,7 +217,7 @@ class OwnerChanges:
         self._attempt.remember(partial(self._attempt.cache.put_owner, witness, owner))
         return owner, witness
 
-    def _ensure_first_key(self, owner: bytes) -> None:
+    def _ensure_first_key(self, owner_tag: bytes) -> None:
         """Create the first data key of an owner that has no row yet.
 
         If the owner already has a data key, somebody has removed the owner's row.  With a key
@@ -226,18 +226,18 @@ class OwnerChanges:
         """
         self._require_read_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
-        if self._keys.has_keys(owner) and not separate:
+        if self._keys.has_keys(owner_tag) and not separate:
             raise TamperedError(
-                f"the row of the user or app with tag {owner.hex()} was removed: its data key is "
-                "still stored",
+                f"the row of the user or app with tag {owner_tag.hex()} was removed: "
+                "its data key is still stored",
                 Reason.MISSING,
             )
-        self._keys.choose_current(owner, ())
-        if self._keys.current(owner) is None:
-            self._new_key(owner)
+        self._keys.choose_current(owner_tag, ())
+        if self._keys.current(owner_tag) is None:
+            self._new_key(owner_tag)
 
-    def _ensure_key(self, owner: bytes, *stored: bytes) -> None:
-        """Ensure that *owner* has a current data key that `retire` cannot delete before the commit.
+    def _ensure_key(self, owner_tag: bytes, *stored: bytes) -> None:
+        """Ensure that the owner's current data key cannot be deleted by `retire` before the commit.
 
         `retire` keeps the keys that are at least as new as one that encrypts a record, and the
         transaction requires that the records *stored* are unchanged.  The current data key may be
@@ -245,31 +245,31 @@ class OwnerChanges:
         its row.  With a key database, no change can lock that row, so a new data key is created.
         """
         keys = self._keys
-        if keys.is_as_new_as(owner, *stored):
+        if keys.is_as_new_as(owner_tag, *stored):
             return
         self._require_read_keys()
         if keys.created:
-            keys.choose_current(owner, keys.created)
-            if keys.is_as_new_as(owner, *stored):
+            keys.choose_current(owner_tag, keys.created)
+            if keys.is_as_new_as(owner_tag, *stored):
                 return
         for record in stored:
             # Raise an error if the record's key does not exist.  Otherwise, `is_as_new_as` would
             # return False in every attempt, and each attempt would create another key.
-            keys.key_of(owner, record)
-        current = keys.current(owner)
+            keys.key_of(owner_tag, record)
+        current = keys.current(owner_tag)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:
-            self._new_key(owner)
+            self._new_key(owner_tag)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
             self.changes += [*claim_data_key(current.id), Change(sql.HOLD_KEY, locked)]
 
-    def _new_key(self, owner: bytes, not_before: int = 0) -> None:
-        """Create a data key of *owner* and add the change that stores it; with a key database, make
+    def _new_key(self, owner_tag: bytes, not_before: int = 0) -> None:
+        """Create a data key and add the change that stores it; with a key database, make
         `UnitOfWork.run` store one before the next attempt.
         """
         if self._attempt.key_source is KeySource.KEY_DATABASE:
-            raise NeedsDataKey(owner, not_before)
-        row = self._keys.new(owner, not_before)
+            raise NeedsDataKey(owner_tag, not_before)
+        row = self._keys.new(owner_tag, not_before)
         columns = row._asdict() | self._keys.keyring_guard()
         self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
