@@ -41,7 +41,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService, export_lines
 from tests.cli.support import run
-from tests.faults import Point, with_faults
+from tests.faults import Point, lost, with_faults
 
 NEEDLE = "penicillin"
 IDS: Any = {"app_name": "clinic", "user_id": "ada-lovelace", "session_id": "session-of-ada"}
@@ -121,6 +121,44 @@ async def test_keys_that_another_process_stored_first_are_recorded_once(log: Log
     created, opened = log.records("key.created"), log.records("database.opened")
     assert [entry["kind"] for entry in created] == ["index master", "data master"]
     assert len({entry["database"] for entry in created + opened}) == 1
+
+
+async def test_data_keys_of_a_cancelled_call_that_was_stored_are_recorded(
+    log: Log, url: str
+) -> None:
+    service, faults = with_faults(lambda: service_of(url))
+    async with service:
+        await service.list_sessions(app_name="clinic")
+        task = asyncio.ensure_future(service.create_session(**IDS))
+        loop = asyncio.get_running_loop()
+        faults.data.after(Point.APPLY, lambda: loop.call_soon_threadsafe(task.cancel))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await service.get_session(**IDS) is not None
+    kinds = [entry["kind"] for entry in log.records("key.created")]
+    assert kinds[2:] == ["data key", "data key"]
+
+
+async def test_data_keys_of_a_write_whose_answer_was_lost_are_recorded_once(
+    log: Log, url: str
+) -> None:
+    service, faults = with_faults(lambda: service_of(url))
+    async with service:
+        faults.data.after(Point.WRITE, lost())
+        await service.create_session(**IDS)
+    kinds = [entry["kind"] for entry in log.records("key.created")]
+    assert kinds[2:] == ["data key", "data key"]
+
+
+async def test_data_keys_of_a_write_that_was_not_stored_are_not_recorded(
+    log: Log, url: str
+) -> None:
+    service, faults = with_faults(lambda: service_of(url))
+    async with service:
+        faults.data.before(Point.APPLY, lost())
+        await service.create_session(**IDS)
+    kinds = [entry["kind"] for entry in log.records("key.created")]
+    assert kinds[2:] == ["data key", "data key"]
 
 
 async def test_new_session_is_recorded_with_the_id_that_it_got(

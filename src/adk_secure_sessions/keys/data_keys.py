@@ -315,6 +315,10 @@ class StagedKeys:
         """Return whether this transaction has read or created an authentic key of the owner."""
         return owner_tag in self._by_owner
 
+    def has_loaded(self, row: DataKeyRow) -> bool:
+        """Return whether `load` has read *row*, and accepted it."""
+        return row.id in self._owner_tags
+
     def current(self, owner_tag: bytes) -> DataKey | None:
         """Return the owner's current data key, if `choose_current` has found one."""
         known = self._of(owner_tag)

@@ -253,9 +253,11 @@ class Attempt(NamedTuple):
             self.after_commit.append(put)
 
     def remember_all(self) -> None:
-        """Cache the rows that a committed write has read or written, in this order."""
+        """Cache the rows that a committed write has read or written, and record its data keys."""
         for put in self.after_commit or ():
             put()
+        for row in self.keys.new_rows:
+            _record_data_key(self.keys.keyring, row)
 
     def form_of(self, forms: QueryForms) -> sa.CompoundSelect[Any]:
         return forms.with_keys if self.key_source is KeySource.QUERY else forms.without_keys
@@ -462,6 +464,9 @@ class UnitOfWork:
         rereads = 0
         is_first = True
         created: list[int] = []  # the ids of data keys stored in the key database
+        in_doubt: list[
+            DataKeyRow
+        ] = []  # sent by attempts that perhaps were committed
         while True:
             keyring_seen = opened.keys.keyring
             keys = StagedKeys(
@@ -530,11 +535,13 @@ class UnitOfWork:
                     raise
                 else:
                     keys.publish()
-                    for row in keys.new_rows:
-                        _record_data_key(opened.keys.keyring, row)
+                    for row in in_doubt:
+                        if keys.has_loaded(row):
+                            _record_data_key(opened.keys.keyring, row)
                     _cache_identity(opened, identity)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
+                in_doubt += keys.new_rows
                 await retries.wait(error)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
@@ -698,8 +705,7 @@ def _cache_identity(opened: _OpenState, identity: Identity) -> None:
 
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
-    owner = row.owner.hex()
-    audit.record_new_key(keyring.database_id, "data key", row.id, owner=owner)
+    audit.record_new_key(keyring.database_id, "data key", row.id, owner=row.owner.hex())
 
 
 def apply_once(changes: Sequence[Change]) -> Steps[bool]:
