@@ -478,17 +478,19 @@ class ListPage(_Listing):
     Sessions of an app are sorted by the creation of their user first.
     """
 
+    found_by: str | None = None  # see `queries.page_of_sessions`
+
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
         super().__init__(identity, of_app=of_app, skip=options.skip)
         self._options = options
 
-    def _forms(self, found_by: str | None = None) -> QueryForms:
+    def _forms(self) -> QueryForms:
         return sql.page_of_sessions(
             of_app=self._of_app,
             newest=self._options.newest,
             with_snapshots=self._options.with_state,
             by_time=self._options.updated is not None,
-            found_by=found_by,
+            found_by=self.found_by,
         )
 
     def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:

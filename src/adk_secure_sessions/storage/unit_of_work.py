@@ -464,9 +464,7 @@ class UnitOfWork:
         rereads = 0
         is_first = True
         created: list[int] = []  # the ids of data keys stored in the key database
-        in_doubt: list[
-            DataKeyRow
-        ] = []  # sent by attempts that perhaps were committed
+        in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
         while True:
             keyring_seen = opened.keys.keyring
             keys = StagedKeys(

@@ -15,7 +15,7 @@ from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.queries import HAS_EXPIRED, QueryForms, first_rows
+from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows
 from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
@@ -115,12 +115,11 @@ class Expiry:
 class _ListExpired(ListPage):
     """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
+    found_by = "expiry"
+
     def __init__(self, identity: Identity, now: int) -> None:
         super().__init__(identity, PageOptions(_MOST_READ - 1, with_state=False, skip=True))
         self._now = now
-
-    def _forms(self, found_by: str | None = None) -> QueryForms:
-        return super()._forms("expiry")
 
     def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
         return super()._parameters(after, limit) | {"now": self._now}

@@ -13,7 +13,7 @@ from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
-from adk_secure_sessions.storage.queries import QueryForms, QueryRows
+from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import (
     ListPage,
     PageOfSessions,
@@ -157,9 +157,7 @@ class FindPage(ListPage):
     def __init__(self, identity: Identity, options: PageOptions, lookup: Lookup) -> None:
         super().__init__(identity, options)
         self._lookup = lookup
-
-    def _forms(self, found_by: str | None = None) -> QueryForms:
-        return super()._forms("user" if self._lookup.of_users else "session")
+        self.found_by = "user" if lookup.of_users else "session"
 
     def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
         tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
