@@ -26,7 +26,7 @@ from adk_secure_sessions.formats.records import (
 )
 from adk_secure_sessions.keys.data_keys import (
     DataKeyRow,
-    DataKeys,
+    KeyCache,
     StagedKeys,
     StaleKeyring,
     unwrap_data_key,
@@ -41,17 +41,17 @@ CONTEXT = b"context"
 LAST = 2**62
 
 
-def made(keys: DataKeys, number: int, owner_tag: bytes = ADA) -> list[DataKeyRow]:
+def made(key_cache: KeyCache, number: int, owner_tag: bytes = ADA) -> list[DataKeyRow]:
     """Data keys of the owner, of the generations 0, 1, ..."""
-    staged = StagedKeys(keys)
+    staged = StagedKeys(key_cache)
     return [staged.new(owner_tag) for _ in range(number)]
 
 
 def read(
-    keys: DataKeys, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
+    key_cache: KeyCache, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
 ) -> StagedKeys:
-    staged = StagedKeys(keys, created=created)
-    staged.load(rows, marks(keys.keyring))
+    staged = StagedKeys(key_cache, created=created)
+    staged.load(rows, marks(key_cache.keyring))
     return staged
 
 
@@ -60,9 +60,9 @@ def current_id(staged: StagedKeys, owner_tag: bytes = ADA) -> int | None:
     return current.id if current else None
 
 
-def of_another_backend(keys: DataKeys, *rows: DataKeyRow) -> DataKeyRow:
+def of_another_backend(key_cache: KeyCache, *rows: DataKeyRow) -> DataKeyRow:
     """The data key that a service makes whose writing backend is Fernet."""
-    return read(data_keys(keys.keyring, fernet=True), rows).new(ADA)
+    return read(data_keys(key_cache.keyring, fernet=True), rows).new(ADA)
 
 
 # --- the current data key ------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_row_keeps_naming_the_key_of_a_backend_that_is_not_listed() -> None:
     keys = data_keys()
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
-    alone = DataKeys(keys.keyring, {1: keys.backends[1]}, 1, 100)
+    alone = KeyCache(keys.keyring, {1: keys.backends[1]}, 1, 100)
     staged = read(alone, [ours, theirs])
     staged.choose_current(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
@@ -262,8 +262,8 @@ def test_new_key_has_a_generation_that_no_junk_key_has_taken(taken: int) -> None
         assert current_id(read_and_adopted(keys, row, new)) == new.id
 
 
-def read_and_adopted(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
-    staged = read(keys, rows)
+def read_and_adopted(key_cache: KeyCache, *rows: DataKeyRow) -> StagedKeys:
+    staged = read(key_cache, rows)
     staged.choose_current(ADA, [row.id for row in rows])
     return staged
 
@@ -407,9 +407,9 @@ def test_record_of_a_backend_that_is_not_listed_has_a_reason() -> None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def published(keys: DataKeys, *rows: DataKeyRow) -> None:
+def published(key_cache: KeyCache, *rows: DataKeyRow) -> None:
     """Put the keys of *rows* into the cache, all of them named by their owners."""
-    staged = read(keys, rows)
+    staged = read(key_cache, rows)
     for row in rows:
         staged.choose_current(row.owner, [row.id])
     staged.publish()
@@ -523,7 +523,7 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
     assert rejected.value.reason == Reason.UNKNOWN_FLAGS
 
 
-@pytest.mark.parametrize("change", [{"owner": BOB}, {"context": b"another"}], ids=str)
+@pytest.mark.parametrize("change", [{"owner_tag": BOB}, {"context": b"another"}], ids=str)
 @pytest.mark.parametrize("open_record", [open_record, open_without_flags, open_whole])
 def test_record_of_another_owner_or_context_is_rejected(
     open_record: Callable[..., bytes], change: dict[str, Any]
@@ -531,6 +531,6 @@ def test_record_of_another_owner_or_context_is_rejected(
     staged = StagedKeys(data_keys())
     staged.new(ADA), staged.new(BOB)
     stored = staged.seal(ADA, CONTEXT, b"text")
-    arguments = {"owner": ADA, "context": CONTEXT, "stored": stored} | change
+    arguments = {"owner_tag": ADA, "context": CONTEXT, "stored": stored} | change
     with pytest.raises(TamperedError):
         staged.open(**arguments, open_record=open_record)

@@ -26,7 +26,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import Cipher, build_header, parse_header
-from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
+from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
@@ -451,21 +451,21 @@ async def test_root_key_that_unwraps_another_key_than_it_wraps_is_rejected() -> 
 AES, FERNET = AesGcmBackend(ROOT), FernetBackend(ROOT)
 
 
-async def store(writer: int = 1, *listed: int, limit: int = 100) -> DataKeys:
+async def store(writer: int = 1, *listed: int, limit: int = 100) -> KeyCache:
     """Return the data keys of one process, under a new keyring."""
     keyring = await opened(await made(ROOT), ROOT)
     return on(keyring, writer, *listed, limit=limit)
 
 
-def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DataKeys:
+def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> KeyCache:
     backends: dict[int, EncryptionBackend] = {1: AES, 2: FERNET}
-    return DataKeys(keyring, {i: backends[i] for i in (writer, *listed)}, writer, limit)
+    return KeyCache(keyring, {i: backends[i] for i in (writer, *listed)}, writer, limit)
 
 
-def loaded(keys: DataKeys, *rows: DataKeyRow) -> StagedKeys:
+def loaded(key_cache: KeyCache, *rows: DataKeyRow) -> StagedKeys:
     """Return the keys of a transaction that has read *rows*, all of them named by their owners."""
-    staged = StagedKeys(keys)
-    staged.load(rows, marks_of(keys.keyring.rows.values()))
+    staged = StagedKeys(key_cache)
+    staged.load(rows, marks_of(key_cache.keyring.rows.values()))
     for owner in {row.owner for row in rows}:
         staged.choose_current(owner, [row.id for row in rows])
     return staged
@@ -475,9 +475,9 @@ def marks_of(rows: Iterable[MasterKeyRow]) -> list[MasterMark]:
     return [MasterMark(row.id, row.created_at, row.wrapped) for row in rows]
 
 
-def cipher_of(keys: DataKeys, row: DataKeyRow) -> Cipher:
+def cipher_of(key_cache: KeyCache, row: DataKeyRow) -> Cipher:
     """Read *row*, and return the cipher for a record that names it."""
-    return loaded(keys, row).key_of(row.owner, build_header(row.backend_id, row.id)).cipher
+    return loaded(key_cache, row).key_of(row.owner, build_header(row.backend_id, row.id)).cipher
 
 
 async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation() -> None:
@@ -686,8 +686,8 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     assert loaded(on(again, 1), row).open(ADA, CONTEXT, sealed_by(on(again, 1), row)) == b"text"
 
 
-def sealed_by(keys: DataKeys, row: DataKeyRow) -> bytes:
-    staged = loaded(keys, row)
+def sealed_by(key_cache: KeyCache, row: DataKeyRow) -> bytes:
+    staged = loaded(key_cache, row)
     staged.choose_current(ADA, [row.id])
     return staged.seal(ADA, CONTEXT, b"text")
 

@@ -19,7 +19,7 @@ from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.db.protocol import Apply, Change, Executors, Parameters, Read, Row, Steps
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.keys.blind_index import BlindIndex
-from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys
+from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
 from adk_secure_sessions.storage import queries, sealed_rows
 from adk_secure_sessions.storage.schema import (
@@ -166,10 +166,10 @@ def backends(*, fernet: bool = False) -> Backends:
     return register(other, [aes]) if fernet else register(aes, [other])
 
 
-def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> DataKeys:
+def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> KeyCache:
     """A process's data keys: none yet."""
     listed = backends(fernet=fernet)
-    return DataKeys(ring or keyring(), listed.by_id, listed.writer.backend_id, 100)
+    return KeyCache(ring or keyring(), listed.by_id, listed.writer.backend_id, 100)
 
 
 def marks(ring: Keyring | None = None) -> list[MasterMark]:

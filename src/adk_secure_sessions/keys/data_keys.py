@@ -120,7 +120,7 @@ class OwnerKeys(KeyMaterial):
     newest_generation: int  # also of keys whose backend was not given; -1 if there is no key
 
 
-class DataKeys(KeyMaterial):
+class KeyCache(KeyMaterial):
     """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
     def __init__(
@@ -166,7 +166,7 @@ class StagedKeys:
 
     def __init__(
         self,
-        keys: DataKeys,
+        key_cache: KeyCache,
         *,
         keyring_was_reread: bool = True,
         uses_cache: bool = True,
@@ -177,7 +177,7 @@ class StagedKeys:
         # database.  The owners' rows do not name these data keys yet.
         self.created: Collection[int] = created
         self.packing: Packing = packing
-        self._keys = keys
+        self._key_cache = key_cache
         self._uses_cache = uses_cache
         self._keyring_was_reread = keyring_was_reread
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
@@ -200,7 +200,7 @@ class StagedKeys:
     @property
     def keyring(self) -> Keyring:
         """The keyring that this process uses now."""
-        return self._keys.keyring
+        return self._key_cache.keyring
 
     def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
@@ -211,7 +211,7 @@ class StagedKeys:
         If *masters*, the marks of `secure_keyring` that the same query has read, differ from the
         keyring and *keyring_was_reread* is False, raise StaleKeyring.
         """
-        keyring_has_changed = not self._keys.keyring.has_marks(masters)
+        keyring_has_changed = not self._key_cache.keyring.has_marks(masters)
         if keyring_has_changed and not self._keyring_was_reread:
             raise StaleKeyring
         opened: dict[bytes, dict[int, DataKey | None]] = {}
@@ -280,7 +280,7 @@ class StagedKeys:
         `created_at`, in microseconds since 1970.  A rotation passes the time of its start, because
         the clock of this process may be behind the clock that measured the start.
         """
-        keyring, writer = self._keys.keyring, self._keys.writer
+        keyring, writer = self._key_cache.keyring, self._key_cache.writer
         master_id = keyring.current_id
         assert master_id is not None, "opening the database creates a data master"
         known = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
@@ -308,7 +308,7 @@ class StagedKeys:
         Otherwise, another process may have retired or replaced the data master that wraps the data
         key.
         """
-        keyring = self._keys.keyring
+        keyring = self._key_cache.keyring
         return {"master_id": keyring.current_id, "master_count": keyring.row_count}
 
     def has_keys(self, owner_tag: bytes) -> bool:
@@ -361,7 +361,7 @@ class StagedKeys:
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             seconds = perf_counter() - began
-            kind = self._keys.encrypting[key.backend_id]
+            kind = self._key_cache.encrypting[key.backend_id]
             self.operation.values.append((kind, len(content) - is_packed, seconds))
         return record
 
@@ -392,7 +392,7 @@ class StagedKeys:
         """
         if self.operation is not None:
             seconds = perf_counter() - began
-            kind = self._keys.decrypting[key.backend_id]
+            kind = self._key_cache.decrypting[key.backend_id]
             self.operation.values.append((kind, size, seconds))
 
     def count_lookup(self, kinds: dict[bool, telemetry.WorkKind], *, hit: bool) -> None:
@@ -407,14 +407,16 @@ class StagedKeys:
         """
         known = self._of(owner_tag)
         backend_id, key_id = records.parse_header(stored)
-        if backend_id not in self._keys.backends:
+        if backend_id not in self._key_cache.backends:
             raise _not_listed(backend_id)
         if key_id in self._rejected:
             raise self._rejected[key_id]
         key = known.by_id.get(key_id) if known else None
         if key is not None and key.backend_id == backend_id:
             return key
-        key_owner = self._owner_tags.get(key_id) or self._keys.owner_tags.get(key_id) or owner_tag
+        key_owner = (
+            self._owner_tags.get(key_id) or self._key_cache.owner_tags.get(key_id) or owner_tag
+        )
         if key is not None or key_owner != owner_tag:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
@@ -428,25 +430,25 @@ class StagedKeys:
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
         for tag, known in self._by_owner.items():
-            self._keys.by_owner.put(tag, known)
+            self._key_cache.by_owner.put(tag, known)
         for key_id, tag in self._owner_tags.items():
-            self._keys.owner_tags.put(key_id, tag)
+            self._key_cache.owner_tags.put(key_id, tag)
 
     def forget(self, owner_tag: bytes) -> None:
         """Remove the owner's data keys from the cache, because the owner's row is not stored."""
-        self._keys.by_owner.drop(owner_tag)
+        self._key_cache.by_owner.drop(owner_tag)
         self._cached.pop(owner_tag, None)
 
     def _of(self, owner_tag: bytes) -> OwnerKeys | None:
         known = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
         if known is None and self._uses_cache:
-            known = self._keys.by_owner.get(owner_tag)
+            known = self._key_cache.by_owner.get(owner_tag)
             if known is not None:
                 self._cached[owner_tag] = known
         return known
 
     def _is_usable(self, key: DataKey) -> bool:
-        writer, keyring = self._keys.writer, self._keys.keyring
+        writer, keyring = self._key_cache.writer, self._key_cache.keyring
         return key.backend_id == writer.backend_id and key.master_id in keyring.usable
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
@@ -454,8 +456,8 @@ class StagedKeys:
 
         A missing backend is no error here.  `key_of` raises an error if a record names the backend.
         """
-        key = unwrap_data_key(row, self._keys.keyring)
-        backend = self._keys.backends.get(row.backend_id)
+        key = unwrap_data_key(row, self._key_cache.keyring)
+        backend = self._key_cache.backends.get(row.backend_id)
         if backend is None:
             return None
         try:

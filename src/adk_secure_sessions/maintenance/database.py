@@ -17,7 +17,7 @@ from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
-from adk_secure_sessions.keys.data_keys import DataKeys
+from adk_secure_sessions.keys.data_keys import KeyCache
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
@@ -182,7 +182,7 @@ class Database(KeyMaterial, ClosedByWith):
         survey = await repeated(lambda: look_at(self.unit.executors.data))
         return survey.format_version is None
 
-    async def keys(self) -> DataKeys:
+    async def keys(self) -> KeyCache:
         """Return the cache of data keys, with the unwrapped keyring."""
         return await self.unit.keys()
 

@@ -42,7 +42,7 @@ from adk_secure_sessions.db.protocol import (
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, UnknownKeyError
 from adk_secure_sessions.formats.records import Packing
-from adk_secure_sessions.keys.data_keys import DataKeyRow, DataKeys, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.queries import (
@@ -311,7 +311,7 @@ class _OpenState(NamedTuple):
     *expires* (monotonic seconds).
     """
 
-    keys: DataKeys
+    keys: KeyCache
     rows: RowCache
     identities: Lru[tuple[str, str, str, bool], Identity]
     objects: dict[object, Any]  # see `UnitOfWork.cached_object`
@@ -376,7 +376,7 @@ class UnitOfWork:
             raise ConfigurationError("this operation needs the root key: give a backend")
         return self._backends
 
-    async def keys(self) -> DataKeys:
+    async def keys(self) -> KeyCache:
         """Return the keys of the database."""
         return (await self._current()).keys
 
@@ -590,14 +590,14 @@ class UnitOfWork:
             await self.reread_keyring(keys, seen)
             rereads += 1
 
-    async def reread_keyring(self, keys: DataKeys, seen: Keyring) -> None:
-        """Read the keyring of *keys* again, unless another task has replaced *seen* since.
+    async def reread_keyring(self, key_cache: KeyCache, seen: Keyring) -> None:
+        """Read the keyring of *key_cache* again, unless another task has replaced *seen* since.
 
         After an error, calls within the next *keyring_pause* seconds raise the same error.  An
-        operation passes the *keys* that it began with, which it continues to use after `close`.
+        operation passes the cache that it began with, which it continues to use after `close`.
         """
         async with self._locks.hold("keyring"):
-            if keys.keyring is not seen:
+            if key_cache.keyring is not seen:
                 return
             if self._rejected is not None and time.monotonic() < self._retry_at:
                 raise self._rejected.with_traceback(None)
@@ -614,7 +614,7 @@ class UnitOfWork:
                 paused = seen.pending and not seen.retry_is_due
                 again = time.monotonic() + self._keyring_pause
                 renewed.retry_at = seen.retry_at if paused else again
-            keys.keyring = renewed
+            key_cache.keyring = renewed
             # Meanwhile the caches may have been emptied, which has put the old keyring into a new
             # object: a rotation would then miss the master key that it has just created.
             if (opened := self._opened) is not None and opened.keys.keyring is seen:
@@ -661,7 +661,7 @@ class UnitOfWork:
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         writer_id = self.backends.writer.backend_id
         return _OpenState(
-            DataKeys(keyring, self.backends.by_id, writer_id, self._cache.data_keys),
+            KeyCache(keyring, self.backends.by_id, writer_id, self._cache.data_keys),
             RowCache(self._cache.sessions, self._cache.events),
             Lru(self._cache.sessions),
             {},
@@ -670,7 +670,12 @@ class UnitOfWork:
         )
 
     async def _store_data_key(
-        self, known: DataKeys, keys: StagedKeys, owner_tag: bytes, not_before: int, seen: Keyring
+        self,
+        key_cache: KeyCache,
+        keys: StagedKeys,
+        owner_tag: bytes,
+        not_before: int,
+        seen: Keyring,
     ) -> DataKeyRow:
         """Store a new data key of the owner in the key database; return its row.  *seen* is the
         keyring with which the attempt began.
@@ -679,7 +684,7 @@ class UnitOfWork:
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
         if not await self.executors.keys.write(partial(apply_once, changes)):
-            await self.reread_keyring(known, seen)
+            await self.reread_keyring(key_cache, seen)
             raise Conflict
         return row
 
