@@ -4,12 +4,15 @@ import functools
 import itertools
 import sqlite3
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
 
-from adk_secure_sessions import SecureSessionError
+from adk_secure_sessions import AesGcmBackend, SecureSessionError
+from adk_secure_sessions.cli.confirm import require_confirmation
+from adk_secure_sessions.cli.program import Failure
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
     erase_user,
@@ -22,6 +25,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
+from adk_secure_sessions.migration import EncryptedSource, export_lines, migrate
 from tests.attacks.databases import SERVERS
 from tests.attacks.support import Database
 from tests.attacks.world import SECRET, VISIT
@@ -29,6 +33,17 @@ from tests.attacks.world import SECRET, VISIT
 pytestmark = pytest.mark.no_cover
 
 Operation = Callable[[Maintained], Awaitable[object]]
+
+
+async def copy(db: Maintained) -> None:
+    async with Maintained("sqlite:///:memory:", AesGcmBackend(bytes(32))) as target:
+        await migrate(EncryptedSource(db), target, skip_bad=True)
+
+
+async def confirm(db: Maintained) -> None:
+    with suppress(Failure):
+        require_confirmation(await db.describe(), "another name", "change it")
+
 
 # Each command, and whether the database is as before once the column has its old value again.
 OPERATIONS: dict[str, tuple[Operation, bool]] = {
@@ -42,6 +57,9 @@ OPERATIONS: dict[str, tuple[Operation, bool]] = {
     "retire": (retire, True),
     "retire, dry": (functools.partial(retire, dry_run=True), True),
     "lookup": (lambda db: lookup(db, *VISIT), True),
+    "export": (lambda db: export_lines(db, lambda line: None, skip_bad=True), True),
+    "confirm": (confirm, True),
+    "migrate": (copy, True),
     "purge": (lambda db: purge(db, timedelta(0)), False),
     "purge, dry": (lambda db: purge(db, timedelta(0), dry_run=True), True),
     "erase": (lambda db: erase_user(db, *VISIT[:2]), False),
@@ -104,14 +122,14 @@ def restore(db: Database, column: Column, value: str, before: object) -> int:
 
 
 # By default, every command meets one value of the wrong type in a share of the columns, so that
-# each column meets one or two commands.  One command meets another value, too.
+# each column meets one or two commands.  Two commands meet another value, too.
 # `make soak` takes every column (None) and every value.
 SHARES = 8
 DEFAULT = [
     (name, "no UTF-8", number % SHARES)
     for number, name in enumerate(name for name in OPERATIONS if "dry" not in name)
 ]
-DEFAULT += [("verify", "infinity", 0)]
+DEFAULT += [("verify", "infinity", 0), ("export", "the smallest", 2)]
 CASES = [*DEFAULT, *itertools.product(OPERATIONS, VALUES, [None])]
 
 

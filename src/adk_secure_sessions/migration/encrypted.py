@@ -98,7 +98,9 @@ class EncryptedSource(Source):
             wanted = [one for one in page if _is_wanted(one, selection)]
             if not wanted:
                 continue
-            sizes = await self._sizes(Span(page[0].id - 1, page[-1].id))
+            # Authentic ids: another one may be the smallest integer of the database.
+            ids = [one.id for one in wanted if not isinstance(one.ids, Exception)]
+            sizes = await self._sizes(Span(ids[0] - 1, ids[-1])) if ids else Counter[int]()
             sized = [(one, sizes[one.id]) for one in wanted]
             for batch in grouped(sized, itemgetter(1), len(sized), _BATCH):
                 yield [_source_session(one) for one, _size in batch]
