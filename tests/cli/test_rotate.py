@@ -108,6 +108,15 @@ def test_rotation_with_retire_removes_the_replaced_keys(name: str, retired: Any,
     assert (found["data_keys"], len(found["masters"]), found["kept"]) == (*retired, 0)
 
 
+def test_rotation_with_retire_says_how_to_remove_the_keys_that_it_kept(file: str) -> None:
+    fernet = FernetBackend(OLD)
+    asyncio.run(fill(file, fernet, others=[AesGcmBackend(OLD)], users=["ada"], name="f"))
+    said = run("rotate", "master", *on(file), *WITH_FERNET, "--retire")
+    assert said.code == 1
+    next_step = "next: `rotate data` re-encrypts the records under them; then run `retire` again\n"
+    assert f"kept: 1 older key\n{next_step}" in said.stdout
+
+
 # --- rows that are left --------------------------------------------------------------------------
 
 

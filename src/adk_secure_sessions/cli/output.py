@@ -89,9 +89,8 @@ def finish(
     """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
 
     *result* is a `Result`, a named tuple, or a dict whose values are of these types or None.
-    *more* are further fields of the JSON object.  The lines are those of *result*, *notes*, and
-    those of *more*.  If *err* is True, print to stderr, because stdout has the output of the
-    command.
+    *more* adds fields to the JSON object.  The lines are those of *result*, then those of *more*,
+    then *notes*.  If *err* is True, print to stderr, because stdout has the output of the command.
     """
     metrics.keep(result)
     first, others = _results_in(result), _results_in(more)
@@ -100,7 +99,7 @@ def finish(
         mode = {} if dry_run is None else {"dry_run": dry_run}
         click.echo(json.dumps(mode | plain(more) | plain(result), indent=2), err=err)
     else:
-        for line in chain(_lines(first), notes, _lines(others)):
+        for line in chain(_lines(first + others), notes):
             click.echo(without_controls(line), err=err)
     if not all(one.succeeded for one in first + others):
         sys.exit(1)

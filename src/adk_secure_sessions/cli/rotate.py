@@ -141,8 +141,8 @@ def _rotate(
             with progress("retire", "owners") as report:
                 retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
                 retirement = call(retiring)
-    notes = rotation_notes(done, dry_run) if retirement is None else ()
-    finish(done, notes, retirement=retirement)
+    last = rotation_notes(done, dry_run) if retirement is None else retirement_notes(retirement)
+    finish(done, last, retirement=retirement)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
