@@ -84,7 +84,7 @@ async def test_verify_rejects_the_same_chains(database: Path, name: str | None) 
     with closing(sqlite3.connect(database)) as connection, connection:
         connection.executemany(insert, decoded(chain))
     async with Database(f"sqlite:///{database}", BACKEND) as db:
-        keyring = (await db.keys()).keyring
+        keyring = await db.keyring()
         keyring.index, keyring.database_id = BlindIndex(INDEX_MASTER), DATABASE_ID
         found = await verify_audit(db)
     assert (found.bad == 0) is (name is None)

@@ -58,7 +58,7 @@ async def test_owners_that_were_found_for_a_wrapper_are_cached(tmp_path: Path) -
         await service._unit.run(EnsureOwners(await service._unit.identify("a", "u")))
         opened = service._unit._opened
         assert opened
-        assert (len(opened.rows.apps._entries), len(opened.rows.users._entries)) == (
+        assert (len(opened.row_cache.apps._entries), len(opened.row_cache.users._entries)) == (
             1,
             1,
         )

@@ -56,7 +56,7 @@ async def _write(path: Path) -> None:
     async with Database(url, backends()[0]) as db:
         await fill_index(db, CLINIC, KEYS)
         await db.index.declare(CLINIC, ["declared"])
-        index = (await db.keys()).keyring.index
+        index = (await db.keyring()).index
         rows = {}
         for user, session, *_ in SESSIONS:
             who = await db.unit.identify(CLINIC, user, session)

@@ -207,9 +207,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
         if self._recording.trail is None:
-            await self._unit.keys()
+            await self._unit.keyring()
         else:
-            await SecurityCall(self._recording.trail).run(self._unit.keys)
+            await SecurityCall(self._recording.trail).run(self._unit.keyring)
 
     @accessed("session.create")
     async def create_session(
@@ -259,7 +259,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         app_delta = load_state(encode_state(scopes.app, APP_PREFIX))
         user_delta = load_state(encode_state(scopes.user, USER_PREFIX))
         own = encode_state(scopes.session)
-        if self._index.keys:
+        if self._index.state_keys:
             await self._index.declare_configured(app_name)
         identity = await self._unit.identify(app_name, user_id, session_id)
         expires_at = NEVER
@@ -669,7 +669,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             session.events.append(event)
 
         new = writes.NewEvent(events.encode(event), time_us, *scopes)
-        if self._index.keys:
+        if self._index.state_keys:
             await self._index.declare_configured(session.app_name)
         identity = await self._unit.identify(session.app_name, session.user_id, session.id)
         try:

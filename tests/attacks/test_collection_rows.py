@@ -117,7 +117,7 @@ async def build(directory: Path, options: dict[str, Any]) -> Victim:
             await first.append_event(session, event(n))
         for item in ITEMS[:2]:
             await first.collections.append(APP, "ada", "one", item)
-        index = (await first.collections._unit.keys()).keyring.index
+        index = (await first.collections._unit.keyring()).index
         tags = {name: index.collection(APP, "ada", name) for name in ("one", "two")}
         tags["bobs"] = index.collection(APP, "bob", "bobs")
         tags["session"] = index.session(APP, "ada", "session")
@@ -349,7 +349,7 @@ FEATURES = "SELECT value FROM secure_meta WHERE name = 'features'"
 
 async def rolled_back(victim: Victim) -> None:
     async with victim.maintained() as db:
-        keyring = (await db.keys()).keyring
+        keyring = await db.keyring()
         mark = feature_list.feature_mark(keyring.index, keyring.database_id)
     victim.run("UPDATE secure_meta SET value = :mark WHERE name = 'features'", mark=mark)
 
@@ -417,7 +417,7 @@ async def test_separation_signs_no_list_that_was_modified(
         shutil.copy(victim.path.with_name("whole.db"), victim.path)
         async with victim.maintained() as db:
             if point == "begin":
-                await db.keys()
+                await db.keyring()
                 forge(victim, names)
                 with pytest.raises(WrongKeyError):
                     await separate(db)

@@ -81,7 +81,7 @@ async def build(path: Path) -> Victim:
         await service.prepare_tables()
     async with victim.maintained() as db:
         store = db.imports
-        index = (await db.keys()).keyring.index
+        index = (await db.keyring()).index
         for name in (COPIED, DELETED, BURIED):
             victim.tags[name] = index.session(APP, USER, name)
         victim.tags["user"] = index.user(APP, USER)
@@ -288,7 +288,9 @@ async def test_removed_table_of_imports_is_noticed(victim: Victim) -> None:
     for opened in (victim.maintained(), victim.service()):
         async with opened:
             with pytest.raises(ConfigurationError, match="secure_migrated was removed"):
-                await (opened.keys() if isinstance(opened, Database) else opened.prepare_tables())
+                await (
+                    opened.keyring() if isinstance(opened, Database) else opened.prepare_tables()
+                )
 
 
 async def test_modified_row_of_an_erased_user_is_rejected(victim: Victim, store: Imports) -> None:

@@ -58,7 +58,7 @@ async def leaked(db: Database) -> AsyncIterator[tuple[EncryptedSessionService, F
     and data keys were replaced.
     """
     async with Maintained(db.url, db.backend()) as maintained:
-        known = (await maintained.keys()).keyring
+        known = await maintained.keyring()
     async with Maintained(db.url, under(NEW, db), [db.backend()]) as maintained:
         await rotate_root(maintained)
     async with db.service(under(NEW, db)) as service:
@@ -230,7 +230,7 @@ async def test_row_that_holds_another_key_than_before_is_not_used_by_a_running_s
     db = aes_db
     async with db.maintained() as maintained:
         await rotate_master(maintained)
-        database_id = (await maintained.keys()).keyring.database_id
+        database_id = (await maintained.keyring()).database_id
     columns = "id, purpose, root_key_id, created_at, wrapped"
     stored = db.rows(f"SELECT {columns} FROM secure_keyring ORDER BY created_at DESC")
     row, root = MasterKeyRow(*stored[0]), db.backend().root_key

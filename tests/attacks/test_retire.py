@@ -101,7 +101,7 @@ async def test_row_that_seems_to_be_anothers_keeps_its_data_key(
 async def features(db: Database, names: str) -> None:
     """Store the names, with the MAC that a later release writes."""
     async with db.maintained() as maintained:
-        keyring = (await maintained.keys()).keyring
+        keyring = await maintained.keyring()
         mac = keyring.index.mac("features", keyring.database_id, names).hex()
     db.run("UPDATE secure_meta SET value = :v WHERE name = 'features'", v=f"{names} {mac}")
 

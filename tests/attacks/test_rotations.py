@@ -233,7 +233,7 @@ async def test_retired_master_replayed_wraps_keys_unless_the_root_key_was_rotate
     A data key alone encrypts nothing: the attacker also forges the user's row, to name it.
     """
     async with Maintained(db.url, db.backend()) as maintained:
-        known = (await maintained.keys()).keyring
+        known = await maintained.keyring()
     await replace_all(db, retiring=False)
     before = contents(db)
     async with Maintained(db.url, under(NEW, db)) as maintained:
@@ -280,7 +280,7 @@ def store(db: Database, name: str, value: str) -> None:
 async def forged_checkpoint(db: Database, name: str, since: int) -> str:
     """A checkpoint by an attacker who has the index master key."""
     async with Maintained(db.url, db.backend()) as maintained:
-        index = (await maintained.keys()).keyring.index
+        index = (await maintained.keyring()).index
     return f"{since} {index.mac('checkpoint', f'rotation.{name}', str(since)).hex()}"
 
 
@@ -337,7 +337,7 @@ async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
 async def test_checkpoint_of_another_form_is_rejected(file_db: Database, since: str) -> None:
     """Also if its MAC is right."""
     async with Maintained(file_db.url, file_db.backend()) as maintained:
-        index = (await maintained.keys()).keyring.index
+        index = (await maintained.keyring()).index
         mac = index.mac("checkpoint", "rotation.data", since).hex()
         for value in (f"{since} {mac}", mac, f"{since} {mac}\n", f"{since} \u00df{mac[1:]}"):
             store(file_db, "data", value)

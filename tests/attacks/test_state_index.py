@@ -70,7 +70,7 @@ class Victim:
             await service.collections.append(CLINIC, "ada", '["list"]', encode_item({}))
             self.rows["list"] = self.value("SELECT max(id) FROM secure_sessions")
         async with self.maintained() as db:
-            index = (await db.keys()).keyring.index
+            index = (await db.keyring()).index
             await fill_index(db, BANK, ["ticket"])
             self.tags["declared"] = index.mac(
                 "state index declared", index.state_key(CLINIC, "ticket")
@@ -291,7 +291,7 @@ async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_k
     victim: Victim,
 ) -> None:
     async with victim.maintained() as db:
-        keyring = (await db.keys()).keyring
+        keyring = await db.keyring()
     mac = keyring.index.mac("features", keyring.database_id, "collections")
     victim.tags["old"] = f"collections {mac.hex()}"
     victim.run("UPDATE secure_meta SET value = :old WHERE name = 'features'")

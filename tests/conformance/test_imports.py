@@ -361,7 +361,7 @@ async def test_removed_table_is_reported(
     await db.unit.change(lambda connection: migrated.drop(connection))
     async with maintained(url, kind) as other:
         with pytest.raises(ConfigurationError, match="secure_migrated was removed: restore it"):
-            await other.keys()
+            await other.keyring()
 
 
 async def test_table_is_not_created_if_the_application_forbids_it(
@@ -387,4 +387,4 @@ async def test_table_of_another_program_is_rejected(
     )
     async with maintained(url, kind) as other:
         with pytest.raises(ConfigurationError, match="was not created by adk-secure-sessions"):
-            await other.keys()
+            await other.keyring()

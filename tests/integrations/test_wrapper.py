@@ -191,7 +191,7 @@ async def test_running_wrapper_does_not_write_with_an_erased_key(
     session = await create(service)
     # Another process erases the user: nothing empties the caches of this one.
     async with Database(key_url, AesGcmBackend(KEY)) as db:
-        await db.keys()
+        await db.keyring()
         statement = "DELETE FROM {} WHERE {}"
         await db.unit.change(lambda c: _delete_user(c, statement))
     new = await create(service, "new", state={"s": 1})

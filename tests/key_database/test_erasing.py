@@ -32,7 +32,7 @@ async def test_erasure_that_was_killed_after_the_keys_is_completed_by_the_next(p
         await create(service)
     db, faults = with_faults(pair.maintained)
     async with db:
-        await db.keys()
+        await db.keyring()
         # The first work on the data looks for `secure_migrated`.
         faults.data.before(Point.WORK, Killed(), nth=2)
         with pytest.raises(Killed):

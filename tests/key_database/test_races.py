@@ -113,7 +113,7 @@ async def test_verify_raises_no_alarm_if_keys_are_replaced_after_each_row_is_rea
             await replace_keys(files)
 
     async with db:
-        await db.keys()
+        await db.keyring()
         faults.keys.before(Point.READ, replace_every_second_time, nth=None)
         found = await verify(db)
     assert (found.problems, found.users, found.sessions) == ((), 3, 3)

@@ -71,7 +71,7 @@ def records_of(path: Path, tags: list[bytes]) -> list[bytes]:
 
 
 async def tags_of(db: Database, users: list[str]) -> list[bytes]:
-    index = (await db.keys()).keyring.index
+    index = (await db.keyring()).index
     return [index.user(APP, user) for user in users]
 
 

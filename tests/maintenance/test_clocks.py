@@ -140,7 +140,7 @@ async def test_authentic_key_of_an_impossible_time_is_named(
     """Only somebody who had a master key can have inserted it; no later time can be stored."""
     await fill(file_url)
     async with Database(file_url, AES) as db:
-        known = (await db.keys()).keyring
+        known = await db.keyring()
         assert known.current_id is not None
         ((owner,),) = query(file, "SELECT min(tag) FROM secure_users")
         forged = DataKeyRow(1, owner, 99, 1, 2**63 - 1, b"")

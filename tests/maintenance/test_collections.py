@@ -185,7 +185,7 @@ async def test_feature_that_is_added_while_a_separation_begins_is_not_lost(
 
     db, faults = with_faults(lambda: Database(file_url, BACKEND))
     async with db:
-        await db.keys()
+        await db.keyring()
         faults.data.before(Point.RUN, append, nth=2)
         with pytest.raises(SecureSessionError, match="try again"):
             await separate(db)

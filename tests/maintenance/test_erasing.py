@@ -364,7 +364,7 @@ async def test_session_that_is_made_while_an_erasure_commits_waits_for_it(
             assert not (tmp_path / "created").exists(), "it did not wait for the erasure"
 
         async with db:
-            await db.keys()
+            await db.keyring()
             # The first work looks for `secure_migrated`.
             plan = faults.data.after(Point.WORK, hold_the_transaction, nth=2)
             await erase_user(db, APP, "ada")
@@ -384,7 +384,7 @@ async def test_event_whose_append_is_running_when_an_erasure_begins_is_erased(
     await fill(url, users=["ada"], sessions=1)
     engine = sa.create_engine(place)
     async with Database(url, BACKEND) as db:
-        await db.keys()
+        await db.keyring()
         with engine.begin() as connection:  # what an append does, step by step
             connection.exec_driver_sql("UPDATE secure_sessions SET revision = 4")
             erasure = asyncio.ensure_future(erase_user(db, APP, "ada"))

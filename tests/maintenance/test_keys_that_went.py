@@ -108,7 +108,7 @@ async def test_maintenance_asks_the_key_service_again_after_a_failure(tmp_path: 
     url = await fill(tmp_path / "s.db")
     root = Failing(KEY)
     async with Database(url, AesGcmBackend(root)) as db:
-        await db.keys()
+        await db.keyring()
         async with Database(url, AesGcmBackend(KEY)) as other:
             await rotate_master(other)
         root.down = True

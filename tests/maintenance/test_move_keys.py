@@ -359,12 +359,12 @@ async def test_erasure_that_knows_the_old_place_fails_and_deletes_nothing(pair: 
     """Otherwise the data key would stay in the key database, and no row would name the user."""
     await prepare(pair, INTO)
     async with Database(for_service(pair.data), AES) as db:
-        await db.keys()
+        await db.keyring()
         await move(pair, INTO)
         with pytest.raises(ConfigurationError, match="were moved"):
             await erase_user(db, APP, "bob")
     async with database(pair) as db:
-        await db.keys()
+        await db.keyring()
         done = await erase_user(db, APP, "ada")
         assert (done.data_keys, done.users) == (1, 1)
         await move(pair, BACK)

@@ -130,7 +130,7 @@ async def test_of_two_rotations_at_once_one_succeeds_and_the_other_says_so(url: 
     counted, its_runs = with_faults(lambda: Database(url, old()))
     async with counted:
         await rotate_root(counted, dry_run=True)
-        await counted.keys()
+        await counted.keyring()
     backends = (new(), AesGcmBackend(OTHER))
     one, its_faults = with_faults(lambda: Database(url, backends[0], [old()]))
     two, other_faults = with_faults(lambda: Database(url, backends[1], [old()]))

@@ -500,7 +500,7 @@ async def test_running_service_stops_reading_when_its_keyring_is_renewed(
     await get(service)
     await service._imports.complete_migration()
     unit = service._unit
-    keys = await unit.keys()
+    keys = await unit.key_cache()
     await unit.reread_keyring(keys, keys.keyring)
     source.queried.clear()
     assert await service.get_session(**OTHER) is None

@@ -189,7 +189,7 @@ async def test_index_rows_of_a_session_that_another_node_deletes_are_not_stored(
         ) as indexing:
             await indexing.create_session(app_name=APP, user_id=USER, session_id="t")
         await cluster.wait_for_all()
-        key = (await db.keys()).keyring.index.state_key(APP, "k")
+        key = (await db.keyring()).index.state_key(APP, "k")
         identity = await db.unit.identify(APP, USER, "s")
         stored = await race(
             cluster,
@@ -216,7 +216,7 @@ async def test_erasure_also_deletes_what_another_node_has_just_committed(
             await near.append_event(session, changing({"n": 1, "user:n": 1}))
 
         async with cluster.database(1) as db:
-            await db.keys()
+            await db.keyring()
             erased = await race(cluster, write, erase_user(db, APP, USER))
         assert erased.sessions == 3  # type: ignore[attr-defined]
         await cluster.assert_whole()

@@ -126,7 +126,7 @@ def load_keys(attempt: Attempt) -> str:
 
 async def unit_that_knows_the_keys() -> UnitOfWork:
     unit = unit_of(one_database()[0])
-    staged = StagedKeys(await unit.keys())
+    staged = StagedKeys(await unit.key_cache())
     for owner in (WHO.app_tag, WHO.user_tag):
         staged.new(owner)
     staged.publish()
@@ -264,7 +264,7 @@ async def test_keys_of_an_attempt_that_failed_are_not_shared(pauses: list[float]
     unit = unit_of(one_database()[0])
     with pytest.raises(TamperedError):
         await unit.run(Scripted(fails))
-    assert not (await unit.keys()).knows(WHO.user_tag)
+    assert not (await unit.key_cache()).knows(WHO.user_tag)
 
 
 # --- data keys in a key database -----------------------------------------------------------------
@@ -328,7 +328,7 @@ async def test_data_key_that_the_keyring_no_longer_allows_waits_for_the_new_keyr
     operation = Scripted(NeedsDataKey(WHO.user_tag, 0), NeedsDataKey(WHO.user_tag, 0), "done")
     unit = unit_of(executors, keyrings)
     assert await unit.run(operation) == "done"
-    assert (await unit.keys()).keyring is newer
+    assert (await unit.keyring()) is newer
     guards = [
         change_in(step, "INSERT_KEY").parameters for step in keys.steps if isinstance(step, Apply)
     ]
@@ -365,8 +365,8 @@ async def test_keyring_is_opened_once_however_many_tasks_begin() -> None:
 async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call() -> None:
     unit = unit_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
     with pytest.raises(WrongKeyError):
-        await unit.keys()
-    assert (await unit.keys()).keyring.row_count == 2
+        await unit.key_cache()
+    assert (await unit.keyring()).row_count == 2
 
 
 async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stale() -> None:
@@ -397,7 +397,7 @@ async def test_tasks_that_saw_the_same_stale_keyring_read_the_new_one_once() -> 
         return keyring()
 
     unit = unit_of(one_database()[0], open_keyring)
-    await unit.keys()
+    await unit.key_cache()
     await asyncio.gather(*map(unit.run, operations))
     assert reads == 2
 
@@ -436,7 +436,7 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
     unit = unit_of(executors, KeyringReads(keyring(), newer))
     keys = await unit.data_keys_of(WHO.user_tag)
     assert keys.has_keys(WHO.user_tag)
-    assert (await unit.keys()).keyring is newer
+    assert (await unit.keyring()) is newer
     # They are read again after the keyring, because both may have changed meanwhile.
     assert executor.requests == ["read data keys of owners"] * 2
 
@@ -561,18 +561,18 @@ async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings
         executors, executor = one_database(stored.rows(keys=True), stored.rows(keys=True))
         keyrings = KeyringReads()
         units.append((await filled_unit(executors, keyrings), executor, keyrings))
-        opened.append(await units[-1][0].keys())
+        opened.append(await units[-1][0].key_cache())
     never_opened = unit_of(one_database()[0])
     empty_caches()
     for (unit, executor, keyrings), before in zip(units, opened, strict=True):
-        after = await unit.keys()
+        after = await unit.key_cache()
         assert not after.knows(WHO.user_tag)
         assert after.keyring is before.keyring
         identity = await unit.identify(*WHO[:3])
         assert await unit.run(GetSession(identity, lambda *_: None))
         assert executor.requests == [READ_WITH_KEYS] * 2
         assert keyrings.seen == [None]
-    assert (await never_opened.keys()).keyring.row_count == 2
+    assert (await never_opened.keyring()).row_count == 2
 
 
 async def test_operation_that_runs_while_the_caches_are_emptied_fills_none() -> None:
@@ -583,7 +583,7 @@ async def test_operation_that_runs_while_the_caches_are_emptied_fills_none() -> 
         return load_keys(attempt)
 
     await unit.run(Scripted(empties, reads_keys=True))
-    assert not (await unit.keys()).knows(WHO.user_tag)
+    assert not (await unit.key_cache()).knows(WHO.user_tag)
 
 
 def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
@@ -622,7 +622,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     keyrings = KeyringReads(first, waiting, keyring(pending=True), last)
     unit = UnitOfWork(one_database()[0], backends(), keyrings, cache=CACHES, keyring_pause=0.1)
     await unit.run(Scripted(StaleKeyring(), "done"))
-    assert (await unit.keys()).keyring is waiting
+    assert (await unit.keyring()) is waiting
     stored = [*marks(first), MasterMark(77, 0, b"")]
 
     def reads_keys(attempt: Attempt) -> str:
@@ -641,7 +641,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     for _ in range(3):
         await unit.run(Scripted(reads_keys, reads_keys, reads_keys=True))
     assert len(keyrings.seen) == 4
-    assert not (await unit.keys()).keyring.pending
+    assert not (await unit.keyring()).pending
 
 
 @pytest.mark.parametrize("rejected", [False, True])
@@ -661,7 +661,7 @@ async def test_nothing_is_kept_after_close(rejected: bool) -> None:
         with pytest.raises(WrongKeyError):
             await unit.run(operation)
     rows = weakref.ref(operation.attempts[0].cache)
-    keys = weakref.ref(await unit.keys())
+    keys = weakref.ref(await unit.key_cache())
     await unit.close()
     del stored, operation
     gc.collect()

@@ -156,7 +156,7 @@ def verify(
             with progress("verify") as report:
                 work = maintenance.verify(db, progress=report, rows_per_second=rows_per_second)
                 found["rows"] = call(work)
-        if only == "trail" or heads or (only is None and call(db.keys()).keyring.has_audit_table):
+        if only == "trail" or heads or (only is None and call(db.keyring()).has_audit_table):
             with progress("verify", "records") as report:
                 found["trail"] = call(
                     maintenance.verify_audit(

@@ -103,7 +103,7 @@ def _write(
 ) -> T:
     """Let *work* write to stdout, or to a new file, and return its result."""
     with progress(label, unit) as report, opened(db, again=None) as call:
-        call(db.keys())  # report a wrong key before the file is created
+        call(db.keyring())  # report a wrong key before the file is created
         with _output_to(file) as write:
             return call(work(db, write, progress=report, **options))
 

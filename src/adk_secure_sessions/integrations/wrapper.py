@@ -176,7 +176,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
-        await self._unit.keys()
+        await self._unit.key_cache()
         await _call(self._inner, "prepare_tables")
 
     @accessed("session.create")
@@ -387,7 +387,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
         Another process may have erased cached ones.
         """
-        keys = await self._unit.keys()
+        keys = await self._unit.key_cache()
         await self._feature.ensure()
         identity = await self._unit.identify(app_name, user_id, session_id)
         staged = await self._unit.run(writes.EnsureOwners(identity))
@@ -395,7 +395,7 @@ class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
 
     async def _read(self, identity: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
         """Return the result of *work*, which decrypts and may be called again with other keys."""
-        index = (await self._unit.keys()).keyring.index
+        index = (await self._unit.keyring()).index
         # If the other service answers from memory and the keys are cached, nothing else lets other
         # tasks run, and a task that reads in a loop would block all other tasks.
         await asyncio.sleep(0)

@@ -358,7 +358,7 @@ class _Trail:
 
 
 async def _opened(db: Database, progress: Progress | None, rows_per_second: float | None) -> _Trail:
-    keyring = (await db.keys()).keyring
+    keyring = await db.keyring()
     if not keyring.has_audit_table:
         raise ConfigurationError(
             "the database has no audit trail: no service with Audit(table=True) has used it"

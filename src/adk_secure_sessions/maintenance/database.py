@@ -17,7 +17,6 @@ from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
-from adk_secure_sessions.keys.data_keys import KeyCache
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
@@ -185,15 +184,14 @@ class Database(KeyMaterial, ClosedByWith):
         survey = await repeated(lambda: look_at(self.unit.executors.data))
         return survey.format_version is None
 
-    async def keys(self) -> KeyCache:
-        """Return the cache of data keys, with the unwrapped keyring."""
-        return await self.unit.keys()
+    async def keyring(self) -> Keyring:
+        return await self.unit.keyring()
 
     async def reread_keyring(self) -> Keyring:
         """Read the keyring again and return it.  Call this method after master keys changed."""
-        keys = await self.keys()
-        await self.unit.reread_keyring(keys, keys.keyring)
-        return keys.keyring
+        key_cache = await self.unit.key_cache()
+        await self.unit.reread_keyring(key_cache, key_cache.keyring)
+        return key_cache.keyring
 
     def reader_of(
         self, table: sa.FromClause

@@ -145,7 +145,9 @@ async def erase_user(
     obstacle = "nothing was deleted"
     if not dry_run:
         empty_caches()
-        obstacle = await clear(executors.keys, data_keys, db.limits.lock_wait, rewrite=rewrite)
+        obstacle = await clear(
+            executors.key_tables, data_keys, db.limits.lock_wait, rewrite=rewrite
+        )
     return Erasure(
         data_keys=deleted[data_keys.name],
         users=deleted[users.name],

@@ -90,7 +90,7 @@ async def lookup(
         raise ConfigurationError(
             "a session id or a collection is unique only for one user: give the user id, too"
         )
-    index = (await db.keys()).keyring.index
+    index = (await db.keyring()).index
     wanted = [("app", apps, index.app(app_name))]
     if user_id is not None:
         wanted.append(("user", users, index.user(app_name, user_id)))

@@ -123,7 +123,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     await db.close()  # the next call opens the database with its keys in the new place
     db.find_keys(in_key_database=to == "key-db")
     if move.has_audit_table:
-        await db.keys()  # store in the audit trail that this command has run
+        await db.keyring()  # store in the audit trail that this command has run
     return found
 
 
@@ -143,7 +143,7 @@ class _Move:
         self._run = secrets.token_hex(16)
         self._data = _Place("db", db.unit.executors.data, db.unit.read, db.unit.change)
         self._keys = _Place(
-            "key-db", db.unit.executors.keys, db.unit.read_keys, db.unit.change_keys
+            "key-db", db.unit.executors.key_tables, db.unit.read_keys, db.unit.change_keys
         )
         into = to == "key-db"
         self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]

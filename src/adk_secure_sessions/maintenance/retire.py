@@ -202,7 +202,7 @@ async def _retire_data_keys(
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _Replaced([], [])
-    together = db.unit.executors.keys is db.unit.executors.data
+    together = db.unit.executors.key_tables is db.unit.executors.data
     work = partial(_find_unused, owner_tag, rows, *decrypted, together, dry_run)
     keys = await db.unit.change(work, commit=not dry_run)
     if keys.unused and not together and not dry_run:
@@ -223,7 +223,7 @@ async def _decrypt_owner(
     Return the ids of the data keys that its row names, and the number of records by header.
     """
     await db.unit.data_keys_of(owner_tag)  # reads the keyring again if a data key needs a newer one
-    masters = (await db.keys()).keyring
+    masters = await db.keyring()
     if not all(can_unwrap(row, masters) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
     found = await read_owner_with_tag(db, owner_tag)
@@ -352,7 +352,7 @@ def _count_headers(
 
 async def _count_wrapped(db: Database) -> Counter[int] | None:
     """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
-    masters = (await db.keys()).keyring
+    masters = await db.keyring()
     counts: Counter[int] = Counter()
     async for rows in all_data_keys(db):
         for row in rows:

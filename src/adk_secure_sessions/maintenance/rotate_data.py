@@ -132,7 +132,7 @@ class DataRotationRun(Rotation):
         super().__init__(db, "data", DataRotation(), dry_run=dry_run)
 
     async def _prepare(self) -> int:
-        if (await self._db.keys()).keyring.current_id is None:
+        if (await self._db.keyring()).current_id is None:
             raise ConfigurationError(
                 "the keyring has no data master except one stored as plaintext, which protects "
                 "nothing: run `rotate master` first"
@@ -274,7 +274,7 @@ class DataRotationRun(Rotation):
             return 0
         writer = self._db.unit.backends.writer.backend_id
         left: Counter[str] = Counter()
-        masters = (await self._db.keys()).keyring
+        masters = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.done.since, masters)
         for one in counts:
             left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)

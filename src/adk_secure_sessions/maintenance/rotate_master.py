@@ -103,7 +103,7 @@ class _MasterRotationRun(Rotation):
     async def _prepare(self) -> int:
         if self._db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
             raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
-        await self._db.keys()
+        await self._db.keyring()
         return await count_rows(self._db, data_keys)
 
     async def _begin(self) -> None:
@@ -140,7 +140,7 @@ class _MasterRotationRun(Rotation):
 
     async def _walk(self) -> bool:
         before = self.done.rotated
-        masters = (await self._db.keys()).keyring
+        masters = await self._db.keyring()
         current = (WRAP_BACKEND_ID, self.done.master_id)
         async for rows in all_data_keys(self._db):
             await self._wrap([row for row in rows if header_ids(row.wrapped) != current], masters)

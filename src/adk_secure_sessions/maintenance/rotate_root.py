@@ -72,7 +72,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
-        await db.keys()  # stores the record of this command in the audit trail
+        await db.keyring()  # stores the record of this command in the audit trail
         if not await db.unit.change_keys(partial(replace_master_keys, old, new)):
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"

@@ -135,7 +135,7 @@ class Rotation(ABC):
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
             stored = {} if restart else (await self._db.survey()).meta
-            index = (await self._db.keys()).keyring.index
+            index = (await self._db.keyring()).index
             own = [one for one in unfinished(stored, index) if one.rotation == self._name]
             if own:
                 self.done.since, self.done.resumed = own[0].since, True
@@ -198,7 +198,7 @@ async def later_than_all_keys(db: Database) -> int:
     latest = time.time_ns() // 1000
     for master in await authentic_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring, master))
-    masters = (await db.keys()).keyring
+    masters = await db.keyring()
     size = db.limits.headers
     walk = pages(db.unit.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for page in walk:

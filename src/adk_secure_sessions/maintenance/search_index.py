@@ -134,7 +134,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     """
     _check(keys)
     add_facts(app=app_name)
-    index = (await db.keys()).keyring.index
+    index = (await db.keyring()).index
     if indexed.name not in (await db.survey()).feature_tables:
         return IndexChange()
     tags = {index.state_key(app_name, key) for key in keys}

@@ -95,7 +95,7 @@ async def separate(
             this run; or another run of `separate` was first.
     """
     await _finish_ids(db)
-    opened = (await db.keys()).keyring
+    opened = await db.keyring()
     # If no old data master is left, begin a new separation: an attacker may have replayed the
     # stored state of an ended separation, so that this copy seems to be separated already.
     resumed = opened.separation is not None and bool(
@@ -105,7 +105,7 @@ async def separate(
         await _begin(db)
     options: dict[str, Any] = {"progress": progress, "rows_per_second": rows_per_second}
     await _drop_rows_of_original(db)
-    opened = (await db.keys()).keyring
+    opened = await db.keyring()
     separation = opened.separation
     if separation is None:
         raise SecureSessionError(
@@ -126,7 +126,7 @@ async def separate(
         await _end(db, opened)
         if opened.has_audit_table:
             await db.reread_keyring()
-            await db.keys()  # store in the audit trail of the copy that this command has run
+            await db.keyring()  # store in the audit trail of the copy that this command has run
     return done
 
 
@@ -152,7 +152,7 @@ _OLD_DATA_KEYS = number_of(
 
 async def _begin(db: Database) -> None:
     """Store a new database id, bind all master keys to it, and delete old checkpoints."""
-    survey, opened = await db.survey(), (await db.keys()).keyring
+    survey, opened = await db.survey(), await db.keyring()
     check_features(survey, opened)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
     old_id, new_id = opened.database_id, secrets.token_bytes(16)
@@ -181,7 +181,7 @@ async def _finish_ids(db: Database) -> None:
     if not db.unit.executors.has_key_database:
         return
     data = await repeated(lambda: look_at(db.unit.executors.data))
-    survey = await repeated(lambda: look_at(db.unit.executors.keys, is_key_database=True))
+    survey = await repeated(lambda: look_at(db.unit.executors.key_tables, is_key_database=True))
     old_id = survey.separated_from
     if old_id is None or old_id != data.meta.get(meta.DATABASE_ID):
         return

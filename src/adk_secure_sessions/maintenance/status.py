@@ -289,6 +289,6 @@ async def _index(db: Database) -> BlindIndex | None:
     if not db.has_keys:
         return None
     try:
-        return (await db.keys()).keyring.index
+        return (await db.keyring()).index
     except (WrongKeyError, DecryptionError):
         return None

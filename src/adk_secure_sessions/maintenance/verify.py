@@ -115,7 +115,7 @@ async def verify(
     time.  `verify` parses the JSON of states, events and items, but does not check that the
     installed google-adk can read the events.
     """
-    index = (await db.keys()).keyring.index
+    index = (await db.keyring()).index
     of_features = (await db.survey()).feature_tables
     imports = [migrated] if migrated.name in of_features else []
     total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
@@ -236,7 +236,7 @@ class _Verifier:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
     async def check_imports(self) -> None:
-        seals = Seals((await self._db.keys()).keyring)
+        seals = Seals(await self._db.keyring())
         size = self._db.limits.headers
 
         def imported(*row: Any) -> tuple[MigratedRow, int | None]:
@@ -327,7 +327,7 @@ async def _find_orphans(db: Database, problems: Problems, *of_features: sa.Table
 
 async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
     """Report data keys that cannot be unwrapped, and data keys without the row of their owner."""
-    masters = (await db.keys()).keyring
+    masters = await db.keyring()
     detail = "its owner's row was removed"
     if db.unit.executors.has_key_database:
         detail += ", or a process ended before it could write that row"

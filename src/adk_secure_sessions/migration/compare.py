@@ -124,7 +124,7 @@ class ComparisonRun:
         """Compare everything; if *completes* is True, store or remove the mark."""
         began = time.monotonic()
         db, done = self._db, self._done
-        self.walk = Walk(self._source, db, (await db.keys()).keyring.index, self._selection)
+        self.walk = Walk(self._source, db, (await db.keyring()).index, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
         async for sessions in self.walk.sessions():
             await in_groups(_READS, self._compare, sessions)

@@ -84,7 +84,7 @@ class EncryptedSource(Source):
         return "a database of adk-secure-sessions 2"
 
     async def count(self, selection: Selection) -> int:
-        await self._db.keys()
+        await self._db.keyring()
         since = -(2**63) if selection.since is None else selection.since
         parameters: dict[str, object] = {"now": _now(), "since": since}
         if selection.app_name is not None:
@@ -137,7 +137,7 @@ class EncryptedSource(Source):
         `migrate` does not copy collections, because the contents of artifacts may be in an object
         store, encrypted with keys of their own.
         """
-        await self._db.keys()
+        await self._db.keyring()
         return bool(await self._db.unit.read(_ANY_COLLECTION, {}))
 
     async def close(self) -> None:

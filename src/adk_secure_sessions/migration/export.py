@@ -138,7 +138,7 @@ class _ExportRun:
         """Call *write*, which reads all sessions *passes* times."""
         began = time.monotonic()
         # Notice a wrong key before anything is written.
-        self._index = (await self.db.keys()).keyring.index
+        self._index = (await self.db.keyring()).index
         number = await self._source.count(self._selection)
         if self.app_name is not None:
             add_facts(app=self.app_name)

@@ -304,7 +304,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
         The mark is read again each time that this process has read the keyring.
         """
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
         if keyring is not self._keyring:
             is_first = self._keyring is None
             self._is_complete = await self._imports.migration_end() is not None

@@ -175,7 +175,7 @@ class Feature:
         A call accesses the database only if it is the first call, or the first call after this
         process has read the keyring again.
         """
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
         if self._ensured is keyring:
             return
         async with self._locks.hold("feature"):
@@ -190,7 +190,7 @@ class Feature:
 
     async def is_added(self) -> bool:
         """Return whether the database has the feature."""
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
         if self._ensured is keyring:
             return True
         # Read the table before the list of features.  Another process may be adding the feature: it

@@ -77,7 +77,7 @@ async def open_database(
                 (_, index), _ = fresh
                 created = {**marks, meta.FEATURES: feature_mark(index.index(), database_id)}
             new = [row for row, _ in fresh]
-            for row in new if await _make(executors.keys, part, keys, created, new) else ():
+            for row in new if await _make(executors.key_tables, part, keys, created, new) else ():
                 kind = f"{row.purpose} master"
                 record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not marks.keys() <= data.meta.keys():

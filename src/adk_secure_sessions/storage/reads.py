@@ -411,7 +411,7 @@ class _Listing(ReadOperation):
                 return []
             return [user] if user else []
         if executors.has_key_database:
-            keys = await read_data_keys(executors.keys.read, [row.tag for row in rows.users])
+            keys = await read_data_keys(executors.key_tables.read, [row.tag for row in rows.users])
             attempt.keys.load(keys.data_keys, keys.master_marks)
         opened = []
         for row in rows.users:

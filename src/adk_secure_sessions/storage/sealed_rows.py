@@ -399,11 +399,11 @@ def seal_events(
     *new* has the plaintext and the time of each event, and *previous* is the link of the event
     before the first.
     """
-    parts, owner, seal = attempt.identity.event_parts, attempt.identity.user_tag, attempt.keys.seal
+    parts, tag, seal = attempt.identity.event_parts, attempt.identity.user_tag, attempt.keys.seal
     rows = []
     for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
         context = records.numbered_context(parts, session_row, seq, at)
-        record = seal(owner, context, link + previous + event)
+        record = seal(tag, context, link + previous + event)
         rows.append(EventRow(session_row, seq, at, record))
         previous = link
     return rows

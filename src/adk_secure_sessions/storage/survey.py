@@ -281,7 +281,7 @@ async def survey_both(
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
         data = await look_at(executors.data)
-        keys = await look_at(executors.keys, is_key_database=True, known=known)
+        keys = await look_at(executors.key_tables, is_key_database=True, known=known)
     else:
         data = keys = await look_at(executors.data, known=known)
     ids_differ = data.meta.get(meta.DATABASE_ID) != keys.meta.get(meta.DATABASE_ID)

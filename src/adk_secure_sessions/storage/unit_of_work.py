@@ -311,8 +311,8 @@ class _OpenState(NamedTuple):
     *expires* (monotonic seconds).
     """
 
-    keys: KeyCache
-    rows: RowCache
+    key_cache: KeyCache
+    row_cache: RowCache
     identities: Lru[tuple[str, str, str, bool], Identity]
     objects: dict[object, Any]  # see `UnitOfWork.cached_object`
     expires: float
@@ -376,9 +376,11 @@ class UnitOfWork:
             raise ConfigurationError("this operation needs the root key: give a backend")
         return self._backends
 
-    async def keys(self) -> KeyCache:
-        """Return the keys of the database."""
-        return (await self._current()).keys
+    async def keyring(self) -> Keyring:
+        return (await self._current()).key_cache.keyring
+
+    async def key_cache(self) -> KeyCache:
+        return (await self._current()).key_cache
 
     async def cached_object(self, key: object, make: Callable[[], T]) -> T:
         """Return the object that is kept for *key* until the caches are emptied; *make* returns a
@@ -394,7 +396,7 @@ class UnitOfWork:
         If *expires* is given, empty only caches that expire at this time (monotonic seconds).
         """
         if (opened := self._opened) is not None and expires in (None, opened.expires):
-            new = self._with_empty_caches(opened.keys.keyring)
+            new = self._with_empty_caches(opened.key_cache.keyring)
             if expires is None:  # the running timers stay
                 new = new._replace(expires=opened.expires, timers=opened.timers)
             self._opened = new
@@ -421,17 +423,17 @@ class UnitOfWork:
         if opened is None:
             opened = await self._current()
         ids = (app_name, user_id, session_id, is_collection)
-        return opened.identities.get(ids) or identify(opened.keys.keyring.index, *ids)
+        return opened.identities.get(ids) or identify(opened.key_cache.keyring.index, *ids)
 
     @property
     def database_id(self) -> bytes | None:
         """The id of the database, 16 bytes; None if the database is not open."""
-        return None if self._opened is None else self._opened.keys.keyring.database_id
+        return None if self._opened is None else self._opened.key_cache.keyring.database_id
 
     def identify_if_open(self, app_name: str, user_id: str, session_id: str) -> Identity | None:
         """Do the same as `identify` for a session, but return None if the database is not open."""
         opened = self._opened
-        return opened and identify(opened.keys.keyring.index, app_name, user_id, session_id)
+        return opened and identify(opened.key_cache.keyring.index, app_name, user_id, session_id)
 
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
         """Attempt *operation* until it succeeds or meets this number of *conflicts*; see `_run`.
@@ -445,14 +447,14 @@ class UnitOfWork:
                 operation, opened, Retries(writes=operation.writes, conflicts=conflicts)
             )
         finally:
-            if opened.rows.lacks_user and self._opened is opened:
+            if opened.row_cache.lacks_user and self._opened is opened:
                 self.empty_caches()
 
     async def _run(self, operation: StorageOperation[T], opened: _OpenState, retries: Retries) -> T:
         """Attempt *operation* by the rules of this module, and return its result."""
-        identity = operation.identity
+        identity, key_cache = operation.identity, opened.key_cache
         separate = self.executors.has_key_database
-        are_cached = opened.keys.knows(identity.app_tag, identity.user_tag)
+        are_cached = key_cache.knows(identity.app_tag, identity.user_tag)
         reads_keys = operation.reads_keys or not are_cached
         if measured := telemetry.current_operation():
             measured.values.append((telemetry.IN_DATA_KEYS[are_cached], 1, 0.0))
@@ -466,9 +468,9 @@ class UnitOfWork:
         created: list[int] = []  # the ids of data keys stored in the key database
         in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
         while True:
-            keyring_seen = opened.keys.keyring
+            keyring_seen = key_cache.keyring
             keys = StagedKeys(
-                opened.keys,
+                key_cache,
                 keyring_was_reread=keyring_was_reread,
                 uses_cache=not reads_keys,
                 created=created,
@@ -480,10 +482,10 @@ class UnitOfWork:
             attempt = Attempt(
                 identity,
                 keys,
-                opened.rows,
+                opened.row_cache,
                 source,
                 is_first,
-                sequence_at_start=opened.rows.sequence,
+                sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries.locks_rows,
                 after_commit=[] if operation.writes else None,
                 missing_is_final=reads_keys and missing_is_final,
@@ -494,14 +496,14 @@ class UnitOfWork:
                 try:
                     if source is KeySource.KEY_DATABASE:
                         owners = [identity.app_tag, identity.user_tag]
-                        rows = await read_data_keys(self.executors.keys.read, owners)
+                        rows = await read_data_keys(self.executors.key_tables.read, owners)
                         keys.load(rows.data_keys, rows.master_marks)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
                     if keys.lacks_master and attempt.may_reread:
                         # Another process has changed the keyring again since it was read again.
                         rereads += 1
-                        await self.reread_keyring(opened.keys, keyring_seen)
+                        await self.reread_keyring(key_cache, keyring_seen)
                         telemetry.count_retry("keyring")
                         continue
                     if attempt.is_last:
@@ -517,25 +519,25 @@ class UnitOfWork:
                             retryable=True,
                         ) from None
                     tag, since = need.owner_tag, need.not_before
-                    row = await self._store_data_key(opened.keys, keys, tag, since, keyring_seen)
+                    row = await self._store_data_key(key_cache, keys, tag, since, keyring_seen)
                     created.append(row.id)
-                    _record_data_key(opened.keys.keyring, row)
+                    _record_data_key(key_cache.keyring, row)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
-                    await self.reread_keyring(opened.keys, keyring_seen)
+                    await self.reread_keyring(key_cache, keyring_seen)
                     keyring_was_reread = True
                     telemetry.count_retry("keyring")
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
                     # So another process may have caused the conflict by changing the keyring.
                     if keys.new_rows:
-                        await self.reread_keyring(opened.keys, keyring_seen)
+                        await self.reread_keyring(key_cache, keyring_seen)
                     raise
                 else:
                     keys.publish()
                     for row in in_doubt:
                         if keys.has_loaded(row):
-                            _record_data_key(opened.keys.keyring, row)
+                            _record_data_key(key_cache.keyring, row)
                     _cache_identity(opened, identity)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
@@ -548,7 +550,7 @@ class UnitOfWork:
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query on the key tables; repeat the query if the connection is lost."""
-        return await repeated(lambda: self.executors.keys.read(query, parameters))
+        return await repeated(lambda: self.executors.key_tables.read(query, parameters))
 
     async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction on the data database, and in a new one after a conflict."""
@@ -557,7 +559,7 @@ class UnitOfWork:
 
     async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* as `change` does, on the database that has the key tables."""
-        run = self.executors.keys.run
+        run = self.executors.key_tables.run
         return await repeated(lambda: run(work, commit=commit), writes=True)
 
     async def read_data_keys(self, owners: Iterable[object]) -> QueryRows:
@@ -569,7 +571,7 @@ class UnitOfWork:
 
         A data key that was tampered with raises DecryptionError when it is used.
         """
-        keys, tags = await self.keys(), list(owners)
+        keys, tags = await self.key_cache(), list(owners)
         rereads = 0
         while True:
             seen = keys.keyring
@@ -617,8 +619,8 @@ class UnitOfWork:
             key_cache.keyring = renewed
             # Meanwhile the caches may have been emptied, which has put the old keyring into a new
             # object: a rotation would then miss the master key that it has just created.
-            if (opened := self._opened) is not None and opened.keys.keyring is seen:
-                opened.keys.keyring = renewed
+            if (opened := self._opened) is not None and opened.key_cache.keyring is seen:
+                opened.key_cache.keyring = renewed
 
     async def _current(self) -> _OpenState:
         """Return the keys and the caches; open the database, or empty expired caches, first."""
@@ -626,10 +628,10 @@ class UnitOfWork:
         if opened is None:
             opened = await self._open()
         elif time.monotonic() >= opened.expires:
-            self._opened = opened = self._with_empty_caches(opened.keys.keyring)
+            self._opened = opened = self._with_empty_caches(opened.key_cache.keyring)
         self._start_timer(opened)
         if self._before_use is not None:
-            await self._before_use(opened.keys.keyring)
+            await self._before_use(opened.key_cache.keyring)
         return opened
 
     def _start_timer(self, opened: _OpenState) -> None:
@@ -683,7 +685,7 @@ class UnitOfWork:
         row = keys.new(owner_tag, not_before)
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
-        if not await self.executors.keys.write(partial(apply_once, changes)):
+        if not await self.executors.key_tables.write(partial(apply_once, changes)):
             await self.reread_keyring(key_cache, seen)
             raise Conflict
         return row
@@ -699,7 +701,7 @@ def _cache_identity(opened: _OpenState, identity: Identity) -> None:
     ids = (identity.app_name, identity.user_id, identity.session_id, identity.is_collection)
     if opened.identities.get(ids) is identity:
         return
-    rows = opened.rows
+    rows = opened.row_cache
     owner = rows.users.get(identity.user_tag)
     if not identity.user_id:
         owner = owner or rows.apps.get(identity.app_tag)

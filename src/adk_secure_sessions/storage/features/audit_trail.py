@@ -228,7 +228,7 @@ class AuditTrail(KeyMaterial):
         Return the result, and whether *entries* were stored: also to *on_commit_after_cancel*.  The
         other arguments and the errors are those of `Executor.write`.
         """
-        chain = self._take((await self._unit.keys()).keyring)
+        chain = self._take(await self._unit.keyring())
         draft, head = _Draft(), chain.head
         is_committed = False
 

@@ -92,7 +92,7 @@ class Collections:
 
     async def database_id(self) -> bytes:
         """Return the random id of the database."""
-        return (await self._unit.keys()).keyring.database_id
+        return (await self._unit.keyring()).database_id
 
     async def is_stored(self, row: int) -> bool:
         """Return whether there is a collection or a session with this row id."""

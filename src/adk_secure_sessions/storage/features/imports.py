@@ -655,7 +655,7 @@ class Imports:
         """
         end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
         await self.feature.ensure()
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
 
         def store(connection: sa.Connection) -> bool:
             stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
@@ -671,7 +671,7 @@ class Imports:
         old, new = MigrationEnd.COMPLETE, None
         if source_is_kept:
             old, new = MigrationEnd.SOURCE_ERASED, old
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
         if await self.migration_end() is not old:
             return False  # do not begin to write: the account may only be able to read
         marks = old.mark(keyring), new and new.mark(keyring)
@@ -679,7 +679,7 @@ class Imports:
 
     async def migration_end(self) -> MigrationEnd | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)
         value = await self._unit.change_keys(read, commit=False)
         if value is None:
@@ -693,7 +693,7 @@ class Imports:
         )
 
     async def _seals(self) -> Seals:
-        return Seals((await self._unit.keys()).keyring)
+        return Seals(await self._unit.keyring())
 
     async def _imported(
         self, table: sa.Table, seals: Seals, tags: Mapping[K, bytes]

@@ -38,8 +38,8 @@ class SearchIndex:
     ) -> None:
         if isinstance(keys, str):
             raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
-        self.keys: tuple[str, ...] = tuple(keys)
-        for key in self.keys:
+        self.state_keys: tuple[str, ...] = tuple(keys)
+        for key in self.state_keys:
             index_rows.check_key(key)
         self._unit = unit
         self._feature = Feature(unit, FeatureName.STATE_INDEX, create_table=create_table)
@@ -59,8 +59,8 @@ class SearchIndex:
         """
         index_rows.check_key(key)
         identity = await self._unit.identify(app_name)
-        lookup = Lookup((await self._unit.keys()).keyring, app_name, key, value)
-        is_configured = key in self.keys  # then, perhaps the app has no sessions yet
+        lookup = Lookup(await self._unit.keyring(), app_name, key, value)
+        is_configured = key in self.state_keys  # then, perhaps the app has no sessions yet
         for declares in (False, True) if is_configured else (False,):
             if declares:
                 await self.declare_configured(app_name)
@@ -85,7 +85,7 @@ class SearchIndex:
         for key in wanted:
             index_rows.check_key(key)
         await self._feature.ensure()
-        opened = await self._unit.keys()
+        opened = await self._unit.key_cache()
         keyring = opened.keyring
         tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
         if tags:
@@ -98,7 +98,7 @@ class SearchIndex:
 
     async def complete(self, tags: Iterable[bytes]) -> None:
         """Store that each session or user has its rows of the keys with these *tags*."""
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
         await self._unit.change(partial(index_rows.complete, keyring, list(tags)))
 
     async def withdraw(self, tags: Iterable[bytes]) -> None:
@@ -107,15 +107,15 @@ class SearchIndex:
 
     async def declare_configured(self, app_name: str) -> None:
         """Declare the keys that this process is configured to index, once for each app."""
-        if not self.keys:
+        if not self.state_keys:
             return
-        keyring = (await self._unit.keys()).keyring
+        keyring = await self._unit.keyring()
         seen, declared = self._declared
         if seen is not keyring:
             declared = set()
         elif app_name in declared:
             return
-        await self.declare(app_name, self.keys)
+        await self.declare(app_name, self.state_keys)
         self._declared = (keyring, {*declared, app_name})
 
 
