@@ -39,6 +39,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage.features.imports import ImportStatus
+from adk_secure_sessions.storage.unit_of_work import empty_caches
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, each_kind, event
 from tests.faults import Point, lost, with_faults
@@ -305,6 +306,31 @@ async def test_append_after_a_lost_answer_keeps_the_index(
     await service.append_event(session, event(delta={"ticket": 2, "user:mrn": "A"}))
     assert plan.happened
     assert await found(service, "ticket", 2) == ["one"]
+    await assert_kept(arguments)
+
+
+async def test_write_keeps_the_index_if_the_keyring_is_read_again_while_its_keys_are_declared(
+    stack: AsyncExitStack, arguments: dict[str, Any], db: Database
+) -> None:
+    made, faults = with_faults(
+        lambda: EncryptedSessionService(**arguments, indexed_state_keys=KEYS)
+    )
+    service, loop = await stack.enter_async_context(made), asyncio.get_running_loop()
+    await create(service, "first", ticket=1)
+
+    async def read_keyring_again() -> None:
+        async with Database(**arguments) as other:
+            await rotate_master(other)
+        loop.call_soon_threadsafe(empty_caches)
+        creation = create(service, "second", "of a new user", ticket=1)
+        await asyncio.to_thread(asyncio.run_coroutine_threadsafe(creation, loop).result)
+
+    faults.data.before(Point.RUN, read_keyring_again)
+    await service.create_session(
+        app_name="another app", user_id=USER, session_id="s", state={"ticket": 1}
+    )
+    found = await service.find_sessions(app_name="another app", key="ticket", value=1)
+    assert [one.id for one in found.sessions] == ["s"]
     await assert_kept(arguments)
 
 

@@ -151,7 +151,8 @@ class Keyring(KeyMaterial):
     features: frozenset[str] = field(default=frozenset(), init=False)  # when this was read
     # With a key database, only maintenance commands know this.
     has_audit_table: bool = field(default=False, init=False)
-    # The tags of the state keys whose values this process stores in `secure_state_index`.
+    # The tags of the state keys whose values this process stores in `secure_state_index`.  All
+    # keyrings of the process share the set: it grows at any time, also while this is read again.
     indexed_keys: set[bytes] = field(default_factory=set, init=False)
     # When the pending rows are unwrapped again, in monotonic seconds.
     retry_at: float = field(default=math.inf, init=False)

@@ -158,6 +158,8 @@ async def _open(
         row_count=survey.keyring_rows,
     )
     check_features(survey, opened)
+    if known is not None:
+        opened.indexed_keys = known.indexed_keys
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
     if indexed.name in survey.feature_tables:
@@ -168,9 +170,9 @@ async def _open(
                 "of some keys are not maintained; run `verify`",
                 MOST_MARKS,
             )
-        opened.indexed_keys = {
+        opened.indexed_keys.update(
             tag for tag, state in marks if isinstance(tag, bytes) and state is not None
-        }
+        )
     return opened
 
 

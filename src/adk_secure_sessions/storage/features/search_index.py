@@ -85,15 +85,12 @@ class SearchIndex:
         for key in wanted:
             index_rows.check_key(key)
         await self._feature.ensure()
-        opened = await self._unit.key_cache()
-        keyring = opened.keyring
+        keyring = (await self._unit.key_cache()).keyring
         tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
         if tags:
             app_tag = keyring.index.app(app_name)
             await self._unit.change(partial(index_rows.declare, keyring, app_tag, tags))
-        # The keyring may have been read again, by now or before the marks were committed.
-        for one in (keyring, opened.keyring):
-            one.indexed_keys.update(tags)
+        keyring.indexed_keys.update(tags)
         return tags
 
     async def complete(self, tags: Iterable[bytes]) -> None:
