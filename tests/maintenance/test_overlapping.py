@@ -147,6 +147,26 @@ async def test_overlapping_rotations_leave_no_record_under_a_retired_data_key(ur
     await assert_whole(url, AES)
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+async def test_rotation_for_another_backend_meanwhile_leaves_records_to_the_next_pass(
+    file_url: str, nth: int
+) -> None:
+    await fill(file_url, AES, users=["ada"], sessions=1, events=1)
+    db, faults = with_faults(lambda: Database(file_url, AES, [FERNET]))
+
+    async def rotate_to_fernet() -> None:
+        async with Database(file_url, FERNET, [AES]) as another:
+            await rotate_data(another)
+
+    # Between the renewal of a key, of the app or of the user, and the re-encryption of the records.
+    plan = faults.data.after(Point.WRITE, rotate_to_fernet, nth=nth)
+    async with db:
+        done = await rotate_data(db)
+    assert plan.happened
+    assert (done.left, done.bad) == (0, 0)  # a later pass has re-encrypted them
+    await assert_whole(file_url, AES)
+
+
 async def test_key_of_another_backend_that_is_retired_as_a_service_writes_is_not_used(
     postgresql: Server,
 ) -> None:

@@ -175,6 +175,8 @@ class DataRotationRun(Rotation):
             records = await records_of_owner(self._db, keys, table, row)
         if records is None:
             return  # the owner was deleted since its tag was read
+        if keys.current(tag) is None and not self._dry_run:
+            return  # a rotation for another backend has replaced the new key: `_count_left` counts
         await self._reencrypt(keys, tag, records)
         await self._meter.advance(len(records))
         if table is apps:
