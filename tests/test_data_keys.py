@@ -34,7 +34,7 @@ from adk_secure_sessions.keys.data_keys import (
 )
 from adk_secure_sessions.keys.keyring import Separation
 from adk_secure_sessions.telemetry import Operation, cipher_kind
-from tests.storage.support import ANOTHER_MASTER, MASTER, data_keys, keyring, marks
+from tests.storage.support import ANOTHER_MASTER, MASTER, data_keys, fingerprints, keyring
 
 ADA, BOB = b"tag of ada......", b"tag of bob......"
 CONTEXT = b"context"
@@ -51,7 +51,7 @@ def read(
     key_cache: KeyCache, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
 ) -> StagedKeys:
     staged = StagedKeys(key_cache, created=created)
-    staged.load(rows, marks(key_cache.keyring))
+    staged.load(rows, fingerprints(key_cache.keyring))
     return staged
 
 
@@ -306,11 +306,11 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     (planted,) = made(data_keys(keyring(ANOTHER_MASTER)), 1)
     staged = StagedKeys(both, keyring_was_reread=False)
     with pytest.raises(StaleKeyring):
-        staged.load([planted], marks(keyring(MASTER)))
+        staged.load([planted], fingerprints(keyring(MASTER)))
     assert not staged.has_keys(ADA)
     both.keyring = keyring(MASTER)
     again = StagedKeys(both)
-    again.load([planted], marks(keyring(MASTER)))
+    again.load([planted], fingerprints(keyring(MASTER)))
     again.choose_current(ADA, [planted.id])
     assert current_id(again) is None
     with pytest.raises(UnknownKeyError, match="no data master"):
@@ -322,11 +322,11 @@ def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
     keys = data_keys(keyring(MASTER))
     (row,) = made(keys, 1)
     (unknown,) = made(data_keys(keyring(ANOTHER_MASTER)), 1, BOB)
-    changed = marks(keyring(MASTER, ANOTHER_MASTER))
+    changed = fingerprints(keyring(MASTER, ANOTHER_MASTER))
     for rows, stored, lacks_master in (
         ([row], changed, False),
         ([row, junk(row)], changed, False),
-        ([row, unknown], marks(keys.keyring), False),
+        ([row, unknown], fingerprints(keys.keyring), False),
         ([row, unknown], changed, True),
     ):
         staged = StagedKeys(keys)

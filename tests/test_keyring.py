@@ -31,8 +31,8 @@ from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
     Keyring,
+    MasterFingerprint,
     MasterKeyRow,
-    MasterMark,
     UnwrappedMaster,
     new_master,
     open_keyring,
@@ -144,7 +144,7 @@ async def test_running_service_uses_only_known_rows_of_a_keyring_of_too_many(
         again = await renewed(stored, known, root)
         assert again.current_id == next(row.id for row in stored[::-1] if row in rows)
         assert again.row_count == 65
-        assert not again.has_marks(marks_of(stored))
+        assert not again.matches(fingerprints_of(stored))
         for _ in range(3):
             again = await renewed(stored, again, root)
     assert len(caplog.records) == 2, "once for each call with another keyring"
@@ -163,7 +163,7 @@ async def test_running_service_takes_up_the_last_of_64_rows(
     again = await renewed(rows, known, ROOT)
     assert again.current_id == rows[63].id
     assert again.row_count == 64
-    assert again.has_marks(marks_of(rows))
+    assert again.matches(fingerprints_of(rows))
     assert caplog.records == []
     assert (await opened(rows, ROOT)).current_id == rows[63].id
 
@@ -465,14 +465,14 @@ def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> KeyCach
 def loaded(key_cache: KeyCache, *rows: DataKeyRow) -> StagedKeys:
     """Return the keys of a transaction that has read *rows*, all of them named by their owners."""
     staged = StagedKeys(key_cache)
-    staged.load(rows, marks_of(key_cache.keyring.rows.values()))
+    staged.load(rows, fingerprints_of(key_cache.keyring.rows.values()))
     for owner in {row.owner for row in rows}:
         staged.choose_current(owner, [row.id for row in rows])
     return staged
 
 
-def marks_of(rows: Iterable[MasterKeyRow]) -> list[MasterMark]:
-    return [MasterMark(row.id, row.created_at, row.wrapped) for row in rows]
+def fingerprints_of(rows: Iterable[MasterKeyRow]) -> list[MasterFingerprint]:
+    return [MasterFingerprint(row.id, row.created_at, row.wrapped) for row in rows]
 
 
 def cipher_of(key_cache: KeyCache, row: DataKeyRow) -> Cipher:
@@ -506,12 +506,12 @@ async def test_keyring_knows_the_rows_that_it_was_read_from() -> None:
     keyring = await opened(rows, ROOT, OTHER)
     assert keyring.rows == {row.id: row for row in rows}
     assert keyring.row_count == 3
-    assert keyring.has_marks(marks_of(rows))
-    assert keyring.has_marks(marks_of(reversed(rows)))
-    assert not keyring.has_marks(marks_of(rows[1:]))
-    assert not keyring.has_marks(marks_of([*rows[:2], rows[1]]))
+    assert keyring.matches(fingerprints_of(rows))
+    assert keyring.matches(fingerprints_of(reversed(rows)))
+    assert not keyring.matches(fingerprints_of(rows[1:]))
+    assert not keyring.matches(fingerprints_of([*rows[:2], rows[1]]))
     for change in ({"id": 5}, {"created_at": 5}, {"wrapped": b""}):
-        assert not keyring.has_marks(marks_of([rows[0], row_like(rows[1], **change), rows[2]]))
+        assert not keyring.matches(fingerprints_of([rows[0], row_like(rows[1], **change), rows[2]]))
 
 
 JUNK: list[dict[str, Any]] = [
@@ -542,7 +542,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     assert again.current_id == rows[2].id
     assert (rows[1].id in again.masters) == (junk.id != rows[1].id)
     assert again.row_count == len(stored)
-    assert again.has_marks(marks_of(stored))
+    assert again.matches(fingerprints_of(stored))
     assert junk not in again.rows.values()
     StagedKeys(on(again, 1)).new(ADA)
     (record,) = caplog.records
@@ -553,7 +553,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     # The same bytes are neither tried nor logged again; other bytes are.
     for _ in range(3):
         again = await renewed(stored, again, root)
-    assert again.has_marks(marks_of(stored))
+    assert again.matches(fingerprints_of(stored))
     assert (len(root.unwrapped), len(caplog.records)) == (called, 1)
     await renewed([*stored[:-1], row_like(junk, wrapped=b"\x01 other junk")], again, root)
     assert len(caplog.records) == 2
@@ -587,7 +587,7 @@ async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:
         key = await unwrap_master_key(row, roots, DATABASE)
         moved.append(await wrap_master_key(row, OTHER, DATABASE, key))
     again = await renewed(moved, known, ROOT, OTHER)
-    assert again.has_marks(marks_of(moved))
+    assert again.matches(fingerprints_of(moved))
     assert again.current_id == rows[2].id
     assert again.rows[rows[0].id].root_key_id == OTHER.key_id
     assert again.index is known.index
@@ -604,7 +604,7 @@ async def test_running_service_rejects_another_index_master(
         again = await renewed([index, rows[1]], known, ROOT)
         assert again.index is known.index
         assert index.id not in again.rows
-        assert again.has_marks(marks_of([index, rows[1]]))
+        assert again.matches(fingerprints_of([index, rows[1]]))
     fault = "it is another index master than the one that this service has read"
     assert f"secure_keyring row {other.id}: {fault}, so the row" in caplog.text
     assert "does not unwrap" in caplog.text
@@ -663,7 +663,7 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     root = Failing(rows[2].wrapped)
     again = await renewed(rows, known, root)
     assert (bool(again.pending), again.current_id) == (True, rows[1].id)
-    assert again.has_marks(marks_of(rows))
+    assert again.matches(fingerprints_of(rows))
     assert again.row_count == 3
     with pytest.raises(UnknownKeyError, match=f"{rows[2].id} is not unwrapped yet"):
         cipher_of(on(again, 1), row)
@@ -674,9 +674,9 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     assert (await renewed(rows, again, root)).pending
     assert len(root.unwrapped) == 1
     again.retry_at = 0
-    assert not again.has_marks(marks_of(rows))
+    assert not again.matches(fingerprints_of(rows))
     again.is_being_renewed = True
-    assert again.has_marks(marks_of(rows))
+    assert again.matches(fingerprints_of(rows))
     again = await renewed(rows, again, root)
     assert (bool(again.pending), len(root.unwrapped), len(caplog.records)) == (True, 2, 1)
     again.retry_at = 0

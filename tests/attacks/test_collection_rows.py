@@ -350,7 +350,7 @@ FEATURES = "SELECT value FROM secure_meta WHERE name = 'features'"
 async def rolled_back(victim: Victim) -> None:
     async with victim.maintained() as db:
         keyring = await db.keyring()
-        mark = feature_list.feature_mark(keyring.index, keyring.database_id)
+        mark = feature_list.authenticated_features(keyring.index, keyring.database_id)
     victim.run("UPDATE secure_meta SET value = :mark WHERE name = 'features'", mark=mark)
 
 

@@ -20,7 +20,7 @@ from adk_secure_sessions.db.protocol import Apply, Change, Executors, Parameters
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys
-from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
+from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
 from adk_secure_sessions.storage.schema import (
     NEVER,
@@ -149,7 +149,7 @@ ROOT = bytes(range(32))
 def keyring(*masters: int, current: int | None = None, pending: bool = False) -> Keyring:
     """A keyring of data master keys that may all be used; the last one is current.
 
-    With *pending*, there is also a row whose key service failed; `marks` leaves it out.
+    With *pending*, there is also a row whose key service failed; `fingerprints` leaves it out.
     """
     masters = masters or (MASTER,)
     held = {master: MASTERS[master] for master in masters}
@@ -172,10 +172,10 @@ def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> KeyCache:
     return KeyCache(ring or keyring(), listed.by_id, listed.writer.backend_id, 100)
 
 
-def marks(ring: Keyring | None = None) -> list[MasterMark]:
+def fingerprints(ring: Keyring | None = None) -> list[MasterFingerprint]:
     """What a query for data keys reads of the keyring *ring*, as long as nobody changes it."""
     rows = (ring or keyring()).rows.values()
-    return [MasterMark(row.id, row.created_at, row.wrapped) for row in rows]
+    return [MasterFingerprint(row.id, row.created_at, row.wrapped) for row in rows]
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def raw(kind: int, numbers: Sequence[object], *blobs: object) -> RawRow:
 
 
 def key_rows(rows: Iterable[DataKeyRow], ring: Keyring | None = None) -> list[RawRow]:
-    """What a query for data keys returns: their *rows*, and the marks of the keyring."""
-    masters = [raw(MASTER_MARK, mark[:2], mark.wrapped) for mark in marks(ring)]
+    """What a query for data keys returns: their *rows*, and the fingerprints of the keyring."""
+    masters = [raw(MASTER_MARK, one[:2], one.wrapped) for one in fingerprints(ring)]
     return [
         *(
             raw(
@@ -260,7 +260,7 @@ class Stored:
     def reading(self) -> Attempt:
         """An attempt that has read the stored data keys."""
         keys = StagedKeys(self.keys)
-        keys.load(self.key_rows, marks())
+        keys.load(self.key_rows, fingerprints())
         return self.attempt(keys)
 
     def attempt(self, keys: StagedKeys) -> Attempt:

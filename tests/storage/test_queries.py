@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.keys.keyring import MasterMark
+from adk_secure_sessions.keys.keyring import MasterFingerprint
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import schema
 from adk_secure_sessions.storage.queries import QueryRows, chunks
@@ -62,7 +62,7 @@ KEY_COLUMNS: dict[str, Any] = {
 MASTER_COLUMNS: dict[str, Any] = {
     "id": 60, "purpose": "data", "root_key_id": "root", "created_at": 61, "wrapped": b"master",
 }  # fmt: skip
-MARK = MasterMark(60, 61, b"master")
+MARK = MasterFingerprint(60, 61, b"master")
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_data_keys_and_the_keyring_are_read_only_where_they_are_asked_for(
     filled: sa.Connection, forms: sql.QueryForms
 ) -> None:
     rows = read_rows(filled, forms.with_keys, limit=1)
-    assert (len(rows.data_keys), rows.master_marks) == (1, [MARK])
+    assert (len(rows.data_keys), rows.master_fingerprints) == (1, [MARK])
     rows = read_rows(filled, forms.without_keys, limit=1)
-    assert (rows.data_keys, rows.master_marks) == ([], [])
+    assert (rows.data_keys, rows.master_fingerprints) == ([], [])
 
 
 # --- changes that rely on what was read ----------------------------------------------------------

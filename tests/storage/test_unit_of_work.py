@@ -28,7 +28,7 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
-from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterKeyRow, MasterMark
+from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage.reads import GetSession
 from adk_secure_sessions.storage.unit_of_work import (
     Attempt,
@@ -48,9 +48,9 @@ from tests.storage.support import (
     backends,
     change_in,
     data_keys,
+    fingerprints,
     key_rows,
     keyring,
-    marks,
     one_database,
     two_databases,
 )
@@ -343,13 +343,13 @@ async def test_owners_are_asked_for_once_and_only_by_tag() -> None:
     owners: list[object] = [WHO.user_tag, WHO.user_tag, "text", 17, None]
     found = await read_data_keys(executor.read, owners)
     assert [row.owner for row in found.data_keys] == [WHO.app_tag, WHO.user_tag]
-    assert found.master_marks == marks()
+    assert found.master_fingerprints == fingerprints()
     assert len(executor.requests) == 1
 
 
 async def test_keyring_is_read_even_for_no_owner() -> None:
     found = await read_data_keys(FakeExecutor(NO_KEYS).read, ["text"])
-    assert (found.data_keys, found.master_marks) == ([], marks())
+    assert (found.data_keys, found.master_fingerprints) == ([], fingerprints())
 
 
 # --- the keyring ---------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stal
     record = forger.seal(WHO.user_tag, b"", b"")
 
     def loads(attempt: Attempt) -> object:
-        attempt.keys.load([forged], marks())
+        attempt.keys.load([forged], fingerprints())
         return attempt.keys.open(WHO.user_tag, b"", record)
 
     operation = Scripted(loads, loads)
@@ -623,7 +623,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     unit = UnitOfWork(one_database()[0], backends(), keyrings, cache=CACHES, keyring_pause=0.1)
     await unit.run(Scripted(StaleKeyring(), "done"))
     assert (await unit.keyring()) is waiting
-    stored = [*marks(first), MasterMark(77, 0, b"")]
+    stored = [*fingerprints(first), MasterFingerprint(77, 0, b"")]
 
     def reads_keys(attempt: Attempt) -> str:
         attempt.keys.load([], stored)

@@ -32,7 +32,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import Cipher, Packing
-from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterMark, new_key_id
+from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterFingerprint, new_key_id
 from adk_secure_sessions.keys.providers import KeyProvider
 
 _LAST_GENERATION = 2**62
@@ -202,16 +202,16 @@ class StagedKeys:
         """The keyring that this process uses now."""
         return self._key_cache.keyring
 
-    def load(self, rows: Iterable[DataKeyRow], masters: Iterable[MasterMark]) -> None:
+    def load(self, rows: Iterable[DataKeyRow], fingerprints: Iterable[MasterFingerprint]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
 
         A tampered row raises no error here, so that it does not affect other owners.  `key_of`
         raises the error if a record names the key of the tampered row.
 
-        If *masters*, the marks of `secure_keyring` that the same query has read, differ from the
+        If *fingerprints*, which the same query has read from `secure_keyring`, differ from the
         keyring and *keyring_was_reread* is False, raise StaleKeyring.
         """
-        keyring_has_changed = not self._key_cache.keyring.has_marks(masters)
+        keyring_has_changed = not self._key_cache.keyring.matches(fingerprints)
         if keyring_has_changed and not self._keyring_was_reread:
             raise StaleKeyring
         opened: dict[bytes, dict[int, DataKey | None]] = {}

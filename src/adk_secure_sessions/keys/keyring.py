@@ -80,11 +80,11 @@ class UnwrappedMaster(KeyMaterial):
             return False
 
 
-class MasterMark(NamedTuple):
+class MasterFingerprint(NamedTuple):
     """The columns that tell a service whether a row of `secure_keyring` has changed.
 
-    Every query for data keys also reads the marks of all keyring rows.  `wrapped` is bound to all
-    columns of its row, so every authentic change of a row changes `wrapped`.
+    Every query for data keys also reads the fingerprints of all keyring rows.  `wrapped` is bound
+    to all columns of its row, so every authentic change of a row changes `wrapped`.
     """
 
     id: int
@@ -163,7 +163,9 @@ class Keyring(KeyMaterial):
         stored = [*self.rows.values(), *self.rejected, *self.pending]
         if self.row_count < 0:
             self.row_count = len(stored)
-        self._marks = frozenset(MasterMark(row.id, row.created_at, row.wrapped) for row in stored)
+        self._fingerprints = frozenset(
+            MasterFingerprint(row.id, row.created_at, row.wrapped) for row in stored
+        )
 
     def master(self, key_id: int) -> Aes256Gcm:
         """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
@@ -182,15 +184,15 @@ class Keyring(KeyMaterial):
             return self.separation.old_id
         return self.database_id
 
-    def has_marks(self, marks: Iterable[MasterMark]) -> bool:
-        """Return whether *marks* equal the marks of the rows that this keyring was read from.
+    def matches(self, fingerprints: Iterable[MasterFingerprint]) -> bool:
+        """Return whether *fingerprints* equal those of the rows that this keyring was read from.
 
         Also return False if it is time to unwrap the pending rows again (rows whose key service
         failed), or if there were more than `MAX_ROWS` rows.
         """
         if self.row_count > MAX_ROWS or (self.retry_is_due and not self.is_being_renewed):
             return False
-        return frozenset(marks) == self._marks
+        return frozenset(fingerprints) == self._fingerprints
 
     @property
     def retry_is_due(self) -> bool:

@@ -36,7 +36,7 @@ from adk_secure_sessions.maintenance.retire import reject_wrapper
 from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import clusters, meta
-from adk_secure_sessions.storage.feature_list import check_features, feature_mark
+from adk_secure_sessions.storage.feature_list import authenticated_features, check_features
 from adk_secure_sessions.storage.pages import Reader, pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
@@ -168,7 +168,7 @@ class _Move:
         if source.format_version is not None:
             await self._source.change(partial(self._delete, tables, copy))
         obstacles = await rewrite(self._source.executor, tables, self._db.limits.lock_wait)
-        opened = self._mark(target.features - {FeatureName.MOVING})
+        opened = self._authenticated(target.features - {FeatureName.MOVING})
         await self._target.change(partial(self._open, target.meta[meta.FEATURES], opened))
         to, done = self._target.name, not obstacles
         return KeyMove(to, *copy[:2], has_begun, done, tuple(obstacles))
@@ -220,8 +220,8 @@ class _Move:
         self._opened = await open_keyring(rows, backends.roots, writer, holder.database_id)
         check_features(holder, self._opened)
 
-    def _mark(self, features: frozenset[str]) -> str:
-        return feature_mark(self._opened.index, self._opened.database_id, features)
+    def _authenticated(self, features: frozenset[str]) -> str:
+        return authenticated_features(self._opened.index, self._opened.database_id, features)
 
     async def _check_target(self, source: Survey, target: Survey) -> None:
         """Reject a target with keys, unless they are those of an unfinished move to it.
@@ -250,16 +250,16 @@ class _Move:
     async def _copy(self, source: Survey, target: Survey) -> None:
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source.read)
-        moving = self._mark(source.features | {FeatureName.MOVING})
+        moving = self._authenticated(source.features | {FeatureName.MOVING})
         await self._source.change(partial(self._close, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
-        marks = {name: source.meta[name] for name in names if name in source.meta}
-        marks |= {meta.FEATURES: moving, meta.MOVE: self._run}
+        meta_rows = {name: source.meta[name] for name in names if name in source.meta}
+        meta_rows |= {meta.FEATURES: moving, meta.MOVE: self._run}
         if self._target is self._keys:
-            marks[meta.HOLDS] = "keys"
+            meta_rows[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.keyring]
-        await self._target.change(partial(self._prepare, target, marks, masters))
+        await self._target.change(partial(self._prepare, target, meta_rows, masters))
         meter = Meter(self._progress, total, None)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
             await self._target.change(partial(self._insert, rows))
@@ -308,7 +308,7 @@ class _Move:
     def _prepare(
         self,
         expected: Survey,
-        marks: dict[str, str],
+        meta_rows: dict[str, str],
         masters: list[MasterKeyRow],
         connection: sa.Connection,
     ) -> None:
@@ -324,7 +324,7 @@ class _Move:
                 self._require_run(connection)
             for table in (data_keys, keyring):
                 connection.execute(sa.delete(table))
-            for name, value in marks.items():
+            for name, value in meta_rows.items():
                 meta.put(connection, name, value)
             connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
 

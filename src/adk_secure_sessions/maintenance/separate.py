@@ -35,7 +35,11 @@ from adk_secure_sessions.maintenance.rotate_root import replace_master_keys
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
 from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.feature_list import check_features, feature_mark, separation_marks
+from adk_secure_sessions.storage.feature_list import (
+    authenticated_features,
+    check_features,
+    separation_rows,
+)
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
 from adk_secure_sessions.storage.survey import FeatureName, Part, check, look_at
 
@@ -166,9 +170,9 @@ async def _begin(db: Database) -> None:
     roots = db.unit.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
-    marks = separation_marks(separation, opened.index, new_id, survey.features)
+    meta_rows = separation_rows(separation, opened.index, new_id, survey.features)
     old = (old_id.hex(), survey.meta[meta.FEATURES])
-    work = partial(_store, survey.keyring, wrapped, marks, old)
+    work = partial(_store, survey.keyring, wrapped, meta_rows, old)
     if not await db.unit.change_keys(work):
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.unit.executors.has_key_database:
@@ -215,11 +219,11 @@ async def _drop_rows_of_original(db: Database) -> None:
 def _store(
     old: list[MasterKeyRow],
     new: list[MasterKeyRow],
-    marks: dict[str, str],
+    meta_rows: dict[str, str],
     expected: tuple[str, str],
     connection: sa.Connection,
 ) -> bool:
-    """Store the keyring *new* and the rows *marks* of `secure_meta`, and delete all checkpoints.
+    """Store the keyring *new* and *meta_rows* in `secure_meta`, and delete all checkpoints.
 
     Return False if the keyring is not *old* any more, or the id and the features are not as
     *expected*: a service may have added a feature.
@@ -228,12 +232,12 @@ def _store(
     # while it holds this lock.
     current = [meta.read(connection, name, lock=True) for name in (meta.DATABASE_ID, meta.FEATURES)]
     # An earlier attempt may have been committed, although its connection was lost.
-    if current[0] == marks[meta.DATABASE_ID]:
+    if current[0] == meta_rows[meta.DATABASE_ID]:
         return True
     is_same = connection.scalar(number_of(keyring)) == len(old) and tuple(current) == expected
     if not (is_same and replace_master_keys(old, new, connection)):
         return False
-    for name, value in marks.items():
+    for name, value in meta_rows.items():
         meta.put(connection, name, value)
     meta.remove_checkpoints(connection)
     return True
@@ -253,10 +257,10 @@ async def _end(db: Database, opened: Keyring) -> None:
     if FeatureName.SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it
     features = survey.features - {FeatureName.SEPARATING, FeatureName.MIGRATION}
-    mark = feature_mark(opened.index, opened.database_id, features)
+    value = authenticated_features(opened.index, opened.database_id, features)
 
     def end(connection: sa.Connection) -> bool:
-        if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], mark):
+        if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], value):
             return False
         meta.put(connection, meta.SEPARATION, None)
         meta.put(connection, meta.MIGRATION_MARK, None)

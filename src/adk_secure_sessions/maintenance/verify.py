@@ -35,7 +35,7 @@ from adk_secure_sessions.maintenance.problems import (
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.storage import meta, reads
-from adk_secure_sessions.storage.features.imports import Seals
+from adk_secure_sessions.storage.features.imports import ImportMacs
 from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
 from adk_secure_sessions.storage.pages import pages, rows_where
@@ -236,7 +236,7 @@ class _Verifier:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
     async def check_imports(self) -> None:
-        seals = Seals(await self._db.keyring())
+        macs = ImportMacs(await self._db.keyring())
         size = self._db.limits.headers
 
         def imported(*row: Any) -> tuple[MigratedRow, int | None]:
@@ -246,7 +246,7 @@ class _Verifier:
             for row, version in rows:
                 self._imports += 1
                 try:
-                    seals.check(row)
+                    macs.check(row)
                     if isinstance(version, int) and version < row.number:
                         raise TamperedError(
                             f"the row that was imported has version {version} instead of "

@@ -36,7 +36,7 @@ REPLACED = (
 )
 
 
-def feature_mark(
+def authenticated_features(
     index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
 ) -> str:
     names = ",".join(sorted(features)) or NO_FEATURES
@@ -64,7 +64,7 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     keyring.separation = Separation(bytes.fromhex(found["old"]), int(found["since"]), masters)
 
 
-def separation_marks(
+def separation_rows(
     separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
     """Return the texts, by name, that `separate` stores in `secure_meta` when it begins."""
@@ -72,7 +72,7 @@ def separation_marks(
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         meta.DATABASE_ID: new_id.hex(),
-        meta.FEATURES: feature_mark(index, new_id, features | {FeatureName.SEPARATING}),
+        meta.FEATURES: authenticated_features(index, new_id, features | {FeatureName.SEPARATING}),
         meta.SEPARATION: f"{text} {index.mac('separation', new_id, text).hex()}",
     }
 
@@ -88,8 +88,8 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     _check_list(survey, keyring)
     if feature in survey.features:
         return
-    mark = feature_mark(keyring.index, keyring.database_id, survey.features | {feature})
-    if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], mark):
+    value = authenticated_features(keyring.index, keyring.database_id, survey.features | {feature})
+    if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], value):
         raise Conflict  # another process has changed the features since `look` read them
 
 

@@ -27,7 +27,11 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.storage import meta, schema
-from adk_secure_sessions.storage.feature_list import REPLACED, check_features, feature_mark
+from adk_secure_sessions.storage.feature_list import (
+    REPLACED,
+    authenticated_features,
+    check_features,
+)
 from adk_secure_sessions.storage.features.index_rows import MOST_MARKS, read_marks
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, keyring, metadata
 from adk_secure_sessions.storage.survey import (
@@ -60,7 +64,7 @@ async def open_database(
     if known is not None:
         return await open_existing(executors, backends, known, is_service=True)
     root = backends.writer.root_key
-    marks = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
+    meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
         data, keys, opened = await open_for_service(executors, backends, create_tables)
         database_id = keys.database_id or secrets.token_bytes(16)
@@ -68,20 +72,23 @@ async def open_database(
         missing = [INDEX, DATA]
         if opened is not None:
             missing = [DATA] if opened.current_id is None else []
-        marks |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
+        meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         part = Part.KEYS if executors.has_key_database else Part.ALL
-        if opened is None or missing or not marks.keys() <= keys.meta.keys():
+        if opened is None or missing or not meta_rows.keys() <= keys.meta.keys():
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
-            created = marks
+            created = meta_rows
             if opened is None:
                 (_, index), _ = fresh
-                created = {**marks, meta.FEATURES: feature_mark(index.index(), database_id)}
+                features = authenticated_features(index.index(), database_id)
+                created = {**meta_rows, meta.FEATURES: features}
             new = [row for row, _ in fresh]
-            for row in new if await _make(executors.key_tables, part, keys, created, new) else ():
+            for row in (
+                new if await _create_missing(executors.key_tables, part, keys, created, new) else ()
+            ):
                 kind = f"{row.purpose} master"
                 record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
-        elif executors.has_key_database and not marks.keys() <= data.meta.keys():
-            await _make(executors.data, Part.DATA, data, marks, [])
+        elif executors.has_key_database and not meta_rows.keys() <= data.meta.keys():
+            await _create_missing(executors.data, Part.DATA, data, meta_rows, [])
         else:
             _warn(data, backends.stores_plaintext)
             return opened
@@ -176,24 +183,24 @@ async def _open(
     return opened
 
 
-async def _make(
+async def _create_missing(
     executor: Executor,
     part: Part,
     expected: Survey,
-    marks: dict[str, str],
+    meta_rows: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> bool:
     """Create missing tables and rows; return False if the database has changed from *expected*."""
     if part.value is not None:
-        marks = {**marks, meta.HOLDS: part.value}
-    work = partial(_establish, part, expected, marks, fresh)
+        meta_rows = {**meta_rows, meta.HOLDS: part.value}
+    work = partial(_create_in_transaction, part, expected, meta_rows, fresh)
     return await run_to_open(executor, work, commit=True, is_key_database=part is Part.KEYS)
 
 
-def _establish(
+def _create_in_transaction(
     part: Part,
     expected: Survey,
-    marks: dict[str, str],
+    meta_rows: dict[str, str],
     fresh: list[MasterKeyRow],
     connection: sa.Connection,
 ) -> bool:
@@ -208,10 +215,10 @@ def _establish(
                     "the account may see all tables"
                 )
             return False
-        # Insert the marks: `meta.put` would replace those of another process.  Where `exclusively`
+        # Insert the rows: `meta.put` would replace those of another process.  Where `exclusively`
         # holds no lock, the other process may have created the database after `look`.
-        if new := marks.keys() - expected.meta.keys():
-            rows = [{"name": name, "value": marks[name]} for name in new]
+        if new := meta_rows.keys() - expected.meta.keys():
+            rows = [{"name": name, "value": meta_rows[name]} for name in new]
             connection.execute(sa.insert(schema.meta), rows)
         if fresh:
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterKeyRow, MasterMark
+from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     INDEX_MARK,
@@ -55,9 +55,9 @@ _MAX_KEYS = 1000
 
 
 class QueryForms(NamedTuple):
-    """Two forms of one query, of which one also reads data keys and the `MasterMark` of each row of
-    the keyring.  The marks tell whether the keyring has changed: a data key that is wrapped with a
-    retired data master must be rejected.
+    """Two forms of one query, of which one also reads data keys and the `MasterFingerprint` of each
+    row of the keyring.  The fingerprints tell whether the keyring has changed: a data key that is
+    wrapped with a retired data master must be rejected.
     """
 
     without_keys: sa.CompoundSelect[Any]
@@ -149,7 +149,7 @@ _SNAPSHOT = RowKind(4, SnapshotRow, snapshots.c)
 _EVENT = RowKind(5, EventRow, (events.c.seq, events.c.time, events.c.event))
 _KEY = RowKind(6, DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
 _MASTER = RowKind(
-    7, MasterMark, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
+    7, MasterFingerprint, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
 )
 _MIGRATED = RowKind(8, MigratedRow, migrated.c)
 _INDEXED = RowKind(9, IndexedRow, indexed.c)
@@ -576,11 +576,11 @@ class QueryRows:
         self.sessions: list[SessionRow]
         self.events: list[Row]  # as the driver returns them: see EVENT_SEQ
         self.data_keys: list[DataKeyRow]
-        self.master_marks: list[MasterMark]
+        self.master_fingerprints: list[MasterFingerprint]
         self.indexed: list[IndexedRow]
         (
             self.apps, self.users, witness_rows, self.sessions, snapshots, self.events,
-            self.data_keys, self.master_marks, migrated_rows, self.indexed,
+            self.data_keys, self.master_fingerprints, migrated_rows, self.indexed,
         ) = kinds  # fmt: skip
         self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in witness_rows}
         self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}
@@ -634,7 +634,7 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 @functools.cache
 def data_keys_of(number: int) -> sa.CompoundSelect[Any]:
     """Return the query for all data keys of *number* owners, whose tags `numbered` returns, and the
-    `MasterMark` of each row of the keyring, for a key database and for commands.
+    `MasterFingerprint` of each row of the keyring, for a key database and for commands.
     """
     if number > _FEW:
         return sa.union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _MASTERS)

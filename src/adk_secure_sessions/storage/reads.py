@@ -412,7 +412,7 @@ class _Listing(ReadOperation):
             return [user] if user else []
         if executors.has_key_database:
             keys = await read_data_keys(executors.key_tables.read, [row.tag for row in rows.users])
-            attempt.keys.load(keys.data_keys, keys.master_marks)
+            attempt.keys.load(keys.data_keys, keys.master_fingerprints)
         opened = []
         for row in rows.users:
             try:

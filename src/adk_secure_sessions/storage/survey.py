@@ -115,8 +115,8 @@ class Survey(NamedTuple):
     @property
     def part(self) -> Part | None:
         """The part that the database has; None if row `holds` has an unknown value."""
-        mark = self.meta.get(meta.HOLDS)
-        return next((part for part in Part if part.value == mark), None)
+        holds = self.meta.get(meta.HOLDS)
+        return next((part for part in Part if part.value == holds), None)
 
     @property
     def format_version(self) -> str | None:

@@ -265,7 +265,7 @@ class Attempt(NamedTuple):
     def load_keys(self, rows: QueryRows) -> None:
         """Unwrap the data keys in *rows* if the query has read them; see `StagedKeys.load`."""
         if self.key_source is KeySource.QUERY:
-            self.keys.load(rows.data_keys, rows.master_marks)
+            self.keys.load(rows.data_keys, rows.master_fingerprints)
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
@@ -497,7 +497,7 @@ class UnitOfWork:
                     if source is KeySource.KEY_DATABASE:
                         owners = [identity.app_tag, identity.user_tag]
                         rows = await read_data_keys(self.executors.key_tables.read, owners)
-                        keys.load(rows.data_keys, rows.master_marks)
+                        keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.attempt(attempt, self.executors)
                 except UnknownKeyError:
                     if keys.lacks_master and attempt.may_reread:
@@ -583,7 +583,7 @@ class UnitOfWork:
                 packing=self._packing,
             )
             try:
-                staged.load(rows.data_keys, rows.master_marks)
+                staged.load(rows.data_keys, rows.master_fingerprints)
             except StaleKeyring:
                 pass
             else:
@@ -721,7 +721,7 @@ def apply_once(changes: Sequence[Change]) -> Steps[bool]:
 async def read_data_keys(
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
 ) -> QueryRows:
-    """Return all data keys of *owners*, which are tags, and the `MasterMark` of each keyring row.
+    """Return all data keys of *owners*, which are tags, and the fingerprint of each keyring row.
 
     *read* runs a query on the database that stores data keys.
     """
@@ -731,5 +731,5 @@ async def read_data_keys(
     for tags in chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
         part = QueryRows(await read(data_keys_of(len(tags)), numbered(tags)))
         rows.data_keys += part.data_keys
-        rows.master_marks = part.master_marks
+        rows.master_fingerprints = part.master_fingerprints
     return rows

@@ -3,7 +3,7 @@
 `secure_migrated` has a row for each session, user and app that was imported, and a *tombstone* for
 each session and user that must not be imported.  A row stays when the session is deleted.
 Therefore, a later import never restores a deleted session, and never replaces a session that a
-service has changed since.  Each row has a *seal*, a keyed MAC: see docs/format.md, "Migration".
+service has changed since.  The column `seal` of each row is a MAC: see docs/format.md, "Migration".
 """
 
 import hmac
@@ -113,7 +113,7 @@ _STATUS = {
 }
 
 
-class Seals(NamedTuple):
+class ImportMacs(NamedTuple):
     """Computes and checks the MACs in the table `secure_migrated` of one database."""
 
     keyring: Keyring
@@ -128,10 +128,10 @@ class Seals(NamedTuple):
         return self.source(tag, canonical(load_state(state)))
 
     def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
-        """Return a row with its seal."""
+        """Return a row with its MAC."""
         parts = (self.keyring.database_id, tag, source)
-        seal = self.keyring.index.mac("migrated", *parts, numbers=(row_id, number))
-        return MigratedRow(tag, row_id, number, source, seal)
+        mac = self.keyring.index.mac("migrated", *parts, numbers=(row_id, number))
+        return MigratedRow(tag, row_id, number, source, mac)
 
     def tombstone(self, tag: bytes) -> MigratedRow:
         """Return a row that forbids the import of the session or user with *tag*."""
@@ -143,7 +143,7 @@ class Seals(NamedTuple):
             expected = self.row(*row[:4])
             if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
                 raise TamperedError(
-                    "its seal is wrong: it was modified, moved or copied from another database",
+                    "its MAC is wrong: it was modified, moved or copied from another database",
                     Reason.MISMATCH,
                 )
 
@@ -162,7 +162,7 @@ class Seals(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """A row of `secure_migrated` whose seal was checked.
+    """A row of `secure_migrated` whose MAC was checked.
 
     *stored* is the row id, and the revision or version, that the session, user or app has now; None
     if it is not stored.  These two numbers were not authenticated.
@@ -170,7 +170,7 @@ class Imported(NamedTuple):
 
     row: MigratedRow
     stored: tuple[int, int] | None
-    seals: Seals
+    macs: ImportMacs
 
     @property
     def is_untouched(self) -> bool:
@@ -193,26 +193,28 @@ class Imported(NamedTuple):
 
     def has_source(self, version: str) -> bool:
         """Return whether `import_session` has stored the session with this *source_version*."""
-        source = self.seals.source(self.row.tag, encode_text(version))
+        source = self.macs.source(self.row.tag, encode_text(version))
         return hmac.compare_digest(source, self.row.source)
 
     def has_state(self, state: bytes) -> bool:
         """Return whether *state* (JSON) is the state of the user or app that was imported."""
-        return hmac.compare_digest(self.seals.of_state(self.row.tag, state), self.row.source)
+        return hmac.compare_digest(self.macs.of_state(self.row.tag, state), self.row.source)
 
 
 class _Import(Write[T]):
     """Base class of the operations that store a session or a state of another database.
 
     With *replace*, they replace what was imported from another version than *source* (see
-    `Seals.source`), if no service has changed it since.
+    `ImportMacs.source`), if no service has changed it since.
     """
 
     audited_as = "import"
 
-    def __init__(self, identity: Identity, seals: Seals, source: bytes, *, replace: bool) -> None:
+    def __init__(
+        self, identity: Identity, macs: ImportMacs, source: bytes, *, replace: bool
+    ) -> None:
         super().__init__(identity)
-        self._seals = seals
+        self._macs = macs
         self._source = source
         self._replace = replace
 
@@ -256,7 +258,7 @@ class ImportSession(_Import[_Outcome]):
     def __init__(
         self,
         identity: Identity,
-        seals: Seals,
+        macs: ImportMacs,
         state: bytes,
         events: Sequence[SourceEvent],
         times: tuple[int, int, int],
@@ -264,7 +266,7 @@ class ImportSession(_Import[_Outcome]):
         *,
         replace: bool,
     ) -> None:
-        super().__init__(identity, seals, source, replace=replace)
+        super().__init__(identity, macs, source, replace=replace)
         checked = [*times[:2], *(event.time for event in events)]
         if max(map(abs, checked)) > _LATEST or not 0 <= times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
@@ -293,8 +295,8 @@ class ImportSession(_Import[_Outcome]):
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
-        row = self._seals.checked(rows, self.identity.session_tag)
-        of_user = self._seals.checked(rows, self.identity.user_tag)
+        row = self._macs.checked(rows, self.identity.session_tag)
+        of_user = self._macs.checked(rows, self.identity.user_tag)
         if row and row.row_id in self._sent:
             return self._sent[row.row_id], None
         if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
@@ -343,11 +345,11 @@ class ImportSession(_Import[_Outcome]):
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
             insert = of_unchanged_user(user, insert, sql.IMPORT_SESSION_OF_USER)
-        # *mark*, the INSERT into `secure_migrated`, comes before *insert*, the INSERT of the
-        # session.  On PostgreSQL, *mark* and `add_tombstone_of_user` wait for each other's
-        # transaction.  After *mark*, *insert* requires that the user has no tombstone.
-        mark = Change(sql.INSERT_MIGRATED, row._asdict())
-        changes = [mark, *owners.changes, insert, *new.inserts(attempt)]
+        # *remember*, the INSERT into `secure_migrated`, comes before *insert*, the INSERT of the
+        # session.  On PostgreSQL, *remember* and `add_tombstone_of_user` wait for each other's
+        # transaction.  After *remember*, *insert* requires that the user has no tombstone.
+        remember = Change(sql.INSERT_MIGRATED, row._asdict())
+        changes = [remember, *owners.changes, insert, *new.inserts(attempt)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
         return new
@@ -388,8 +390,8 @@ class ImportSession(_Import[_Outcome]):
         self._sent[row.id] = result
         head = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self._state, head=head)
-        mark = self._seals.row(row.tag, row.id, row.revision, self._source)
-        return NewSession.sealed(attempt, session), mark
+        migrated_row = self._macs.row(row.tag, row.id, row.revision, self._source)
+        return NewSession.sealed(attempt, session), migrated_row
 
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
         """Apply *changes* and insert the first group of events, then each further group; return
@@ -429,10 +431,10 @@ class ImportState(_Import[ImportStatus]):
     """
 
     def __init__(
-        self, identity: Identity, seals: Seals, state: bytes, *, of_user: bool, replace: bool
+        self, identity: Identity, macs: ImportMacs, state: bytes, *, of_user: bool, replace: bool
     ) -> None:
         self._tag = identity.user_tag if of_user else identity.app_tag
-        super().__init__(identity, seals, seals.of_state(self._tag, state), replace=replace)
+        super().__init__(identity, macs, macs.of_state(self._tag, state), replace=replace)
         self._state = state
         self._of_user = of_user
 
@@ -441,7 +443,7 @@ class ImportState(_Import[ImportStatus]):
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows) if self._of_user else None
         owner = user if self._of_user else app
-        row = self._seals.checked(rows, self._tag)
+        row = self._macs.checked(rows, self._tag)
         if row and (row.is_tombstone or owner is None):
             return ImportStatus.DELETED
         status = ImportStatus.NEW
@@ -456,9 +458,9 @@ class ImportState(_Import[ImportStatus]):
         elif owner and owner.state != b"{}" and self._source_of(owner) != self._source:
             return ImportStatus.SAME_ID
         changed = self._set(app, user, owners)
-        new = self._seals.row(self._tag, changed.row.id, changed.version, self._source)
-        mark = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
-        yield from apply_changes([*owners.changes, mark])
+        new = self._macs.row(self._tag, changed.row.id, changed.version, self._source)
+        remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
+        yield from apply_changes([*owners.changes, remember])
         return status
 
     def _set(self, app: Owner | None, user: Owner | None, owners: OwnerChanges) -> Owner:
@@ -475,7 +477,7 @@ class ImportState(_Import[ImportStatus]):
         return owners.set_state(owner, self._state)
 
     def _source_of(self, owner: Owner) -> bytes:
-        return self._seals.of_state(owner.row.tag, owner.state)
+        return self._macs.of_state(owner.row.tag, owner.state)
 
 
 class AddTombstone(Write[None]):
@@ -487,17 +489,17 @@ class AddTombstone(Write[None]):
 
     audited_as = "tombstone"
 
-    def __init__(self, identity: Identity, seals: Seals) -> None:
+    def __init__(self, identity: Identity, macs: ImportMacs) -> None:
         super().__init__(identity)
-        self._seals = seals
+        self._macs = macs
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
         tag = self.identity.session_tag
         rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.numbered([tag, tag]))
         if rows:
-            self._seals.check(MigratedRow(*rows[0][:5]))
+            self._macs.check(MigratedRow(*rows[0][:5]))
             return
-        new = self._seals.tombstone(tag)
+        new = self._macs.tombstone(tag)
         yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
 
 
@@ -587,11 +589,11 @@ class Imports:
         if expires_at is not None:
             await self._expiry.ensure()
         identity = await self._unit.identify(app_name, user_id, session_id)
-        seals = await self._seals()
+        macs = await self._macs()
         expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
         times = (created_at, updated_at, expiry)
-        source = seals.source(identity.session_tag, encode_text(source_version))
-        operation = ImportSession(identity, seals, state, events, times, source, replace=replace)
+        source = macs.source(identity.session_tag, encode_text(source_version))
+        operation = ImportSession(identity, macs, state, events, times, source, replace=replace)
         return (await self._unit.run(operation))[0]
 
     async def import_state(
@@ -607,8 +609,8 @@ class Imports:
             await self._index.declare_configured(owner[0])
         of_user = len(owner) > 1
         identity = await self._unit.identify(owner[0], owner[1] if of_user else "")
-        seals = await self._seals()
-        operation = ImportState(identity, seals, state, of_user=of_user, replace=replace)
+        macs = await self._macs()
+        operation = ImportState(identity, macs, state, of_user=of_user, replace=replace)
         return await self._unit.run(operation)
 
     async def imported(self, ids: Iterable[K]) -> dict[K, Imported]:
@@ -619,16 +621,16 @@ class Imports:
         """
         if not await self.feature.is_added():
             return {}
-        seals, wanted = await self._seals(), list(ids)
-        index, found = seals.keyring.index, dict[K, Imported]()
+        macs, wanted = await self._macs(), list(ids)
+        index, found = macs.keyring.index, dict[K, Imported]()
         tags_of: list[Callable[..., bytes]] = [index.app, index.user, index.session]
         for number, (table, tag_of) in enumerate(
             zip((apps, users, sessions), tags_of, strict=True), 1
         ):
             tags = {one: tag_of(*one) for one in wanted if len(one) == number}
-            found |= await self._imported(table, seals, tags)
+            found |= await self._imported(table, macs, tags)
         of_users = {one: index.user(*one[:2]) for one in wanted if len(one) == 3}
-        for one, of_user in (await self._imported(users, seals, of_users)).items():
+        for one, of_user in (await self._imported(users, macs, of_users)).items():
             if of_user.row.is_tombstone:
                 found[one] = of_user._replace(stored=found[one].stored if one in found else None)
         return found
@@ -641,11 +643,11 @@ class Imports:
         """
         await self.feature.ensure()
         identity = await self._unit.identify(app_name, user_id, session_id or "")
-        seals = await self._seals()
+        macs = await self._macs()
         if session_id is not None:
-            await self._unit.run(AddTombstone(identity, seals))
+            await self._unit.run(AddTombstone(identity, macs))
             return
-        await self._unit.change(partial(add_tombstone_of_user, seals.tombstone(identity.user_tag)))
+        await self._unit.change(partial(add_tombstone_of_user, macs.tombstone(identity.user_tag)))
 
     async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
@@ -692,16 +694,16 @@ class Imports:
             "run `migrate compare` again"
         )
 
-    async def _seals(self) -> Seals:
-        return Seals(await self._unit.keyring())
+    async def _macs(self) -> ImportMacs:
+        return ImportMacs(await self._unit.keyring())
 
     async def _imported(
-        self, table: sa.Table, seals: Seals, tags: Mapping[K, bytes]
+        self, table: sa.Table, macs: ImportMacs, tags: Mapping[K, bytes]
     ) -> dict[K, Imported]:
         rows: dict[bytes, Imported] = {}
         for part in chunks(dict.fromkeys(tags.values())):
             query = migrated_rows(table.name, len(part))
             for row in await self._unit.read(query, numbered(part)):
-                one = seals.imported(row)
+                one = macs.imported(row)
                 rows[one.row.tag] = one
         return {key: rows[tag] for key, tag in tags.items() if tag in rows}
