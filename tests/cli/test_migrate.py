@@ -170,7 +170,7 @@ def test_database_with_another_key_is_copied() -> None:
     [
         (["--since", "yesterday"], "such as 2026-03-31"),
         (["--from-time-zone", "Mars/Base"], "such as Europe/Berlin"),
-        (["--delete-gone", "--since", "2026-01-01"], "--delete-gone cannot be combined with"),
+        (["--delete-gone", "--since", "2026-01-01"], "cannot be combined with --since"),
         (["--from-key", "env:OLD_KEY"], "the source is not encrypted"),
     ],
 )

@@ -346,10 +346,10 @@ def test_keys_are_moved_into_a_key_database_and_back(file: str) -> None:
     assert said == (0, f"{text}key_db_url\n", "")
     assert run("verify", *on(file), *keys).code == 0
     alone = run("verify", *on(file))
-    assert (alone.code, "pass that as --key-db" in alone.stderr) == (2, True)
+    assert (alone.code, "pass that as key_db_url (--key-db" in alone.stderr) == (2, True)
     said = run("move-keys", *on(file), *keys, "--to", "db", *confirmed(file))
     text = "moved: 2 master keys, 3 data keys\nthe database has its keys: start services without "
     assert said == (0, f"{text}key_db_url\n", "")
     assert run("verify", *on(file)).code == 0
     nowhere = run("move-keys", *on(file), "--to", "key-db", *confirmed(file))
-    assert (nowhere.code, "pass it as --key-db" in nowhere.stderr) == (2, True)
+    assert (nowhere.code, "pass it as key_db_url (--key-db" in nowhere.stderr) == (2, True)

@@ -110,7 +110,7 @@ def test_commands_take_the_key_database(
     assert said.startswith("deleted: 7 sessions\n")
     alone = run("verify", "--db", data, *key)
     assert (alone.code, alone.stdout) == (2, "")
-    assert "pass that as --key-db" in alone.stderr
+    assert "pass that as key_db_url (--key-db" in alone.stderr
     nowhere = run("status", "--db", data, "--key-db", f"sqlite:///{tmp_path}/no.db")
     assert (nowhere.code, "there is no file" in nowhere.stderr) == (2, True)
     same = run("status", "--db", data, "--key-db", data)

@@ -164,7 +164,7 @@ Wrong = Callable[[Places], tuple[sa.URL, sa.URL | None]]
 MISMATCHES: dict[str, tuple[Wrong, str]] = {
     "data without its keys": (lambda p: (p.pair.data, None), "pass that as key_db_url"),
     "keys without their data": (lambda p: (p.pair.keys, None), "this is a key database"),
-    "keys in place of data": (lambda p: (p.other.keys, p.pair.keys), "db_url names a key"),
+    "keys in place of data": (lambda p: (p.other.keys, p.pair.keys), "data's URL names a key"),
     "the two swapped": (lambda p: (p.pair.keys, p.pair.data), "names a"),
     "keys beside data": (lambda p: (p.whole, p.pair.keys), "omit key_db_url"),
     "new keys beside data": (lambda p: (p.whole, p.new.keys), "omit key_db_url"),
@@ -172,8 +172,8 @@ MISMATCHES: dict[str, tuple[Wrong, str]] = {
     "all of a database as keys": (lambda p: (p.pair.data, p.whole), "a database of sessions"),
     "all of a database as new keys": (lambda p: (p.new.data, p.whole), "a database of sessions"),
     "data as keys": (lambda p: (p.pair.data, p.other.data), "a database of sessions"),
-    "new keys": (lambda p: (p.pair.data, p.new.keys), "restore the key database from a backup"),
-    "new data": (lambda p: (p.new.data, p.pair.keys), "check db_url"),
+    "new keys": (lambda p: (p.pair.data, p.new.keys), "restore it from a backup"),
+    "new data": (lambda p: (p.new.data, p.pair.keys), "check its URL"),
 }
 
 

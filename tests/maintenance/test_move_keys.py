@@ -418,7 +418,7 @@ async def test_key_database_of_another_database_is_rejected(files: Pair, tmp_pat
     for to in (INTO, BACK):
         with pytest.raises(ConfigurationError, match="belongs to another"):
             await move(Pair(files.data, other.keys), to)
-    with pytest.raises(ConfigurationError, match="key_db_url names a database of sessions"):
+    with pytest.raises(ConfigurationError, match="names a database of sessions"):
         await move(Pair(files.data, other.data), INTO)
 
 

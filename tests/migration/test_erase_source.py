@@ -305,7 +305,7 @@ async def test_session_created_again_in_an_erased_source_replaces_nothing(
     async with AdkTables(source_file) as source, database(target_url) as db:
         done = await migrate(source, db)
         assert (done.copied, done.conflicts) == (0, 2)
-        with pytest.raises(ConfigurationError, match="omit delete_gone"):
+        with pytest.raises(ConfigurationError, match="omit --delete-gone"):
             await migrate(source, db, delete_gone=True)
         assert not (await compare(source, db)).clean
 

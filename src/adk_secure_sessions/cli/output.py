@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,25 +21,7 @@ from adk_secure_sessions.results import counted as counted
 
 # The fields with lists of ids.  The fields with a single id are `id`, `row` and all `..._id`.
 _LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
-# Fields with texts that may name arguments of Python functions.
-_TEXTS = ("detail", "obstacle")
 _NAMES = {one.backend_id: one.name for one in (AesGcmBackend, FernetBackend, NoOpBackend)}
-# Errors of `maintenance` name arguments of Python functions, which the command line does not have.
-# Pairs: a phrase in a text of this package, and the phrase that the command line prints instead.  A
-# longer phrase comes before a shorter phrase that it contains: the first phrase that fits is
-# replaced.  A test checks that every phrase occurs in the package.
-WORDING = (
-    ("list a backend with that key", "give its key spec with --key or --also-key"),
-    ("list NoOpBackend() in additional_backends", "give --also-backend no-op"),
-    ("list it in additional_backends", "give it with --also-backend"),
-    ("delete_gone cannot be combined with since", "--delete-gone cannot be combined with --since"),
-    ("omit delete_gone", "omit --delete-gone"),
-    ("with --restart or restart=True", "with --restart"),
-    ("older_than", "--older-than"),
-    ("key_db_url", "--key-db"),
-    ("db_url", "--db"),
-)
-_PHRASES = re.compile("|".join(re.escape(phrase) for phrase, _ in WORDING))
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
 LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
 
@@ -72,8 +53,6 @@ def plain(value: Any, name: str = "") -> Any:
     if isinstance(value, tuple | list):
         element = "id" if name in _LISTS_OF_IDS else ""
         return [plain(item, element) for item in value]
-    if name in _TEXTS:
-        return for_command_line(value)
     is_id = name in ("id", "row") or name.endswith("_id")
     return value if value is None or not is_id else str(value)
 
@@ -112,12 +91,7 @@ def _results_in(result: object) -> list[Result]:
 
 def _lines(results: Iterable[Result]) -> Iterator[str]:
     for one in results:
-        yield from map(for_command_line, one.lines(bool(option_value("dry_run"))))
-
-
-def for_command_line(text: str) -> str:
-    """Return *text* with arguments of Python functions replaced by command-line options."""
-    return _PHRASES.sub(lambda found: dict(WORDING)[found[0]], text)
+        yield from one.lines(bool(option_value("dry_run")))
 
 
 def without_controls(text: str) -> str:

@@ -14,12 +14,7 @@ import click
 
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.lazy_packages import Database
-from adk_secure_sessions.cli.output import (
-    for_command_line,
-    option_value,
-    progress,
-    without_controls,
-)
+from adk_secure_sessions.cli.output import option_value, progress, without_controls
 from adk_secure_sessions.errors import SecureSessionError
 
 T = TypeVar("T")
@@ -232,7 +227,7 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # the reader of the output has ended: click exits with 1
         raise
     except SecureSessionError as error:
-        name, message = type(error).__name__, for_command_line(str(error))
+        name, message = type(error).__name__, str(error)
         retryable = getattr(error, "retryable", False)
         raise Failure(message, name, retryable=retryable) from None
     except OSError as error:

@@ -200,7 +200,7 @@ async def purge_blobs(
         TamperedError: A row is orphaned; nothing was marked or deleted.
     """
     if older_than < _MIN_AGE:
-        raise ConfigurationError("older_than of blobs must be at least 48 hours")
+        raise ConfigurationError("only blobs older than 48 hours can be deleted")
     blobs = await blobs_of_database(db, as_artifact_store(store))
     # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
     # mark of a blob whose row is deleted in the meantime is not withdrawn.

@@ -492,6 +492,7 @@ def _not_listed(backend_id: int) -> DecryptionError:
     if backend_id == records.NOOP_BACKEND_ID:
         return PlaintextRefusedError("stored as plaintext by NoOpBackend, which is not listed")
     return UnknownKeyError(
-        f"encrypted by backend {backend_id}, which is not listed: list it in additional_backends",
+        f"encrypted by backend {backend_id}, which is not listed: list it in additional_backends "
+        "(--also-backend or --from-backend)",
         reason=Reason.UNKNOWN_BACKEND,
     )

@@ -526,14 +526,15 @@ async def unwrap_master_key(
     if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
         raise PlaintextRefusedError(
             f"master key {row.id} was stored as plaintext by NoOpBackend, or by an attacker: if "
-            "you have used NoOpBackend, list NoOpBackend() in additional_backends to read the "
-            "database anyway; otherwise restore secure_keyring from a backup"
+            "you have used NoOpBackend, list NoOpBackend() in additional_backends (no-op, with "
+            "--also-backend or --from-backend) to read the database anyway; otherwise restore "
+            "secure_keyring from a backup"
         )
     if root is None:
         given = ", ".join(map(repr, sorted(roots)))
         raise WrongKeyError(
             f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
-            f"given {given}: list a backend with that key"
+            f"given {given}: list a backend with that key (--key, --also-key or --from-key)"
         )
     try:
         key = await _answer_of(root, root.unwrap(row.wrapped, row.context(database_id)))

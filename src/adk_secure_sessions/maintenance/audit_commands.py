@@ -215,7 +215,7 @@ async def purge_audit(
     """
     if older_than < _MIN_AGE:
         raise ConfigurationError(
-            "older_than must be at least 48 hours: services may still append to younger chains"
+            "only chains older than 48 hours can be deleted: services may still append to others"
         )
     before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
     trail = await _opened(db, progress, None)

@@ -154,7 +154,7 @@ class Database(KeyMaterial, ClosedByWith):
         for file in self._files if of_keys else self._files[:1]:
             if file is not None and not file.exists():
                 raise ConfigurationError(
-                    f"there is no file {str(file)!r}: check db_url and the working directory, or "
+                    f"there is no file {str(file)!r}: check the URL and the working directory, or "
                     "create the database with `adk-secure-sessions init`"
                 )
 

@@ -64,7 +64,7 @@ _CHANGED = (
 )
 _IN_USE = (
     "the move would overwrite or delete keys that may be in use: wait for the end of another run "
-    "of `move-keys`, or check db_url, which may name an old copy of the data, and key_db_url"
+    "of `move-keys`, or check both URLs: one may name an old copy of the data"
 )
 
 
@@ -116,7 +116,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
         raise ConfigurationError("to must be 'key-db' or 'db'")
     db.find_keys(in_key_database=True)
     if not db.unit.executors.has_key_database:
-        raise ConfigurationError("give the key database: pass it as key_db_url")
+        raise ConfigurationError("give the key database: pass it as key_db_url (--key-db)")
     db.require_files(of_keys=to == "db")
     move = _Move(db, to, progress)
     found = await move.transfer()

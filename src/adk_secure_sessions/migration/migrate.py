@@ -140,8 +140,8 @@ async def migrate(
     is_part = not (source.has_all_apps or selection.app_name)
     if delete_gone and (is_part or selection.since is not None):
         raise ConfigurationError(
-            "delete_gone cannot be combined with since, or with a ServiceSource without app_name: "
-            "sessions that were not read are not gone"
+            "--delete-gone (delete_gone) cannot be combined with --since (since), or with a "
+            "ServiceSource without app_name: sessions that were not read are not gone"
         )
     lifetime, began = lifetime_of(expires_after), time.monotonic()
     number = await source.count(selection)
@@ -151,7 +151,7 @@ async def migrate(
     if delete_gone and index is not None and await db.imports.migration_end():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "
-            "longer has are not deleted: omit delete_gone"
+            "longer has are not deleted: omit --delete-gone (delete_gone)"
         )
     done = Migration(deleted_gone=delete_gone and not dry_run)
     run = _MigrationRun(
@@ -302,7 +302,7 @@ class _MigrationRun:
             raise ConfigurationError(
                 "the source has sessions whose ids cannot be decrypted, so any copy may be a copy "
                 "of them: nothing was deleted; check the root keys and the backends of the source, "
-                "or omit delete_gone"
+                "or omit --delete-gone (delete_gone)"
             )
         async for ids, tag, copy in self.walk.gone():
             if isinstance(copy, Unreadable):

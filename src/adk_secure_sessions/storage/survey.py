@@ -374,17 +374,18 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
     )
 
 
-_NO_KEY_DATABASE = "key_db_url names a database of sessions: pass a key database, or an empty one"
+_KEY_DB = "key_db_url (--key-db or --from-key-db)"
+_NO_KEY_DATABASE = f"{_KEY_DB} names a database of sessions: pass a key database, or an empty one"
 MISPLACED = {
-    (Part.ALL, Part.DATA): "this database has its keys in a key database: pass that as key_db_url",
+    (Part.ALL, Part.DATA): f"this database has its keys in a key database: pass that as {_KEY_DB}",
     (Part.ALL, Part.KEYS): (
-        "this is a key database: pass it as key_db_url, and the database of the data as db_url"
+        f"this is a key database: pass it as {_KEY_DB}, and also pass the database of the data"
     ),
     (Part.DATA, Part.ALL): (
-        "this database has keys of its own: omit key_db_url; or, if its keys are in that key "
+        f"this database has keys of its own: omit {_KEY_DB}; or, if its keys are in that key "
         "database, restore secure_meta, whose row `holds` is missing"
     ),
-    (Part.DATA, Part.KEYS): "db_url names a key database: pass the database of the data",
+    (Part.DATA, Part.KEYS): "the data's URL names a key database: pass the database of the data",
     (Part.KEYS, Part.ALL): _NO_KEY_DATABASE,
     (Part.KEYS, Part.DATA): _NO_KEY_DATABASE,
 }
@@ -407,18 +408,17 @@ def check_together(data: Survey, keys: Survey) -> None:
     if data.database_id is None and keys.is_used:
         raise ConfigurationError(
             "the key database has the keys of another database, and this one is empty: "
-            "check db_url, or restore the data from a backup"
+            "check its URL, or restore the data from a backup"
         )
     if data.database_id is not None and keys.database_id is None:
         raise ConfigurationError(
             "the key database is empty, but the database has data whose keys it should hold: "
-            "check key_db_url, or restore the key database from a backup; without it the data is "
-            "lost"
+            "check the key database's URL, or restore it from a backup; without it the data is lost"
         )
     if data.database_id is not None and data.database_id != keys.database_id:
         if keys.separated_from == data.meta[meta.DATABASE_ID]:
             # `separate` stopped before it stored the new id in *data*.
             keys.reject_unfinished(FeatureName.SEPARATING)
         raise ConfigurationError(
-            "the key database belongs to another database: check db_url and key_db_url"
+            "the key database belongs to another database: check the URLs of both"
         )
