@@ -74,7 +74,7 @@ async def _append(
         stored = await service.collections.get(CLINIC, user, name, limit=0)
         await service.collections.append(
             CLINIC, user, name, encode_item(item),
-            expected=stored and stored.at,
+            expected=stored and stored.version,
             replaced={number: encode_item(new) for number, new in replaced.items()},
         )  # fmt: skip
 

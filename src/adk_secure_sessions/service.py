@@ -47,6 +47,7 @@ from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.schema import (
     NEVER,
+    SessionVersion,
     SessionWithStates,
     StoredSession,
     sessions,
@@ -70,7 +71,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
 
 _ALL = 2**40  # no app has as many sessions
-_NO_SESSION = writes.Expected(-1, -1)
+_NO_SESSION = SessionVersion(-1, -1)
 
 STALE = (
     "The session has been modified in storage since it was loaded. "
@@ -679,7 +680,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         except writes.StaleRevision:
             raise StaleSessionError(STALE) from None
 
-    async def _expected_of_unmarked(self, session: Session) -> writes.Expected:
+    async def _expected_of_unmarked(self, session: Session) -> SessionVersion:
         """Return the row id and the revision of the stored session; *session* has no marker with
         them.
         """
@@ -695,7 +696,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         same_time = not known and stored.row.updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(STALE)
-        return writes.Expected(stored.row.id, stored.row.revision)
+        return stored.id_and_revision
 
     async def flush(self) -> None:
         """Do nothing: `append_event` returns after the event is stored."""
@@ -828,11 +829,11 @@ def _marker(stored: StoredSession) -> str:
     return f"{stored.row.id:x}.{stored.row.revision}"
 
 
-def _parse_marker(marker: str) -> writes.Expected:
+def _parse_marker(marker: str) -> SessionVersion:
     """Return the row id and the revision in *marker*; -1 for both if `_marker` did not make it."""
     row, _, revision = marker.partition(".")
     try:
-        return writes.Expected(int(row, 16), int(revision))
+        return SessionVersion(int(row, 16), int(revision))
     except ValueError:
         # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.

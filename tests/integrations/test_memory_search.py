@@ -21,7 +21,7 @@ from adk_secure_sessions.formats.memory_items import EVENTS, Dropped, MemoryItem
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
 from adk_secure_sessions.integrations.memory_index import UserMemory, nfc, searchable, words_of
-from adk_secure_sessions.storage.writes import Expected
+from adk_secure_sessions.storage.schema import SessionVersion
 from tests.integrations.memory_support import (
     DIFFERENT,
     add,
@@ -48,7 +48,7 @@ def test_random_texts_are_found_as_by_adk(stored: list[list[str]], query: str) -
         theirs = reference()
         events = [text_event(*texts, event_id=str(n)) for n, texts in enumerate(stored) if texts]
         await theirs.add_session_to_memory(session(*events))
-        mine = UserMemory(Expected(1, 0))
+        mine = UserMemory(SessionVersion(1, 0))
         values = [
             {"id": event.id, "content": json_text.loads(_content(event.content, "", 0))}
             for event in events
@@ -168,7 +168,7 @@ async def test_dropped_entries_leave_the_index() -> None:
     values = [
         {"id": str(n), "content": {"parts": [{"text": f"cat é{n} only{n}"}]}} for n in range(200)
     ]
-    memory = UserMemory(Expected(1, 0))
+    memory = UserMemory(SessionVersion(1, 0))
     memory.apply(MemoryItem(EVENTS, values), "2.0.0")
     memory.apply(MemoryItem(drop={0: Dropped(range(5, 200), "0" * 32)}), "2.0.0")
     expected = [str(n) for n in range(5)]

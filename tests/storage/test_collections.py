@@ -11,7 +11,8 @@ from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES
-from adk_secure_sessions.storage.writes import Expected, StaleRevision
+from adk_secure_sessions.storage.schema import SessionVersion
+from adk_secure_sessions.storage.writes import StaleRevision
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, OLD, event, query
 
@@ -25,7 +26,9 @@ async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
         yield service
 
 
-async def fill(service: EncryptedSessionService, name: str = "c", user: str = "ada") -> Expected:
+async def fill(
+    service: EncryptedSessionService, name: str = "c", user: str = "ada"
+) -> SessionVersion:
     return [await service.collections.append(APP, user, name, item) for item in ITEMS][-1]
 
 
@@ -35,7 +38,7 @@ async def test_items_are_read_back_in_order(service: EncryptedSessionService, ur
         found = await reader.collections.get(APP, "ada", "c")
         assert found is not None
         assert found.items == tuple(ITEMS)
-        assert (found.at, found.size) == (at, 5)
+        assert (found.version, found.size) == (at, 5)
         last = await reader.collections.get(APP, "ada", "c", limit=2)
         assert last is not None
         assert last.items == tuple(ITEMS[3:])

@@ -125,7 +125,7 @@ async def check_blobs(
             if blob is None:
                 continue
             named.add(blob.name)
-            row = f"{found.at.session_row}, {version.item}"
+            row = f"{found.version.session_row}, {version.item}"
             listed = stored.get(blob.name) if blob.prefix == blobs.prefix else None
             if problem := await stored_wrongly(place, blob, listed):
                 done.missing += 1
@@ -268,7 +268,9 @@ async def artifacts_of(
                     continue
                 # If the tag of the stored row was modified, `get` may have found another row.  But
                 # it is no error if the stored row was deleted and another row was created.
-                if found.at.session_row != stored.id and await collections.is_stored(stored.id):
+                if found.version.session_row != stored.id and await collections.is_stored(
+                    stored.id
+                ):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
                 versions_of(found)
             except UNREADABLE as error:

@@ -144,7 +144,7 @@ def _version_of_each_item(collection: Collection) -> list[Version]:
 @hides_locals
 def _parsed(collection: Collection, item: int) -> Version:
     _, values = json_text.read_event(collection.items[item - collection.size])
-    row = collection.at.session_row
+    row = collection.version.session_row
     try:
         blob = values.get("blob")
         number, versions = values["version"], values["versions"]
@@ -174,5 +174,5 @@ def _malformed(collection: Collection, item: int) -> TamperedError:
         "its plaintext is malformed",
         Reason.MALFORMED,
         events.name,
-        f"{collection.at.session_row}, {item}",
+        f"{collection.version.session_row}, {item}",
     )

@@ -125,7 +125,7 @@ class _BlobRotationRun(DataRotationRun):
                     if version.blob.prefix == self._store.prefix:
                         await self._store.mark(version.blob.name)
             except UNREADABLE as error:
-                row = f"{found.at.session_row}, {version.item}"
+                row = f"{found.version.session_row}, {version.item}"
                 if isinstance(error, DecryptionError) and error.table is None:
                     error = error.about(f"its blob {version.blob.name}")
                     self.done.bad_blobs += 1
@@ -166,10 +166,10 @@ class _BlobRotationRun(DataRotationRun):
                 now.items[version.item], version.number, version_count(now), new, self.done.since
             )
             try:
-                at = await self._collections.append(*ids[:3], item, expected=now.at)
-                return now._replace(at=at, items=(*now.items, item))
+                at = await self._collections.append(*ids[:3], item, expected=now.version)
+                return now._replace(version=at, items=(*now.items, item))
             except (writes.MissingSession, writes.StaleRevision):
                 now = await self._collections.get(*ids[:3])
-                if now is not None and now.at.session_row != found.at.session_row:
+                if now is not None and now.version.session_row != found.version.session_row:
                     now = None
         return now

@@ -45,7 +45,7 @@ from adk_secure_sessions.integrations.memory_index import Entry, NewItem, UserMe
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection
-from adk_secure_sessions.storage.schema import events
+from adk_secure_sessions.storage.schema import SessionVersion, events
 from adk_secure_sessions.tracebacks import hides_locals
 
 _USER_SIZE = 100  # entries, as which a user without entries counts in the cache
@@ -285,7 +285,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             found = await memory.search(query)
         else:
             found = await _ranked(self._ranker, query, memory)
-        row = memory.at.session_row
+        row = memory.version.session_row
         return SearchMemoryResponse(memories=[entry.memory(row) for entry in found])
 
     @accessed("memory.delete")
@@ -326,14 +326,14 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                 cache = await self._cache()
                 memory = await self._up_to_date(cache, address)
                 if memory is None:
-                    if plan(UserMemory(writes.Expected(0, 0))) is None:
+                    if plan(UserMemory(SessionVersion(0, 0))) is None:
                         return
                     # Create the collection with an empty item.  Then each later item can be
                     # appended at an expected row id and revision.
                     await self._collections.append(*address, encode_item(MemoryItem().values()))
                     continue
                 with memory.lock:
-                    at = memory.at
+                    version = memory.version
                     planned = plan(memory)
                     if planned is None:
                         return
@@ -349,15 +349,15 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
                         if item.scope is not None:
                             only_added = item._replace(drop={}, deleted=())
                             plaintexts.append(encode_item(only_added.values()))
-                        await self._collections.rewrite(*address, plaintexts, at)
+                        await self._collections.rewrite(*address, plaintexts, version)
                     else:
                         plaintexts = await _encoded(replaced.values())
                         changed = dict(zip(replaced, plaintexts, strict=True))
                         await self._collections.append(
-                            *address, encode_item(item.values()), expected=at, replaced=changed
+                            *address, encode_item(item.values()), expected=version, replaced=changed
                         )
                         with memory.lock:
-                            if memory.at == at:
+                            if memory.version == version:
                                 memory.apply(item, adk_version)
                         _cache_memory(cache, address, memory)
                 except (writes.StaleRevision, writes.MissingSession):
@@ -380,14 +380,18 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         async with self._reads.hold(address):
             memory = cache.get(address)
             if memory is not None:
-                at = memory.at
+                version = memory.version
                 found = await self._collections.get(*address, limit=0)
-                if found is not None and found.at == at:
+                if found is not None and found.version == version:
                     return memory
                 cache.drop(address)
                 # Otherwise, the memory was rewritten, or was erased and created again.
-                if found and found.at.session_row == at.session_row and found.size > at.revision:
-                    number = found.size - at.revision
+                if (
+                    found
+                    and found.version.session_row == version.session_row
+                    and found.size > version.revision
+                ):
+                    number = found.size - version.revision
                     found = await self._collections.get(*address, limit=number)
                     if found and await _applied(memory, found):
                         _cache_memory(cache, address, memory)
@@ -395,7 +399,7 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             found = await self._collections.get(*address)
             if found is None:
                 return None
-            memory = UserMemory(found.at._replace(revision=0))
+            memory = UserMemory(found.version._replace(revision=0))
             await _applied(memory, found)
             _cache_memory(cache, address, memory)
             return memory
@@ -412,19 +416,19 @@ def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
 
 async def _applied(memory: UserMemory, found: Collection) -> bool:
     """Apply the items of *found* to *memory*; return False if they are not its next ones."""
-    at = found.at._replace(revision=found.size - len(found.items))
+    version = found.version._replace(revision=found.size - len(found.items))
     async for item, writer in paced(await _decoded(found)):
         with memory.lock:
-            if memory.at != at:  # another process or thread has changed the memory
+            if memory.version != version:  # another process or thread has changed the memory
                 return False
             memory.apply(item, writer)
-            at = memory.at
+            version = memory.version
     return True
 
 
 async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *found*, each with the version of google-adk that wrote it."""
-    row, first = found.at.session_row, found.size - len(found.items)
+    row, first = found.version.session_row, found.size - len(found.items)
     items = []
     async for number, plaintext in paced(enumerate(found.items, first)):
         try:
@@ -468,7 +472,7 @@ async def _encoded(items: Iterable[NewItem]) -> list[bytes]:
 async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
     with memory.lock:
         entries = sorted(memory.entries.items(), key=lambda one: one[0])
-        row = memory.at.session_row
+        row = memory.version.session_row
     offered: dict[RankedEntry, tuple[int, Entry]] = {}
     async for key, entry in paced(entries):
         name = f"{row}.{entry.item}.{entry.place}"

@@ -26,8 +26,7 @@ from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import unreadable
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
-from adk_secure_sessions.storage import writes
-from adk_secure_sessions.storage.schema import events
+from adk_secure_sessions.storage.schema import SessionVersion, events
 
 T = TypeVar("T")
 
@@ -142,10 +141,10 @@ class UserMemory:
     Several threads may use this object.  They hold `lock` while they change or search it.
     """
 
-    def __init__(self, at: writes.Expected) -> None:
+    def __init__(self, version: SessionVersion) -> None:
         self.lock: threading.Lock = threading.Lock()
         # The row id of the collection, and the number of applied items.
-        self.at: writes.Expected = at
+        self.version: SessionVersion = version
         # By key.  Of two entries with the same count of words, the one with the lower key comes
         # first, as in google-adk.
         self.entries: dict[int, Entry] = {}
@@ -173,7 +172,7 @@ class UserMemory:
 
     def apply(self, item: MemoryItem, writer: str) -> None:
         """Apply the next item, which the version *writer* of google-adk wrote."""
-        number = self.at.revision
+        number = self.version.revision
         for earlier, dropped in item.drop.items():
             self._drop(earlier, dropped.places)
             self._items[earlier] = self._items[earlier]._replace(replacement=dropped.replacement)
@@ -194,7 +193,7 @@ class UserMemory:
                 self._index(key, text_of(values["content"]))
         self._items.append(item._replace(add=()))
         self._keys.append(keys)
-        self.at = self.at._replace(revision=number + 1)
+        self.version = self.version._replace(revision=number + 1)
 
     def replaced(self, drop: dict[int, Dropped]) -> dict[int, NewItem]:
         """Return the new content of each item that has entries in *drop*, by item number."""

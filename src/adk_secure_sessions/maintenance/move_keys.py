@@ -17,7 +17,7 @@ which steps are done.  Each transaction checks that no other run has begun meanw
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,7 +26,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Executor, repeated
+from adk_secure_sessions.db.protocol import Executor, Parameters, Row, repeated
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
@@ -37,7 +37,7 @@ from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.results import Result, count, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import authenticated_features, check_features
-from adk_secure_sessions.storage.pages import Reader, pages, spans
+from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
 from adk_secure_sessions.storage.survey import (
@@ -130,7 +130,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
 class _Place(NamedTuple):
     name: KeyPlace
     executor: Executor
-    read: Reader
+    read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
     change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]]
 
 
@@ -161,8 +161,8 @@ class _Move:
             await self._data.change(self._switch)
             await self._survey_and_check()
         source, target = self._found
-        copy = await _fingerprint(self._target.read)
-        if source.keyring and await _fingerprint(self._source.read) != copy:
+        copy = await _fingerprint(self._target)
+        if source.keyring and await _fingerprint(self._source) != copy:
             raise ConfigurationError(_IN_USE)
         tables = [one for one in (keyring, data_keys) if one.name not in source.missing_tables]
         if source.format_version is not None:
@@ -249,7 +249,7 @@ class _Move:
 
     async def _copy(self, source: Survey, target: Survey) -> None:
         # Reject a malformed row before anything is changed.
-        _, total, _ = await _fingerprint(self._source.read)
+        _, total, _ = await _fingerprint(self._source)
         moving = self._authenticated(source.features | {FeatureName.MOVING})
         await self._source.change(partial(self._close, source, moving))
         empty_caches()
@@ -265,7 +265,7 @@ class _Move:
             await self._target.change(partial(self._insert, rows))
             await meter.advance(len(rows))
         meter.finish()
-        if await _fingerprint(self._source.read) != await _fingerprint(self._target.read):
+        if await _fingerprint(self._source) != await _fingerprint(self._target):
             raise SecureSessionError(_CHANGED, retryable=True)
 
     # --- transactions ------------------------------------------------------------------------
@@ -380,14 +380,14 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
     return row._replace(id=~row.id) if row.id < 0 else row
 
 
-async def _fingerprint(read: Reader) -> tuple[int, int, str]:
+async def _fingerprint(place: _Place) -> tuple[int, int, str]:
     """Return the numbers of master keys and data keys, and a hash of all rows, as if unparked."""
     digest, masters, number = hashlib.sha256(), [], 0
-    async for rows in pages(read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
+    async for rows in pages(place.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
         masters += [_unparked(row) for row in rows]
     for master in sorted(masters):
         digest.update(repr(tuple(master)).encode())
-    async for keys in pages(read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
+    async for keys in pages(place.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
         for row in keys:
             numbers = (row.id, row.generation, row.backend_id, row.created_at)
             are_sound = all(isinstance(one, int) and 0 <= one < 2**63 for one in numbers)

@@ -322,7 +322,5 @@ class _MigrationRun:
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""
         identity, untouched = await self.target.unit.identify(*ids), (copy.row_id, copy.number)
-        deletion = writes.DeleteSession(
-            identity, lambda now: (now.row.id, now.row.revision) == untouched
-        )
+        deletion = writes.DeleteSession(identity, lambda now: now.id_and_revision == untouched)
         return bool(await self.target.unit.run(deletion))

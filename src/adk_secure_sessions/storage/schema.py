@@ -492,6 +492,13 @@ class Owner(NamedTuple):
         return self.row.version
 
 
+class SessionVersion(NamedTuple):
+    """The row id and the revision of a session or a collection."""
+
+    session_row: int
+    revision: int
+
+
 class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
@@ -511,6 +518,10 @@ class StoredSession(NamedTuple):
     @property
     def version(self) -> int:
         return self.row.revision
+
+    @property
+    def id_and_revision(self) -> SessionVersion:
+        return SessionVersion(self.row.id, self.row.revision)
 
     @property
     def is_collection(self) -> bool:

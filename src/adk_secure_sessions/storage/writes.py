@@ -33,6 +33,7 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     Owner,
     SessionRow,
+    SessionVersion,
     SessionWithStates,
     StoredSession,
     UserRow,
@@ -70,13 +71,6 @@ class MissingSession(Exception):
 
 class StaleRevision(Exception):
     """The stored session does not have the row id and the revision that the caller expects."""
-
-
-class Expected(NamedTuple):
-    """The row id and the revision that the stored session had when the caller loaded it."""
-
-    session_row: int
-    revision: int
 
 
 class NewEvent(NamedTuple):
@@ -498,7 +492,7 @@ class AppendEvent(Write[StoredSession]):
     def __init__(
         self,
         identity: Identity,
-        expected: Expected,
+        expected: SessionVersion,
         event: NewEvent,
         stored: Callable[[StoredSession], None],
     ) -> None:
@@ -532,7 +526,7 @@ class AppendEvent(Write[StoredSession]):
         rows, user, session = yield from read_proven(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
-        if self._expected != (session.row.id, session.row.revision):
+        if self._expected != session.id_and_revision:
             return (yield from self._stored_before())
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
@@ -554,11 +548,7 @@ class AppendEvent(Write[StoredSession]):
             return None
         identity = attempt.identity
         known = attempt.cache.proven_session(identity.session_tag)
-        if (
-            known is None
-            or (known.row.id, known.row.revision) != self._expected
-            or known.has_expired
-        ):
+        if known is None or known.id_and_revision != self._expected or known.has_expired:
             return None
         return known if attempt.keys.is_as_new_as(identity.user_tag, known.row.state) else None
 

@@ -15,6 +15,7 @@ from adk_secure_sessions.storage.reads import GetSession, ListCollections
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     Identity,
+    SessionVersion,
     StoredSession,
     WitnessRow,
     new_row_key,
@@ -28,7 +29,6 @@ from adk_secure_sessions.storage.writes import (
     CreateSession,
     DeleteSession,
     DuplicateSession,
-    Expected,
     Locks,
     MissingSession,
     NewEvent,
@@ -58,20 +58,20 @@ _ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(
 class Collection(NamedTuple):
     """A collection, and the plaintexts of all or its last *items*, oldest first.
 
-    *at* is its row id and its revision, which is the number of its items.
+    The revision in *version* is the number of the items.
     """
 
     name: str
-    at: Expected
+    version: SessionVersion
     items: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:  # without the items, because items of artifacts contain keys
-        return f"<collection {self.at}>"
+        return f"<collection {self.version}>"
 
     @property
     def size(self) -> int:
         """The number of items of the stored collection."""
-        return self.at.revision
+        return self.version.revision
 
 
 class Collections:
@@ -112,7 +112,9 @@ class Collections:
         """Return all collections of a user that have items, without the items."""
         identity = await self._unit.identify(app_name, user_id)
         found = await self._unit.run(ListCollections(identity))
-        return [Collection(one.session_id, _at(one)) for one in found if one.row.revision]
+        return [
+            Collection(one.session_id, one.id_and_revision) for one in found if one.row.revision
+        ]
 
     async def get(
         self, app_name: str, user_id: str, name: str, *, limit: int | None = None
@@ -133,9 +135,9 @@ class Collections:
         name: str,
         item: bytes | Callable[[Collection], bytes],
         *,
-        expected: Expected | None = None,
+        expected: SessionVersion | None = None,
         replaced: Mapping[int, bytes] | None = None,
-    ) -> Expected:
+    ) -> SessionVersion:
         """Append an item to a collection, and return the collection's row id and new revision.
 
         If the collection, its user or its app does not exist, create it.  If *item* is a function,
@@ -160,20 +162,26 @@ class Collections:
             if after is None:
                 limit = 0 if isinstance(item, bytes) else 1
                 found = await self._position(app_name, user_id, name, limit)
-                after = found.at
+                after = found.version
                 if not isinstance(item, bytes):
                     plaintext = item(found)
             new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
             stored: list[StoredSession] = []
             try:
-                return _at(await self._unit.run(AppendEvent(identity, after, new, stored.append)))
+                append = AppendEvent(identity, after, new, stored.append)
+                return (await self._unit.run(append)).id_and_revision
             except (StaleRevision, MissingSession):
                 if expected is not None:
                     raise
                 after = None
 
     async def rewrite(
-        self, app_name: str, user_id: str, name: str, items: Sequence[bytes], expected: Expected
+        self,
+        app_name: str,
+        user_id: str,
+        name: str,
+        items: Sequence[bytes],
+        expected: SessionVersion,
     ) -> None:
         """Replace all items of a collection by *items*: see `RewriteItems`."""
         identity = await self._unit.identify(app_name, user_id, name, True)
@@ -189,7 +197,7 @@ class Collections:
         if found is None:
             return None
         view, items = found
-        return Collection(identity.session_id, _at(view.session), tuple(items))
+        return Collection(identity.session_id, view.session.id_and_revision, tuple(items))
 
     async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
         """Return the collection and its last *limit* items; create a missing collection."""
@@ -200,13 +208,9 @@ class Collections:
             try:
                 now = time.time_ns() // 1000
                 created = await self._unit.run(CreateSession(identity, {}, {}, b"{}", now))
-                return Collection(identity.session_id, _at(created.session))
+                return Collection(identity.session_id, created.session.id_and_revision)
             except DuplicateSession:
                 pass  # another task or process has just created the collection
-
-
-def _at(session: StoredSession) -> Expected:
-    return Expected(session.row.id, session.row.revision)
 
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
@@ -228,7 +232,9 @@ class RewriteItems(Write[StoredSession]):
     locks_rows = True  # the number of items has no limit, so several requests insert them
     locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
-    def __init__(self, identity: Identity, expected: Expected, items: Sequence[bytes], now: int):
+    def __init__(
+        self, identity: Identity, expected: SessionVersion, items: Sequence[bytes], now: int
+    ):
         super().__init__(identity)
         self._expected = expected
         self._items = items
@@ -247,7 +253,7 @@ class RewriteItems(Write[StoredSession]):
         _, user, session = yield from read_proven(attempt)
         if session.row.id in self._sent:
             return session
-        if self._expected != (session.row.id, session.row.revision):
+        if self._expected != session.id_and_revision:
             raise StaleRevision
         owners.user(user, user.app_row, {}, session.row)
         links = [new_link() for _ in self._items]

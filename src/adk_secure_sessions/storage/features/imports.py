@@ -302,7 +302,7 @@ class ImportSession(_Import[_Outcome]):
         if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
             return ImportStatus.DELETED, None
         if session and user and row:
-            is_untouched = (session.row.id, session.row.revision) == (row.row_id, row.number)
+            is_untouched = session.id_and_revision == (row.row_id, row.number)
             status = self._status(sessions.name, session, row, is_untouched=is_untouched)
             if status.is_due:
                 new = yield from self._replace_session(attempt, owners, user, session, row)
