@@ -9,6 +9,7 @@ from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.maintenance import Database, rotate_data
 from adk_secure_sessions.storage.writes import EnsureOwners
 
 
@@ -109,3 +110,18 @@ async def test_ids_are_not_kept_after_close(tmp_path: Path) -> None:
     del session, user_id, session_id
     await service.close()
     assert kept(watched) == []
+
+
+async def test_append_to_a_session_whose_row_was_encrypted_again_is_cached_once(
+    tmp_path: Path,
+) -> None:
+    """The changes that rely on the cached row match no row; the second ones are stored."""
+    url, backend = f"sqlite:///{tmp_path}/s.db", AesGcmBackend(os.urandom(32))
+    async with EncryptedSessionService(url, backend) as service:
+        session = await service.create_session(app_name="a", user_id="u")
+        async with Database(url, backend) as db:
+            await rotate_data(db)
+        await service.append_event(session, Event(author="a", id="e"))
+        assert [one.id for one in session.events] == ["e"]
+        found = await service.get_session(app_name="a", user_id="u", session_id=session.id)
+        assert found == session

@@ -674,7 +674,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             await self._index.declare_configured(session.app_name)
         identity = await self._unit.identify(session.app_name, session.user_id, session.id)
         try:
-            stored(await self._unit.run(writes.AppendEvent(identity, expected, new, stored)))
+            await self._unit.run(writes.AppendEvent(identity, expected, new, stored))
         except writes.MissingSession:
             raise SessionNotFoundError("Session not found.") from None
         except writes.StaleRevision:

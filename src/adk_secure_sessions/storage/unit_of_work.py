@@ -172,12 +172,15 @@ class RowCache:
     ) -> None:
         """Cache *value*, unless a newer version of the row is cached.
 
-        During a slow read, another task may have read or written a newer version.
+        During a slow read, another task may have read or written a newer version.  If *witness* is
+        None, that of the cached version is kept.
         """
         tag = value.row.tag
         seen = kind.get(tag)
-        if seen and seen.value.row.id == value.row.id and seen.value.version > value.version:
-            return
+        if seen and seen.value.row.id == value.row.id:
+            if seen.value.version > value.version:
+                return
+            witness = witness or seen.witness
         kind.put(tag, CachedRow(witness, value, self.next_sequence(), has_proven_head))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
@@ -251,6 +254,15 @@ class Attempt(NamedTuple):
             put()
         else:
             self.after_commit.append(put)
+
+    def remember_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
+        """Cache *session*, which this write sends, after the commit."""
+        self.remember(partial(self.cache.put_session, session, witness, has_proven_head=True))
+
+    def forget_sent(self) -> None:
+        """Do not cache what this write has sent so far, because its changes matched no row."""
+        if self.after_commit:
+            self.after_commit.clear()
 
     def remember_all(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""

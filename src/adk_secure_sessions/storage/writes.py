@@ -9,7 +9,7 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -291,15 +291,14 @@ class Write(Generic[T]):
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
+        # The results of attempts, by a random value that each has sent: a row id or a record.  An
+        # attempt that lost its connection may have been committed.  If the next attempt finds one
+        # of these values in the database, this operation has stored it.
+        self._sent: dict[object, Any] = {}
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
-        def cache(result: T) -> None:
-            attempt.remember_all()
-            self.committed(attempt, result)
-
         def commit_after_cancel(result: T) -> None:
-            cache(result)
-            self.on_commit_after_cancel(result)
+            attempt.remember_all()
 
         locks = attempt.locks_rows or self.locks_rows
         steps = self._locked_steps if locks else self.steps
@@ -312,7 +311,7 @@ class Write(Generic[T]):
             )
         else:
             result = await executors.data.write(transaction, commit_after_cancel, holds_locks=locks)
-        cache(result)
+        attempt.remember_all()
         return result
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
@@ -323,12 +322,6 @@ class Write(Generic[T]):
     @abstractmethod
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
         """Return the generator of the transaction; *owners* has its changes of apps and users."""
-
-    def committed(self, attempt: Attempt, result: T) -> None:
-        """Cache the session that the transaction has written; called after the commit."""
-
-    def on_commit_after_cancel(self, result: T) -> None:
-        """Handle a commit whose caller was cancelled while the transaction ran."""
 
 
 class CreateSession(Write[SessionWithStates]):
@@ -355,18 +348,6 @@ class CreateSession(Write[SessionWithStates]):
         self._state = state  # JSON
         self._now = now
         self._expires_at = expires_at
-        # The version witness of the session that the last attempt has sent to the database.
-        self._witness: WitnessRow | None = None
-        # The row ids of the sessions that our attempts have sent.  An attempt that lost its
-        # connection may have been committed.  If the next attempt finds a row with one of these
-        # ids, this operation has stored the row, so the session is no duplicate.
-        self._sent: set[int] = set()
-
-    def committed(self, attempt: Attempt, result: SessionWithStates) -> None:
-        session = result.session
-        # If the answer to an attempt was lost, another task may have appended events since then.
-        has_no_events = session.row.revision == 0
-        attempt.cache.put_session(session, self._witness, has_proven_head=has_no_events)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionWithStates]:
         known = attempt.is_first and attempt.key_source is KeySource.CACHE
@@ -414,8 +395,7 @@ class CreateSession(Write[SessionWithStates]):
             self._expires_at, b"",
         )  # fmt: skip
         new = NewSession.sealed(attempt, StoredSession(row, identity.session_id, self._state))
-        self._witness = new.witness
-        self._sent.add(row.id)
+        self._sent[row.id] = None  # then the session is no duplicate; others may have changed it
         return new.session, new.inserts(attempt)
 
 
@@ -447,7 +427,9 @@ class NewSession(NamedTuple):
         witness = sealed_rows.seal_witness(
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
-        return cls(sealed_rows.seal_session(attempt, session), witness, rest)
+        session = sealed_rows.seal_session(attempt, session)
+        attempt.remember_session(session, witness)
+        return cls(session, witness, rest)
 
     def inserts(self, attempt: Attempt) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
@@ -485,8 +467,8 @@ class AppendEvent(Write[StoredSession]):
     """Append an event, apply its state changes, and return the updated session.
 
     Raise MissingSession if the session does not exist or has expired, and StaleRevision if it is
-    not as *expected*.  *stored* is called with the updated session if the caller was cancelled
-    while the transaction ran, and the event was committed.
+    not as *expected*.  *stored* is called with the updated session after the commit, also if the
+    caller was cancelled while the transaction ran.
     """
 
     def __init__(
@@ -494,25 +476,13 @@ class AppendEvent(Write[StoredSession]):
         identity: Identity,
         expected: SessionVersion,
         event: NewEvent,
-        stored: Callable[[StoredSession], None],
+        stored: Callable[[StoredSession], None] = lambda session: None,
     ) -> None:
         super().__init__(identity)
         self._expected = expected
         self._event = event
         self._stored = stored
         self.audited_as = "replace" if event.replaced else "append"
-        # The updated session that each attempt has sent.  The key is the record of the event, which
-        # is different in each attempt.  An attempt that lost its connection may have been
-        # committed.  If the next attempt finds one of these records, the event is already stored.
-        self._sent: dict[bytes, StoredSession] = {}
-
-    def committed(self, attempt: Attempt, result: StoredSession) -> None:
-        seen = attempt.cache.sessions.get(result.row.tag)
-        witness = seen.witness if seen and seen.value.row.id == result.row.id else None
-        attempt.cache.put_session(result, witness, has_proven_head=True)
-
-    def on_commit_after_cancel(self, result: StoredSession) -> None:
-        self._stored(result)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self._event
@@ -527,7 +497,7 @@ class AppendEvent(Write[StoredSession]):
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
         if self._expected != session.id_and_revision:
-            return (yield from self._stored_before())
+            return (yield from self._stored_before(attempt))
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owners.app(app, event.app_delta)
@@ -593,6 +563,8 @@ class AppendEvent(Write[StoredSession]):
         (stored,) = sealed_rows.seal_events(attempt, old.id, seq, [one], [link], session.head)
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
         self._sent[stored.event] = new
+        attempt.remember_session(new)
+        attempt.remember(partial(self._stored, new))
         return changes, new
 
     def _replacements(self, attempt: Attempt, session: StoredSession) -> Steps[Changes]:
@@ -613,12 +585,14 @@ class AppendEvent(Write[StoredSession]):
             changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
         return changes
 
-    def _stored_before(self) -> Steps[StoredSession]:
+    def _stored_before(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
         if self._sent:
             where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
             for row in (yield Read(sql.EVENT_AT, where)):
-                if session := self._sent.get(row[EVENT_RECORD]):
+                session: StoredSession | None = self._sent.get(row[EVENT_RECORD])
+                if session:
+                    attempt.remember(partial(self._stored, session))
                     return session
         raise StaleRevision
 
@@ -635,9 +609,6 @@ class DeleteSession(Write[bool | None]):
     ) -> None:
         super().__init__(identity)
         self._condition = condition
-
-    def committed(self, attempt: Attempt, result: bool | None) -> None:
-        attempt.cache.forget_session(attempt.identity.session_tag)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
@@ -663,6 +634,7 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     """Return the changes to make after deleting the session's row: a concurrent append waits for
     the lock of that row, then finds no row, and adds no event.
     """
+    attempt.remember(partial(attempt.cache.forget_session, session.row.tag))
     at_row = {"at_id": session.row.id}
     changes = [
         Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
@@ -750,6 +722,7 @@ def of_unchanged_user(user: Owner, insert: Change, statement: sa.Insert) -> Chan
 
 
 def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[QueryRows]:
+    attempt.forget_sent()
     parameters = {**attempt.identity.tags(), "limit": 1}
     rows = QueryRows((yield Read(attempt.form_of(forms), parameters)))
     attempt.load_keys(rows)

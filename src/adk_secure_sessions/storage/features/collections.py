@@ -17,7 +17,6 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     SessionVersion,
     StoredSession,
-    WitnessRow,
     new_row_key,
     parameters,
     sessions,
@@ -166,9 +165,8 @@ class Collections:
                 if not isinstance(item, bytes):
                     plaintext = item(found)
             new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
-            stored: list[StoredSession] = []
             try:
-                append = AppendEvent(identity, after, new, stored.append)
+                append = AppendEvent(identity, after, new)
                 return (await self._unit.run(append)).id_and_revision
             except (StaleRevision, MissingSession):
                 if expected is not None:
@@ -239,15 +237,6 @@ class RewriteItems(Write[StoredSession]):
         self._expected = expected
         self._items = items
         self._now = now
-        self._witness: WitnessRow | None = None
-        # The row ids that our attempts have sent.  An attempt that lost its connection may have
-        # been committed.  If the next attempt finds one of these row ids, this operation has
-        # already replaced the items.
-        self._sent: set[int] = set()
-
-    def committed(self, attempt: Attempt, result: StoredSession) -> None:
-        seen = self._witness if self._witness and self._witness.number == result.row.id else None
-        attempt.cache.put_session(result, seen, has_proven_head=True)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_proven(attempt)
@@ -261,13 +250,14 @@ class RewriteItems(Write[StoredSession]):
         new = sealed_rows.seal_session(attempt, session._replace(row=row, head=links[-1]))
         items = [(item, self._now) for item in self._items]
         rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
-        self._witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
-        self._sent.add(new.row.id)
+        witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
+        attempt.remember_session(new, witness)
+        self._sent[new.row.id] = new
         yield from apply_changes(
             [
                 replacement(session, new),
                 *owners.changes,
-                witness_change(session.row.id, self._witness),
+                witness_change(session.row.id, witness),
                 Change(sql.DELETE_EVENTS, {"at_id": session.row.id}, must_match_row=False),
             ]
         )

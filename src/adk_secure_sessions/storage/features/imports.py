@@ -239,11 +239,7 @@ class _Import(Write[T]):
         return status
 
 
-# What an import has found, and the session that it has stored, if any.
-_Outcome = tuple[ImportStatus, NewSession | None]
-
-
-class ImportSession(_Import[_Outcome]):
+class ImportSession(_Import[ImportStatus]):
     """Store a session of another database with all its events, and remember it.
 
     If its app or its user is not stored yet, store them with empty states.  See `ImportStatus` for
@@ -277,20 +273,11 @@ class ImportSession(_Import[_Outcome]):
         self._groups = list(grouped(events, _length, _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
         self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
-        # The result of each attempt, by the row id that the attempt has chosen for the session.  An
-        # attempt that lost its connection may have been committed.  If the next attempt finds one
-        # of these row ids in `secure_migrated`, it returns the result of the earlier attempt.
-        self._sent: dict[int, ImportStatus] = {}
 
-    def committed(self, attempt: Attempt, result: _Outcome) -> None:
-        if (new := result[1]) is not None:
-            attempt.cache.put_session(new.session, new.witness, has_proven_head=True)
-
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[_Outcome]:
-        if attempt.is_first and attempt.key_source is KeySource.CACHE and not self._replace:
-            new = yield from self._import_for_known(attempt)
-            if new:
-                return ImportStatus.NEW, new
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
+        may_know = attempt.is_first and attempt.key_source is KeySource.CACHE and not self._replace
+        if may_know and (yield from self._import_for_known(attempt)):
+            return ImportStatus.NEW
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
@@ -298,30 +285,31 @@ class ImportSession(_Import[_Outcome]):
         row = self._macs.checked(rows, self.identity.session_tag)
         of_user = self._macs.checked(rows, self.identity.user_tag)
         if row and row.row_id in self._sent:
-            return self._sent[row.row_id], None
+            result: ImportStatus = self._sent[row.row_id]
+            return result
         if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
-            return ImportStatus.DELETED, None
+            return ImportStatus.DELETED
         if session and user and row:
             is_untouched = session.id_and_revision == (row.row_id, row.number)
             status = self._status(sessions.name, session, row, is_untouched=is_untouched)
             if status.is_due:
-                new = yield from self._replace_session(attempt, owners, user, session, row)
-                return status, new
-            return status, None
+                yield from self._replace_session(attempt, owners, user, session, row)
+            return status
         if session:
-            return ImportStatus.SAME_ID, None
+            return ImportStatus.SAME_ID
         if row:
-            return ImportStatus.DELETED, None
-        return ImportStatus.NEW, (yield from self._create(attempt, owners, app, user))
+            return ImportStatus.DELETED
+        yield from self._create(attempt, owners, app, user)
+        return ImportStatus.NEW
 
-    def _import_for_known(self, attempt: Attempt) -> Steps[NewSession | None]:
+    def _import_for_known(self, attempt: Attempt) -> Steps[bool]:
         """Import the session without a read, from the cached rows of its app and its user.
 
-        If a row is not cached, or differs from the stored row, import nothing and return None.
+        If a row is not cached, or differs from the stored row, import nothing and return False.
         """
         known = known_owners(attempt)
         if known is None:
-            return None
+            return False
         new, row = self._new(attempt, known.user.row.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | known.columns
         changes = [
@@ -329,7 +317,7 @@ class ImportSession(_Import[_Outcome]):
             *new.inserts(attempt),
             Change(sql.INSERT_MIGRATED, row._asdict()),
         ]
-        return new if (yield from self._apply(attempt, new, changes)) else None
+        return (yield from self._apply(attempt, new, changes))
 
     def _create(
         self,
@@ -337,7 +325,7 @@ class ImportSession(_Import[_Outcome]):
         owners: OwnerChanges,
         app: Owner | None,
         user: Owner | None,
-    ) -> Steps[NewSession]:
+    ) -> Steps[None]:
         app = owners.app(app, {})
         changed = owners.user(user, app.row.id, {}, None)
         new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
@@ -352,7 +340,6 @@ class ImportSession(_Import[_Outcome]):
         changes = [remember, *owners.changes, insert, *new.inserts(attempt)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
-        return new
 
     def _replace_session(
         self,
@@ -361,7 +348,7 @@ class ImportSession(_Import[_Outcome]):
         user: Owner,
         old: StoredSession,
         row: MigratedRow,
-    ) -> Steps[NewSession]:
+    ) -> Steps[None]:
         owners.user(user, user.app_row, {}, old.row)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OLDER)
         at_row = {"at_id": old.row.id}
@@ -378,7 +365,6 @@ class ImportSession(_Import[_Outcome]):
         changes.append(_update(row, new_row))
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
-        return new
 
     def _new(
         self, attempt: Attempt, user_row: int, result: ImportStatus
@@ -594,7 +580,7 @@ class Imports:
         times = (created_at, updated_at, expiry)
         source = macs.source(identity.session_tag, encode_text(source_version))
         operation = ImportSession(identity, macs, state, events, times, source, replace=replace)
-        return (await self._unit.run(operation))[0]
+        return await self._unit.run(operation)
 
     async def import_state(
         self, owner: AppOrUser, state: bytes, *, replace: bool = False
