@@ -300,7 +300,7 @@ async def stop_after_one_batch(url: str, rotate: Any) -> None:
         raise Stop
 
     async with Database(url, AesGcmBackend(OLD)) as db:
-        db.limits = Limits(headers=1)
+        db.limits = Limits(keys_per_page=1)
         with pytest.raises(Stop):
             await rotate(db, progress=stop)
 

@@ -160,7 +160,7 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
         await service.append_event(before, event("late"))
     await service.append_event(found, event("more"))
     assert not (await store.imported([IDS]))[IDS].is_untouched
-    assert await imported(store, version="2", replace=True) is ImportStatus.MOVED_ON
+    assert await imported(store, version="2", replace=True) is ImportStatus.CONTINUED
     assert await imported(store, version="3", replace=True) is ImportStatus.CONFLICT
     await create(service, session_id="own")
     assert await imported(store, "own", replace=True) is ImportStatus.SAME_ID
@@ -190,7 +190,7 @@ async def test_states_are_set_exactly(
     found = await read(service)
     assert found.state == {"app:a": {"x": 1, "y": 2}, "app:b": 2, "user:d": 1}
     await service.append_event(found, event(delta={"user:d": 2, "app:b": 3}))
-    assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.MOVED_ON
+    assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.CONTINUED
     assert await store.import_state((APP,), b'{"d":1}', replace=True) is ImportStatus.CONFLICT
     assert await store.import_state((APP, "new"), b'{"d":1}') is ImportStatus.NEW
     assert await store.import_state(("new",), b'{"d":1}') is ImportStatus.NEW

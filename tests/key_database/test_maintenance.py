@@ -29,7 +29,7 @@ async def fill(pair: Pair, users: list[str] = USERS) -> None:
 async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches(
     pair: Pair,
 ) -> None:
-    few = Limits(rows=3, headers=3)
+    few = Limits(rows=3, keys_per_page=3)
     await fill(pair)
     async with pair.maintained(None) as db:
         db.limits = few

@@ -199,7 +199,7 @@ async def test_user_with_more_sessions_than_one_statement_names_is_erased(
 ) -> None:
     await fill(url, sessions=5)
     async with Database(url, BACKEND) as db:
-        db.limits = Limits(headers=2)
+        db.limits = Limits(keys_per_page=2)
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
     await assert_whole(url)

@@ -260,7 +260,7 @@ async def artifacts_of(
     async for page in sessions_with_ids(db):
         for stored in page:
             try:
-                ids = stored.known_ids()
+                ids = stored.require_ids()
                 if not ids.is_collection or scope_and_name(ids.session_id) is None:
                     continue
                 found = await collections.get(*ids[:3])

@@ -128,7 +128,7 @@ async def migrate_artifacts(
         total += size
     await at_once(*map(run.visit, some))
     done = run.done
-    done.findings = tuple(run.findings.kept)
+    done.findings = tuple(run.findings.items)
     if action == "erase-source" and done.succeeded and dry_run:
         done.deleted = done.equal + done.erased
     elif action == "erase-source" and done.succeeded:

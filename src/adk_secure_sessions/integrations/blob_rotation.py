@@ -90,11 +90,11 @@ class _BlobRotationRun(DataRotationRun):
         self._store = store  # for new blobs
         self._place = place
 
-    async def _prepare(self) -> int:
-        return await super()._prepare() + await self._collections.count_items()
+    async def _check_and_count_rows(self) -> int:
+        return await super()._check_and_count_rows() + await self._collections.count_items()
 
     async def _after_passes(self) -> None:
-        for listed in self._problems.kept:
+        for listed in self._problems.items:
             self._problems.suppress(listed.table, listed.row)
         async for ids, found in artifacts_of(self._db, self._problems):
             await self._rotate_artifact(ids, found)

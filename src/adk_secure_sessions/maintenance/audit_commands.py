@@ -131,7 +131,7 @@ async def verify_audit(
     Raises:
         ConfigurationError: The database has no audit trail.
     """
-    trail = await _opened(db, progress, rows_per_second)
+    trail = await _open_trail(db, progress, rows_per_second)
     logged = _Heads(heads or {}, trail)
     done = AuditVerification(heads=logged.number if heads else None)
     await trail.check_table()
@@ -142,9 +142,9 @@ async def verify_audit(
         if end is not None:
             logged.compare(chain, end)
     await trail.check_purged()
-    logged.find_missing(trail.purged)
+    logged.find_missing(trail.purged_heads)
     trail.meter.finish()
-    done.records, done.purged = trail.records, len(trail.purged)
+    done.records, done.purged = trail.records, len(trail.purged_heads)
     return trail.problems.stored_in(done)
 
 
@@ -176,7 +176,7 @@ async def export_audit(
         raise ConfigurationError("since and until must have a time zone")
     first = 0 if since is None else of_datetime(since)
     end = _LARGEST if until is None else of_datetime(until)
-    trail = await _opened(db, progress, None)
+    trail = await _open_trail(db, progress, None)
     done = AuditExport()
 
     def export(chain: bytes, number: int, moment: int, fields: dict[str, Any]) -> None:
@@ -218,17 +218,17 @@ async def purge_audit(
             "only chains older than 48 hours can be deleted: services may still append to others"
         )
     before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
-    trail = await _opened(db, progress, None)
+    trail = await _open_trail(db, progress, None)
     done = AuditPurge(before=before)
-    due: list[tuple[bytes, _End]] = []
+    due: list[tuple[bytes, _LastRecord]] = []
     async for chain, last in trail.chains():
         if not isinstance(last, int) or last >= before:
             continue
-        bad, purges = trail.problems.count, trail.purges
+        bad, purge_records = trail.problems.count, trail.purge_records
         end = await trail.check(chain)
         if trail.problems.count != bad:
             continue
-        if trail.purges != purges:
+        if trail.purge_records != purge_records:
             done.kept += 1
         elif end is not None:
             due.append((chain, end))
@@ -245,7 +245,7 @@ async def purge_audit(
     return trail.problems.stored_in(done)
 
 
-class _End(NamedTuple):
+class _LastRecord(NamedTuple):
     """The last record of a chain; *link* is None if the record is bad."""
 
     number: int
@@ -255,14 +255,15 @@ class _End(NamedTuple):
 class _Trail:
     """Reads and checks the chains.
 
-    *purged* are the last records of purged chains, by their ids; *purges* records name them.
+    `purged_heads` maps the id of each purged chain to its last record.  `purge_records` counts the
+    records that list purged chains.
     """
 
     def __init__(self, db: Database, keyring: Keyring, meter: Meter) -> None:
         self.keyring = keyring
         self.problems = Problems()
-        self.purged: dict[bytes, _End] = {}
-        self.purges = 0
+        self.purged_heads: dict[bytes, _LastRecord] = {}
+        self.purge_records = 0
         self.records = 0
         self.meter = meter
         self._db = db
@@ -281,7 +282,7 @@ class _Trail:
 
     async def chains(self) -> AsyncIterator[tuple[bytes, Any]]:
         """Yield the ids of all chains, as they began, and their last times; all unauthenticated."""
-        query, size = (_CHAINS, _columns.chain), self._db.limits.headers
+        query, size = (_CHAINS, _columns.chain), self._db.limits.keys_per_page
         async for found in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
             for chain, last in found:
                 yield chain, last
@@ -291,7 +292,7 @@ class _Trail:
         chain: bytes,
         visit: Callable[[bytes, int, int, dict[str, Any]], None] = lambda *_: None,
         heads: Mapping[int, bytes] = MappingProxyType({}),
-    ) -> _End | None:
+    ) -> _LastRecord | None:
         """Check a chain, and call *visit* with each authentic record, in order.
 
         The arguments of *visit* are the chain, the number, the time and the fields.  *heads* are
@@ -306,7 +307,7 @@ class _Trail:
         expected = 0
         # The link of the record before; None if that record is bad.
         known: bytes | None = NO_AUDIT_LINK
-        end: _End | None = None
+        end: _LastRecord | None = None
         async for number, moment, record in self._rows(chain):
             row = f"{chain.hex()}, {number}"
             if number != expected:
@@ -319,13 +320,13 @@ class _Trail:
                 previous, fields = open_record(cipher, context, record)
             except DecryptionError as error:
                 self.problems.add_error(error, audit_records.name, row)
-                known, end = None, _End(number, None)
+                known, end = None, _LastRecord(number, None)
                 continue
             if known is not None and previous != known:
                 detail = "it does not follow the record before it, which is from another copy"
                 self.add_bad(row, Reason.MISMATCH, detail)
             known = link_of(context, record)
-            end = _End(number, known)
+            end = _LastRecord(number, known)
             if heads.get(number, known) != known:
                 detail = "it is not the record that was logged: the chain was written again"
                 self.add_bad(row, Reason.MISMATCH, detail)
@@ -336,7 +337,7 @@ class _Trail:
 
     async def check_purged(self) -> None:
         query = _STORED_CHAINS, _columns.chain
-        for (chain,) in await rows_where(self._db.unit.read, *query, self.purged):
+        for (chain,) in await rows_where(self._db.unit.read, *query, self.purged_heads):
             detail = "the chain was purged, and is stored again: it was replayed"
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 
@@ -351,13 +352,15 @@ class _Trail:
 
     def _note_purged(self, fields: dict[str, Any]) -> None:
         if fields.get("event") == _PURGED:
-            self.purges += 1
+            self.purge_records += 1
             for one in fields["chains"]:
-                end = _End(one["number"], bytes.fromhex(one["head"]))
-                self.purged[bytes.fromhex(one["chain"])] = end
+                end = _LastRecord(one["number"], bytes.fromhex(one["head"]))
+                self.purged_heads[bytes.fromhex(one["chain"])] = end
 
 
-async def _opened(db: Database, progress: Progress | None, rows_per_second: float | None) -> _Trail:
+async def _open_trail(
+    db: Database, progress: Progress | None, rows_per_second: float | None
+) -> _Trail:
     keyring = await db.keyring()
     if not keyring.has_audit_table:
         raise ConfigurationError(
@@ -390,14 +393,14 @@ class _Heads:
             detail = "two different heads of it were logged: a line was added to a log"
             self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
-    def compare(self, chain: bytes, end: _End) -> None:
+    def compare(self, chain: bytes, end: _LastRecord) -> None:
         """Report a chain that ends before its last logged record, and forget its heads."""
         last = max(self.links.pop(chain, {}), default=-1)
         if last > end.number:
             detail = f"the records {end.number + 1} to {last} at the end of the chain were removed"
             self._add_bad(f"{chain.hex()}, {end.number + 1}", Reason.MISSING, detail)
 
-    def find_missing(self, purged: dict[bytes, _End]) -> None:
+    def find_missing(self, purged: dict[bytes, _LastRecord]) -> None:
         """Report chains that are not stored, and that no record in *purged* names."""
         for chain, links in self.links.items():
             last = max(links)
@@ -428,7 +431,7 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     return (chain, number, link) if is_head else None
 
 
-async def _delete(db: Database, due: list[tuple[bytes, _End]]) -> bool:
+async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
     """Delete chains in one transaction; return False if one of them has changed."""
     changes = []
     named = []

@@ -86,12 +86,14 @@ async def count_records(
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
     current = CurrentKeys(db)
-    named: set[int] = set()  # the data keys in `current.newer` that records name nevertheless
+    named: set[int] = (
+        set()
+    )  # the data keys in `current.newer_than_current` that records name nevertheless
     for key, query in _COUNTED:
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
-        async for span in spans(db.unit.read, walked, db.limits.headers):
+        async for span in spans(db.unit.read, walked, db.limits.keys_per_page):
             groups = await span.read(db.unit.read, query, key)
             found = await current.of({owner for owner, *_ in groups})
             keys = {
@@ -106,11 +108,11 @@ async def count_records(
                 counts[table.name, backend_id] += rows
                 if key_id is not None and key_id == keys.get(owner):
                     newest[table.name, backend_id] += rows
-                elif key_id in current.newer:
+                elif key_id in current.newer_than_current:
                     named.add(key_id)
             await meter.advance(sum(rows for *_, rows in groups))
     records = (RecordCount(*kind, number, newest[kind]) for kind, number in counts.items())
-    return tuple(records), len(current.newer - named)
+    return tuple(records), len(current.newer_than_current - named)
 
 
 async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:

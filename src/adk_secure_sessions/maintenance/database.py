@@ -47,7 +47,9 @@ class Limits(NamedTuple):
     """Limits for one statement of a maintenance command."""
 
     rows: int = 100  # rows of apps, users or sessions, with their states
-    headers: int = 500  # rows of which only primary keys and record headers are read, or listed ids
+    keys_per_page: int = (
+        500  # rows of which only primary keys and record headers are read, or listed ids
+    )
     # Seconds to wait for a lock.  Statements of services may queue behind the waiting statement,
     # and then wait as long.
     lock_wait: int = 5
@@ -141,10 +143,10 @@ class Database(KeyMaterial, ClosedByWith):
         self.trail_was_unlisted: bool = False
         self.index: SearchIndex = SearchIndex(self.unit)
         self.imports: Imports = Imports(self.unit)
-        self.has_keys: bool = backend is not None
+        self.has_root_keys: bool = backend is not None
         self.limits: Limits = Limits()
 
-    def find_keys(self, *, in_key_database: bool) -> None:
+    def use_keys(self, *, in_key_database: bool) -> None:
         """Use the keys in the key database that was given, or those in the data database."""
         data = self._given.data
         self.unit.executors = self._given if in_key_database else Executors(data, data)

@@ -58,17 +58,17 @@ class SessionWithIds(NamedTuple):
     """A row of `secure_sessions`, and its decrypted ids or, if it is not authentic, the error."""
 
     columns: SessionRow
-    ids: SessionIds | Exception
+    ids_or_error: SessionIds | Exception
 
     @property
     def id(self) -> int:
         return self.columns.id
 
-    def known_ids(self) -> SessionIds:
+    def require_ids(self) -> SessionIds:
         """Return the ids, or raise the error that decrypting them raised."""
-        if isinstance(self.ids, Exception):
-            raise self.ids
-        return self.ids
+        if isinstance(self.ids_or_error, Exception):
+            raise self.ids_or_error
+        return self.ids_or_error
 
 
 async def sessions_with_ids(
@@ -102,7 +102,7 @@ def app_name_of(stored: object) -> str:
 
 
 def all_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
-    return pages(db.unit.read_keys, DATA_KEYS, data_keys.c.id, db.limits.headers, DataKeyRow)
+    return pages(db.unit.read_keys, DATA_KEYS, data_keys.c.id, db.limits.keys_per_page, DataKeyRow)
 
 
 class OwnerRow(NamedTuple):
@@ -172,7 +172,7 @@ async def read_owner_with_tag(
 
 async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
     found = await _decrypt_all(db, rows)
-    if not any(isinstance(one.ids, Exception) for one in found):
+    if not any(isinstance(one.ids_or_error, Exception) for one in found):
         return found
     # After the query for the sessions, another process may have erased a user, or re-encrypted
     # sessions and retired their old data keys.  So read everything again.
@@ -218,7 +218,7 @@ def _decrypt_ids(
 # --- the records of one owner --------------------------------------------------------------------
 
 
-class Record(NamedTuple):
+class EncryptedRecord(NamedTuple):
     """A stored record, still encrypted: its column, its row, and the ids for its context."""
 
     column: SealedColumn[Any]
@@ -241,7 +241,7 @@ class Record(NamedTuple):
 
 async def records_of_owner(
     db: Database, keys: StagedKeys, table: sa.Table, row: OwnerRow
-) -> list[Record] | None:
+) -> list[EncryptedRecord] | None:
     """Return the records of the row and the version witness of an app or user.
 
     *keys* are its data keys; this function tells them which of them the row names.  Return None
@@ -258,23 +258,23 @@ async def records_of_owner(
         if table is users:
             _, plaintext = split_id(plaintext)
         keys.choose_current(stored.tag, split_owner(plaintext).key_ids)
-    return [Record(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
+    return [EncryptedRecord(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
 
 
 async def records_of_sessions(
     db: Database, app_name: str, user_row: int, current: bytes, problems: Problems
-) -> AsyncIterator[list[Record]]:
+) -> AsyncIterator[list[EncryptedRecord]]:
     """Yield the records of a user's sessions in groups, each session before its events.
 
     Snapshots and events whose header is *current* are skipped.
     """
     async for page in sessions_of(db, user_row):
         opened: dict[int, Sequence[str]] = {}
-        records: list[Record] = []
+        records: list[EncryptedRecord] = []
         for one in page:
             try:
-                opened[one.id] = one.known_ids()[:3]
-                records.append(Record(_SESSIONS, one.columns, opened[one.id]))
+                opened[one.id] = one.require_ids()[:3]
+                records.append(EncryptedRecord(_SESSIONS, one.columns, opened[one.id]))
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, one.id)
         tags = [record.row.tag for record in records]
@@ -285,18 +285,20 @@ async def records_of_sessions(
         span = Span(records[0].row.id - 1, records[-1].row.id)
         parameters = {**span.parameters, "user_row": user_row, "current": current}
         for column in (_SNAPSHOTS, _EVENTS):
-            query = _of_others(column)
+            query = _keys_not_under_header(column)
             async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
                 known = [one for one in sized if one[0][0] in opened]
                 for group in grouped(known, itemgetter(1), _RECORDS, _BYTES):
                     keys = [key for key, _ in group]
                     rows: list[Any] = await rows_with_keys(db, column, keys)
-                    yield [Record(column, row, opened[row[0]]) for row in rows]
+                    yield [EncryptedRecord(column, row, opened[row[0]]) for row in rows]
 
 
-async def _witnesses(db: Database, ids: Sequence[str], tags: Iterable[bytes]) -> list[Record]:
+async def _witnesses(
+    db: Database, ids: Sequence[str], tags: Iterable[bytes]
+) -> list[EncryptedRecord]:
     rows = await rows_with_keys(db, _WITNESSES, [(tag,) for tag in tags])
-    return [Record(_WITNESSES, row, ids) for row in rows]
+    return [EncryptedRecord(_WITNESSES, row, ids) for row in rows]
 
 
 async def rows_with_keys(
@@ -351,7 +353,7 @@ def _with_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
 
 
 @functools.cache
-def _of_others(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _keys_not_under_header(column: SealedColumn[Any]) -> sa.Select[Any]:
     """Select the primary keys and lengths of a user's records whose header is not `current`."""
     return (
         sa.select(*column.key, sa.func.length(column.value))

@@ -133,7 +133,9 @@ async def erase_user(
     was_migrated = await db.unit.change(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
-    attempt = partial(_Deletion, tag=tag, dry_run=dry_run, names=db.limits.headers)
+    attempt = partial(
+        _Deletion, tag=tag, dry_run=dry_run, row_ids_per_statement=db.limits.keys_per_page
+    )
     executors = db.unit.executors
     deleted: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
@@ -191,13 +193,13 @@ class _Deletion:
     It deletes the data keys, unless *of_keys* is False, and all other rows, unless *of_rows* is.
     *headers* are the record headers that name the user's data keys.  These headers identify the
     user's records even if the user's row was removed or modified.  A dry run only counts the rows.
-    *names* is the maximum number of row ids in one statement.
+    *row_ids_per_statement* is the maximum number of row ids in one statement.
     """
 
     connection: sa.Connection
     tag: bytes
     dry_run: bool
-    names: int
+    row_ids_per_statement: int
     of_keys: bool = True
     of_rows: bool = True
     headers: set[bytes] = field(default_factory=set)
@@ -288,8 +290,8 @@ class _Deletion:
             clusters.claim_missing_user(self.connection, self.tag)
         if self._has_index and self._users:
             self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
-        for start in range(0, len(found), self.names):
-            ids, tags = zip(*found[start : start + self.names], strict=True)
+        for start in range(0, len(found), self.row_ids_per_statement):
+            ids, tags = zip(*found[start : start + self.row_ids_per_statement], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:

@@ -114,14 +114,14 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     """
     if to not in ("key-db", "db"):
         raise ConfigurationError("to must be 'key-db' or 'db'")
-    db.find_keys(in_key_database=True)
+    db.use_keys(in_key_database=True)
     if not db.unit.executors.has_key_database:
         raise ConfigurationError("give the key database: pass it as key_db_url (--key-db)")
     db.require_files(of_keys=to == "db")
     move = _Move(db, to, progress)
     found = await move.transfer()
     await db.close()  # the next call opens the database with its keys in the new place
-    db.find_keys(in_key_database=to == "key-db")
+    db.use_keys(in_key_database=to == "key-db")
     if move.has_audit_table:
         await db.keyring()  # store in the audit trail that this command has run
     return found

@@ -23,13 +23,13 @@ from adk_secure_sessions.storage.pages import rows_where
 from adk_secure_sessions.storage.schema import apps, users
 
 
-def by_age(
+def split_at_current(
     rows: Collection[DataKeyRow], named: Collection[int]
 ) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
     """Divide all data keys of an owner: older than the current one, the current one, newer.
 
-    The current one is the newest of those that the owner's row has *named* or, if it has named
-    none, of all.  All generations must be integers.
+    The current key is the newest key in *named*, or the newest of all if *named* is empty.  All
+    generations must be integers.
     """
     ordered = sorted(rows, key=attrgetter("generation"))
     last = len(ordered) - 1
@@ -38,7 +38,7 @@ def by_age(
 
 
 class CurrentKeys:
-    """Finds the current data keys of owners, and collects the ids of newer ones in `newer`.
+    """Finds the current data keys of owners; `newer_than_current` collects the ids of newer ones.
 
     If the owner's row is not authentic, the newest data key counts as the current one.  Without
     root keys, the data key that encrypts the owner's row counts as the current one.
@@ -46,7 +46,7 @@ class CurrentKeys:
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self.newer: set[int] = set()
+        self.newer_than_current: set[int] = set()
 
     async def of(self, owners: set[object]) -> dict[object, DataKeyRow]:
         """Return the current data key of each of *owners* (tags) that has data keys."""
@@ -59,11 +59,11 @@ class CurrentKeys:
         encrypting = await self._keys_of_rows(several)
         current: dict[object, DataKeyRow] = {}
         for owner, rows in keys.items():
-            _, current[owner], _ = by_age(rows, ())
+            _, current[owner], _ = split_at_current(rows, ())
             key_id = encrypting.get(owner)
             if key_id is not None and key_id != current[owner].id:
-                _, current[owner], newer = by_age(rows, await self._names(owner, key_id))
-                self.newer.update(row.id for row in newer)
+                _, current[owner], newer = split_at_current(rows, await self._names(owner, key_id))
+                self.newer_than_current.update(row.id for row in newer)
         return current
 
     async def _keys_of_rows(self, owners: Collection[bytes]) -> dict[object, int]:
@@ -76,7 +76,7 @@ class CurrentKeys:
         return found
 
     async def _names(self, owner_tag: bytes, key_id: int) -> Collection[int]:
-        if not self._db.has_keys:
+        if not self._db.has_root_keys:
             return [key_id]
         try:
             found = await read_owner_with_tag(self._db, owner_tag)

@@ -64,24 +64,24 @@ class Problem(NamedTuple):
         return f"{where}: {self.detail}"
 
 
-class Listed(Generic[T]):
-    """Counts items, and keeps the first 1000 of them in `kept`."""
+class CappedList(Generic[T]):
+    """Counts items, and keeps the first 1000 of them in `items`."""
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.kept: list[T] = []
+        self.items: list[T] = []
 
     def append(self, item: T) -> None:
         self.count += 1
-        if len(self.kept) < _MAX_LISTED:
-            self.kept.append(item)
+        if len(self.items) < _MAX_LISTED:
+            self.items.append(item)
 
     def extend(self, items: Iterable[T]) -> None:
         for item in items:
             self.append(item)
 
 
-class Problems(Listed[Problem]):
+class Problems(CappedList[Problem]):
     def __init__(self) -> None:
         super().__init__()
         self._named: set[tuple[str, str]] = set()  # rows that later calls skip
@@ -112,7 +112,7 @@ class Problems(Listed[Problem]):
 
     def stored_in(self, done: T) -> T:
         """Set the fields `bad` and `problems` of the result *done*, and return it."""
-        vars(done).update(bad=self.count, problems=tuple(self.kept))
+        vars(done).update(bad=self.count, problems=tuple(self.items))
         return done
 
 
@@ -129,7 +129,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
-            async for span in spans(db.unit.read, walked, db.limits.headers):
+            async for span in spans(db.unit.read, walked, db.limits.keys_per_page):
                 for row, number in await span.read(db.unit.read, query, key):
                     name = row.hex() if isinstance(row, bytes) else str(row)
                     yield key.table.name, name, number

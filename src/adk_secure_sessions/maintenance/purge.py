@@ -94,7 +94,7 @@ async def purge(
         for stored in page:
             await meter.advance()
             try:
-                ids = stored.known_ids()
+                ids = stored.require_ids()
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     continue
                 is_deleted = await _delete(db, ids, is_due, dry_run)
@@ -105,7 +105,7 @@ async def purge(
                 done.deleted += is_deleted
                 done.kept += not is_deleted
     meter.finish()
-    done.problems = tuple(problems.kept)
+    done.problems = tuple(problems.items)
     return done
 
 

@@ -25,8 +25,8 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     sessions_of,
     sessions_with_ids,
 )
-from adk_secure_sessions.maintenance.owners import by_age
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Listed, reject_orphans
+from adk_secure_sessions.maintenance.owners import split_at_current
+from adk_secure_sessions.maintenance.problems import UNREADABLE, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, count, counted, listing
 from adk_secure_sessions.storage import clusters, reads
@@ -132,9 +132,9 @@ async def retire(
     await _reject_unreadable_sessions(db, limit)
     ((total,),) = await db.unit.read_keys(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total), None)
-    kept: Listed[KeptKey] = Listed()
+    kept: CappedList[KeptKey] = CappedList()
     deleted = spare = 0
-    owner_tag, size = data_keys.c.owner, db.limits.headers
+    owner_tag, size = data_keys.c.owner, db.limits.keys_per_page
     async for owners in pages(db.unit.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run, limit)
@@ -149,7 +149,7 @@ async def retire(
     masters = await db.unit.change_keys(work, commit=not dry_run)
     kept.extend(masters.kept)
     ids = tuple(row.id for row in masters.unused)
-    return Retirement(deleted, ids, kept.count, tuple(kept.kept), spare)
+    return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
 
 
 def reject_wrapper(survey: Survey, command: str) -> None:
@@ -168,7 +168,7 @@ async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
     """
     async for page in sessions_with_ids(db):
         for one in page:
-            if isinstance(one.ids, Exception):
+            if isinstance(one.ids_or_error, Exception):
                 detail = (
                     "it cannot be decrypted, and may need any key: restore it, or delete it; "
                     "`verify` lists all such rows"
@@ -233,7 +233,7 @@ async def _decrypt_owner(
     if checked.is_user:
         async for page in sessions_of(db, checked.row.id):
             for one in page:
-                identity = await db.unit.identify(*one.known_ids())
+                identity = await db.unit.identify(*one.require_ids())
                 # Only check that each event can be decrypted.
                 check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
                 await db.unit.run(check)
@@ -269,17 +269,18 @@ def _find_unused(
         is_unchanged &= stored <= set(rows)
         rows = [row for row in rows if row in stored]
     headers = decrypted | _count_headers(owner_tag, user, connection) if is_unchanged else None
-    keys = _sort_out(rows, named, headers)
+    keys = _select_unused(rows, named, headers)
     if keys.unused and together and not dry_run:
         _delete(keys.unused, connection)
     return keys
 
 
-def _sort_out(
+def _select_unused(
     rows: list[DataKeyRow], named: tuple[int, ...], headers: reads.HeaderCounts | None
 ) -> _Replaced[DataKeyRow]:
-    """Divide the replaced ones of all data keys of an owner; its row has *named* some of them.
+    """Divide an owner's replaced data keys into kept and unused.
 
+    *named* are the ids in the owner's row.
     A key is kept in these cases:
 
     - Rows use the key.
@@ -292,7 +293,7 @@ def _sort_out(
     """
     if not rows:
         return _Replaced([], [])
-    older, _, newer = by_age(rows, named)
+    older, _, newer = split_at_current(rows, named)
     if headers is None:
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}

@@ -23,8 +23,8 @@ from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
+    EncryptedRecord,
     OwnerRow,
-    Record,
     app_name_of,
     header_of,
     owner_rows,
@@ -131,7 +131,7 @@ class DataRotationRun(Rotation):
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", DataRotation(), dry_run=dry_run)
 
-    async def _prepare(self) -> int:
+    async def _check_and_count_rows(self) -> int:
         if (await self._db.keyring()).current_id is None:
             raise ConfigurationError(
                 "the keyring has no data master except one stored as plaintext, which protects "
@@ -139,17 +139,17 @@ class DataRotationRun(Rotation):
             )
         # Each app, user and session has one row of its own and one version witness.
         own = 2 * await count_rows(self._db, apps, users, sessions)
-        # `_walk` re-encrypts each row and, except in a dry run, `_count_left` counts it.
+        # A pass re-encrypts each row and, except in a dry run, `_count_left` counts it.
         return (1 if self._dry_run else 2) * (own + await count_rows(self._db, events))
 
-    async def _begin(self) -> None:
+    async def _before_passes(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
         if self._db.unit.backends.stores_plaintext and not self._dry_run:
             await self._db.unit.change(meta.mark_plaintext)
             if self._db.unit.executors.has_key_database:
                 await self._db.unit.change_keys(meta.mark_plaintext)
 
-    async def _walk(self) -> bool:
+    async def _replace_old_keys(self) -> bool:
         before = self.done.reencrypted
         for table in (apps, users):
             async for page in owner_rows(self._db, table):
@@ -218,7 +218,9 @@ class DataRotationRun(Rotation):
             return None
         return current if current.created_at >= self.done.since else None
 
-    async def _reencrypt(self, keys: StagedKeys, owner_tag: bytes, records: list[Record]) -> None:
+    async def _reencrypt(
+        self, keys: StagedKeys, owner_tag: bytes, records: list[EncryptedRecord]
+    ) -> None:
         """Re-encrypt the *records* that are not encrypted with the owner's current data key yet.
 
         A record that another process has changed since it was read is left unchanged.  Each
@@ -227,7 +229,7 @@ class DataRotationRun(Rotation):
         target = self._target(keys, owner_tag)
         new_ids = (target.backend_id, target.id) if target else None
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
-        old: list[tuple[Record, bytes, bytes]] = []  # with their contexts and plaintexts
+        old: list[tuple[EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
             table = record.column.table.name
             try:
@@ -242,7 +244,7 @@ class DataRotationRun(Rotation):
         if self._dry_run or not old:
             self.done.reencrypted += len(old)
             return
-        changes: list[tuple[Record, bytes]] = []
+        changes: list[tuple[EncryptedRecord, bytes]] = []
         for record, context, plaintext in old:
             sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
             again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
@@ -254,7 +256,9 @@ class DataRotationRun(Rotation):
             for row in await rows_with_keys(self._db, column, list(new)):
                 self.done.reencrypted += row[-1] == new[column.key_of(row)]
 
-    async def _is_of_new_key(self, error: Exception, owner_tag: bytes, record: Record) -> bool:
+    async def _is_of_new_key(
+        self, error: Exception, owner_tag: bytes, record: EncryptedRecord
+    ) -> bool:
         """Return whether the key of *record* was created after the owner's keys were read.
 
         A service with another backend may do that.  The next pass re-encrypts the record.  A key
@@ -293,7 +297,7 @@ def _plaintext(
     return keys.open(owner_tag, context, stored, open_whole)
 
 
-def _replace(changes: list[tuple[Record, bytes]], connection: sa.Connection) -> None:
+def _replace(changes: list[tuple[EncryptedRecord, bytes]], connection: sa.Connection) -> None:
     for column in dict.fromkeys(record.column for record, _ in changes):
         parameters = []
         for record, sealed in changes:

@@ -100,13 +100,13 @@ async def rotate_master(
 class _MasterRotationRun(Rotation):
     done: MasterRotation
 
-    async def _prepare(self) -> int:
+    async def _check_and_count_rows(self) -> int:
         if self._db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
             raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
         await self._db.keyring()
         return await count_rows(self._db, data_keys)
 
-    async def _begin(self) -> None:
+    async def _before_passes(self) -> None:
         """Find the data master of this rotation; if there is none yet, create it.
 
         It is the newest one under the root key of `backend` since the rotation began.
@@ -138,7 +138,7 @@ class _MasterRotationRun(Rotation):
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.unit.change_keys(partial(_add, fresh, len(survey.keyring), database_id))
 
-    async def _walk(self) -> bool:
+    async def _replace_old_keys(self) -> bool:
         before = self.done.rotated
         masters = await self._db.keyring()
         current = (WRAP_BACKEND_ID, self.done.master_id)

@@ -83,12 +83,12 @@ class Rotation(ABC):
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
     ) -> None:
         """Continue the unfinished rotation; begin a new one if there is none, or with *restart*."""
-        self._meter = Meter(progress, await self._prepare(), rows_per_second)
+        self._meter = Meter(progress, await self._check_and_count_rows(), rows_per_second)
         await self._read_or_store_checkpoint(restart=restart)
-        await self._begin()
+        await self._before_passes()
         for _ in range(_PASSES):
             self._problems = Problems()
-            is_changed = await self._walk()
+            is_changed = await self._replace_old_keys()
             self.done.left = await self._count_left()
             # If a pass has replaced nothing, another pass would probably replace nothing, either.
             if self._dry_run or not (self.done.left and is_changed):
@@ -102,18 +102,18 @@ class Rotation(ABC):
         self._meter.finish()
 
     @abstractmethod
-    async def _prepare(self) -> int:
+    async def _check_and_count_rows(self) -> int:
         """Check that the rotation can run; return the number of rows for the progress report."""
 
     @abstractmethod
-    async def _begin(self) -> None:
+    async def _before_passes(self) -> None:
         """Prepare the first pass; `run` calls this once, after it has read the checkpoint."""
 
     async def _after_passes(self) -> None:  # noqa: B027 - not every rotation has something to do
         """Do what follows the passes; `run` keeps the checkpoint until this method returns."""
 
     @abstractmethod
-    async def _walk(self) -> bool:
+    async def _replace_old_keys(self) -> bool:
         """Process all rows and replace their keys; return whether this pass has replaced any.
 
         An implementation calls `_require_checkpoint` after each batch, and skips rows whose key is
@@ -199,7 +199,7 @@ async def later_than_all_keys(db: Database) -> int:
     for master in await authentic_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring, master))
     masters = await db.keyring()
-    size = db.limits.headers
+    size = db.limits.keys_per_page
     walk = pages(db.unit.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for page in walk:
         for key in page:

@@ -110,7 +110,7 @@ async def fill_index(
     done = run.done
     app_tag = (await db.unit.identify(app_name)).app_tag
     done.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
-    done.problems = tuple(run.problems.kept)
+    done.problems = tuple(run.problems.items)
     done.complete = skip_unreadable or not run.problems.count
     if done.complete:
         await db.index.complete(tags)
@@ -187,7 +187,7 @@ class _Filler:
             self.done.users += 1
 
     async def fill_session(self, stored: SessionWithIds) -> None:
-        ids = stored.known_ids()
+        ids = stored.require_ids()
         if not ids.is_collection and ids.app_name == self._app_name:
             await self._correct(ids.user_id, ids.session_id, of_user=False)
             self.done.sessions += 1
@@ -204,7 +204,7 @@ async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[
     """Delete the index rows of the keys *tags* for which *where* is true; return their number."""
     deleted = 0
     query = sa.delete(indexed).where(indexed.c.key_tag.in_(sorted(tags)), *where)
-    async for span in spans(db.unit.read, indexed.c.row_id, db.limits.headers):
+    async for span in spans(db.unit.read, indexed.c.row_id, db.limits.keys_per_page):
         within = query.where(*span.conditions(indexed.c.row_id))
         deleted += await db.unit.change(partial(_rows_changed, within, span.parameters))
     return deleted

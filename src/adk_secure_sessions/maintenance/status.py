@@ -272,7 +272,7 @@ def _progress(
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
     unwraps = None
-    if db.has_keys:
+    if db.has_root_keys:
         try:
             await unwrap_master_key(row, db.unit.backends.roots, database_id)
             unwraps = True
@@ -286,7 +286,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
 
 async def _index(db: Database) -> BlindIndex | None:
     """Return what authenticates checkpoints and marks; None without the right root keys."""
-    if not db.has_keys:
+    if not db.has_root_keys:
         return None
     try:
         return (await db.keyring()).index

@@ -237,7 +237,7 @@ class _Verifier:
 
     async def check_imports(self) -> None:
         macs = ImportMacs(await self._db.keyring())
-        size = self._db.limits.headers
+        size = self._db.limits.keys_per_page
 
         def imported(*row: Any) -> tuple[MigratedRow, int | None]:
             return MigratedRow(*row[:-1]), row[-1]
@@ -273,7 +273,7 @@ class _Verifier:
         try:
             # Read the whole session in one statement, as a service does, so that its rows fit
             # together even if a service is writing.
-            ids = stored.known_ids()
+            ids = stored.require_ids()
             identity = await self._db.unit.identify(*ids)
             if identity.session_tag != stored.columns.tag:
                 kind = "collection" if ids.is_collection else "session"

@@ -120,8 +120,8 @@ class ComparisonRun:
         self._findings = Findings(with_ids=show_ids)
         self._done = Comparison()
 
-    async def run(self, progress: Progress | None, *, completes: bool = True) -> Comparison:
-        """Compare everything; if *completes* is True, store or remove the mark."""
+    async def run(self, progress: Progress | None, *, stores_mark: bool = True) -> Comparison:
+        """Compare everything; if *stores_mark* is True, store or remove the mark."""
         began = time.monotonic()
         db, done = self._db, self._done
         self.walk = Walk(self._source, db, (await db.keyring()).index, self._selection)
@@ -145,11 +145,12 @@ class ComparisonRun:
         self._meter.finish()
         done.clean = done.succeeded
         is_whole = self._selection == EVERYTHING and self._source.has_all_apps
-        done.completed = completes and done.clean and is_whole and done.sessions + done.states > 0
+        done.completed = stores_mark and done.clean and is_whole and done.sessions + done.states > 0
         if done.completed:
             await db.imports.complete_migration()
-        done.withdrawn = completes and not done.clean and await db.imports.withdraw_migration()
-        done.findings = tuple(self._findings.kept)
+        if stores_mark and not done.clean:
+            done.withdrawn = await db.imports.withdraw_migration()
+        done.findings = tuple(self._findings.items)
         done.seconds = time.monotonic() - began
         return done
 
@@ -193,7 +194,7 @@ class ComparisonRun:
             return problem
         if copy is None or pair.status is ImportStatus.DELETED:
             return ""
-        copied = pair.copied_events if pair.status is ImportStatus.MOVED_ON else None
+        copied = pair.copied_events if pair.status is ImportStatus.CONTINUED else None
         fields = differences(pair.content, copy, copied=copied)
         if not fields:
             return ""
@@ -221,7 +222,7 @@ class ComparisonRun:
         stored, problem = await _read(stored_state(self._db, *pair.ids))
         if stored is None:
             return problem
-        if pair.status in (ImportStatus.MOVED_ON, ImportStatus.DELETED) or json_text.same_json(
+        if pair.status in (ImportStatus.CONTINUED, ImportStatus.DELETED) or json_text.same_json(
             json_text.load_state(state), json_text.load_state(stored)
         ):
             return ""

@@ -14,6 +14,7 @@ from adk_secure_sessions.formats.json_text import JsonObject, load_state, read_e
 from adk_secure_sessions.maintenance.counts import plausible
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
+    SessionIds,
     SessionWithIds,
     owner_rows,
     read_owner,
@@ -95,22 +96,22 @@ class EncryptedSource(Source):
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         async for page in sessions_with_ids(self._db):
-            wanted = [one for one in page if _is_wanted(one, selection)]
+            wanted = [session for session in page if _is_wanted(session, selection)]
             if not wanted:
                 continue
             # Authentic ids: another one may be the smallest integer of the database.
-            ids = [one.id for one in wanted if not isinstance(one.ids, Exception)]
+            ids = [found.id for found in wanted if isinstance(found.ids_or_error, SessionIds)]
             sizes = await self._sizes(Span(ids[0] - 1, ids[-1])) if ids else Counter[int]()
-            sized = [(one, sizes[one.id]) for one in wanted]
+            sized = [(session, sizes[session.id]) for session in wanted]
             for batch in grouped(sized, itemgetter(1), len(sized), _BATCH):
-                yield [_source_session(one) for one, _size in batch]
+                yield [_source_session(session) for session, _size in batch]
 
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         found = await in_groups(_AT_ONCE, partial(_content, self._db), sessions)
         pairs = zip(sessions, found, strict=True)
-        return {one: content for one, content in pairs if content is not None}
+        return {session: content for session, content in pairs if content is not None}
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""
@@ -153,28 +154,30 @@ class EncryptedSource(Source):
         return sizes
 
 
-def _is_wanted(one: SessionWithIds, selection: Selection) -> bool:
-    if isinstance(one.ids, Exception):
+def _is_wanted(session: SessionWithIds, selection: Selection) -> bool:
+    ids = session.ids_or_error
+    if isinstance(ids, Exception):
         return True
-    if one.ids.is_collection or one.columns.expires_at <= _now():
+    if ids.is_collection or session.columns.expires_at <= _now():
         return False
-    is_recent = selection.since is None or one.columns.updated_at >= selection.since
-    return is_recent and selection.app_name in (None, one.ids.app_name)
+    is_recent = selection.since is None or session.columns.updated_at >= selection.since
+    return is_recent and selection.app_name in (None, ids.app_name)
 
 
-def _source_session(one: SessionWithIds) -> SourceSession:
-    if isinstance(one.ids, Exception):
-        return SourceSession("", "", f"{sessions.name} row {one.id}", NO_IDS + reason_of(one.ids))
+def _source_session(session: SessionWithIds) -> SourceSession:
+    ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
+    if isinstance(ids, Exception):
+        return SourceSession("", "", name, NO_IDS + reason_of(ids))
     # Every change of a session increases its revision, and a session that is created again has
     # another row id.
-    return SourceSession(*one.ids[:3], f"{one.id}.{one.columns.revision}")
+    return SourceSession(*ids[:3], f"{session.id}.{session.columns.revision}")
 
 
-async def _content(db: Database, one: SourceSession) -> SessionContent | Unreadable | None:
-    if not one.has_ids:
-        return Unreadable(one.version.removeprefix(NO_IDS), has_ids=False)
+async def _content(db: Database, session: SourceSession) -> SessionContent | Unreadable | None:
+    if not session.has_ids:
+        return Unreadable(session.version.removeprefix(NO_IDS), has_ids=False)
     try:
-        found = await stored_content(db, *one.ids, check_event=_check_event)
+        found = await stored_content(db, *session.ids, check_event=_check_event)
     except UNREADABLE as error:
         return Unreadable(reason_of(error))
     has_expired = found is not None and found.expires_at is not None and found.expires_at <= _now()

@@ -85,7 +85,7 @@ async def erase_source(
             "delete it with its own tools"
         )
     run = ComparisonRun(source, db, EVERYTHING, show_ids=show_ids)
-    comparison = await run.run(progress, completes=not dry_run)
+    comparison = await run.run(progress, stores_mark=not dry_run)
     if not comparison.clean:
         return SourceErasure(comparison)
     if dry_run:

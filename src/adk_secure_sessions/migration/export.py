@@ -148,7 +148,7 @@ class _ExportRun:
         except Stop:
             self.done.stopped = True
         self._meter.finish()
-        self.done.findings = tuple(self._findings.kept)
+        self.done.findings = tuple(self._findings.items)
         self.done.seconds = time.monotonic() - began
         return self.done
 

@@ -56,7 +56,7 @@ _Ids = tuple[str, str, str]  # the app name, the user id and the session id
 logger: logging.Logger = logging.getLogger(__name__)
 
 _OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
-_CACHED_OWNERS = 10_000  # the maximum number of apps and users in `_moved`
+_CACHED_OWNERS = 10_000  # the maximum number of apps and users in `_settled_owners`
 _AT_ONCE = 32  # the number of states that are copied at the same time
 _CANCEL_TIMEOUT = 5.0  # seconds to wait for a cancelled query of the source
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
@@ -327,7 +327,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def _is_superseded(self, ids: _Ids) -> bool:
         return bool(await self._imports.imported([ids]))
 
-    async def _moved(self) -> Lru[Ids, bool]:
+    async def _settled_owners(self) -> Lru[Ids, bool]:
         """Return the cache of owners whose state was copied or erased, which is never undone.
 
         It also contains owners without a state in the source, which does not change any more.
@@ -434,7 +434,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
         Nothing is stored for an owner that the source does not have.
         """
-        cache = await self._moved()
+        cache = await self._settled_owners()
         owners: list[Ids] = [(app_name,), *((app_name, user_id) for user_id in user_ids)]
         unknown = {owner for owner in owners if not cache.get(owner)}
         if not unknown:

@@ -171,7 +171,7 @@ async def migrate(
     except Stop:
         done.stopped = True
     run.meter.finish()
-    done.findings = tuple(run.findings.kept)
+    done.findings = tuple(run.findings.items)
     done.has_others = await source.has_others()
     done.seconds = time.monotonic() - began
     return done

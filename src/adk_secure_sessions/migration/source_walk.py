@@ -21,7 +21,7 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.decrypted_rows import sessions_in_rows
-from adk_secure_sessions.maintenance.problems import Listed
+from adk_secure_sessions.maintenance.problems import CappedList
 from adk_secure_sessions.migration.encrypted import reason_of
 from adk_secure_sessions.migration.sources import (
     Ids,
@@ -172,11 +172,11 @@ class Walk:
             return
         for tag, row in self._missing.items():
             for found in await sessions_in_rows(self.target, [row]):
-                if isinstance(found.ids, Exception):
+                if isinstance(found.ids_or_error, Exception):
                     ids = ("", "", f"{sessions.name} row {row}")
-                    yield ids, tag, Unreadable(undecryptable(found.ids))
+                    yield ids, tag, Unreadable(undecryptable(found.ids_or_error))
                     continue
-                ids = found.ids[:3]
+                ids = found.ids_or_error[:3]
                 has_expired = found.columns.expires_at <= time.time_ns() // 1000
                 if found.columns.tag != tag or has_expired:
                     continue
@@ -192,7 +192,11 @@ class Walk:
         if await target.imports.migration_end() or not await target.imports.feature.is_added():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag((app_name,))}
-        query, key, size = _copies(app_name is not None), migrated.c.tag, target.limits.headers
+        query, key, size = (
+            _copies(app_name is not None),
+            migrated.c.tag,
+            target.limits.keys_per_page,
+        )
         async for rows in pages(target.unit.read, query, key, size, lambda *row: row, **parameters):
             for tag, row in rows:
                 # SQLite stores any type in any column, so a modified tag may have another type.
@@ -347,7 +351,7 @@ class Finding(NamedTuple):
         return f"{self.kind} {self.tag or '(unknown)'}{ids and f' ({ids})'}: {self.reason}"
 
 
-class Findings(Listed[Finding]):
+class Findings(CappedList[Finding]):
     """Counts the findings of a run, and keeps the first 1000; *with_ids* keeps readable ids."""
 
     def __init__(self, *, with_ids: bool) -> None:

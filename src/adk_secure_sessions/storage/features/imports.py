@@ -85,7 +85,7 @@ class ImportStatus(Enum):
     NEW = "it was never imported"
     OLDER = "an earlier version was imported, and no service has changed it since"
     UNCHANGED = "this version was imported, and no service has changed it since"
-    MOVED_ON = "this version was imported, and a service has changed it since"
+    CONTINUED = "this version was imported, and a service has changed it since"
     CONFLICT = "an earlier version was imported, and a service has changed or deleted it since"
     SAME_ID = "a service stored it under the same id, and it was never imported"
     DELETED = "it was deleted, its user was erased, or a tombstone forbids to import it"
@@ -108,7 +108,7 @@ class SourceEvent(NamedTuple):
 _STATUS = {
     (True, True): ImportStatus.UNCHANGED,
     (False, True): ImportStatus.OLDER,
-    (True, False): ImportStatus.MOVED_ON,
+    (True, False): ImportStatus.CONTINUED,
     (False, False): ImportStatus.CONFLICT,
 }
 
@@ -181,7 +181,7 @@ class Imported(NamedTuple):
         """Return the status; *is_unchanged* is whether the source has not changed since the import.
 
         A rotation of keys also changes the version of a user or an app, so that their status
-        `MOVED_ON` or `CONFLICT` may mean nothing but that.
+        `CONTINUED` or `CONFLICT` may mean nothing but that.
         """
         if self.row.is_tombstone:
             return ImportStatus.DELETED
