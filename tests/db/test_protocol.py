@@ -12,7 +12,7 @@ from adk_secure_sessions.db.protocol import (
     Conflict,
     Executors,
     Parameters,
-    Rows,
+    ParameterSets,
     Steps,
     run_steps,
 )
@@ -30,7 +30,7 @@ class Database:
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Any]:
         raise AssertionError
 
-    def run(self, statement: sa.Executable, parameters: Parameters | Rows) -> int:
+    def run(self, statement: sa.Executable, parameters: Parameters | ParameterSets) -> int:
         self.statements.append(str(statement))
         return self.matches.get(str(statement), 1)
 

@@ -24,8 +24,8 @@ from adk_secure_sessions.db.failures import (
 from adk_secure_sessions.db.protocol import (
     Disconnected,
     Parameters,
+    ParameterSets,
     Row,
-    Rows,
     T,
     Transaction,
     run_steps,
@@ -212,7 +212,10 @@ class AsyncEngineExecutor:
         return await await_to_end(task, on_commit_after_cancel, on_cancel)
 
     def _change(
-        self, connection: sa.Connection, statement: sa.Executable, parameters: Parameters | Rows
+        self,
+        connection: sa.Connection,
+        statement: sa.Executable,
+        parameters: Parameters | ParameterSets,
     ) -> int:
         """Return how many rows the statement matched."""
         rows = [parameters] if isinstance(parameters, Mapping) else parameters

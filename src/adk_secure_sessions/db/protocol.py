@@ -29,7 +29,7 @@ from adk_secure_sessions.errors import SecureSessionError
 T = TypeVar("T")
 Row = Sequence[Any]
 Parameters = Mapping[str, object]
-Rows = Sequence[Parameters]
+ParameterSets = Sequence[Parameters]
 
 
 class UniqueViolation(Exception):
@@ -64,7 +64,7 @@ class Change(NamedTuple):
     must_match_row: bool = True
     # If not empty, `statement` is what `sqlalchemy.insert(table)` returns, and inserts these rows.
     # `parameters` are then not used, and `must_match_row` must be False.
-    rows: Rows = ()
+    rows: ParameterSets = ()
     only_on_cluster: bool = False  # whose nodes lock rows separately: see `storage.clusters`
 
 
@@ -156,7 +156,7 @@ class Executors(NamedTuple):
 def run_steps(
     steps: Steps[T],
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],
-    run: Callable[[sa.Executable, Parameters | Rows], int],
+    run: Callable[[sa.Executable, Parameters | ParameterSets], int],
     *,
     is_cluster: bool = False,
 ) -> T:
@@ -180,7 +180,7 @@ def run_steps(
 
 def _apply(
     changes: Sequence[Change],
-    run: Callable[[sa.Executable, Parameters | Rows], int],
+    run: Callable[[sa.Executable, Parameters | ParameterSets], int],
     is_cluster: bool,
 ) -> bool:
     is_first = True

@@ -40,8 +40,8 @@ from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
     Conflict,
     Parameters,
+    ParameterSets,
     Row,
-    Rows,
     T,
     Transaction,
     run_steps,
@@ -550,7 +550,10 @@ class WorkerThread:
         return self.limited(lambda: driver.execute(text, parameters).fetchall())
 
     def _change(
-        self, driver: sqlite3.Connection, statement: sa.Executable, parameters: Parameters | Rows
+        self,
+        driver: sqlite3.Connection,
+        statement: sa.Executable,
+        parameters: Parameters | ParameterSets,
     ) -> int:
         """Return how many rows *statement* matched."""
         execute: Any = driver.execute if isinstance(parameters, Mapping) else driver.executemany

@@ -259,7 +259,7 @@ def check_row_count(number: int) -> None:
 async def open_keyring(
     rows: Iterable[MasterKeyRow],
     roots: Mapping[str, KeyProvider],
-    writer: str,
+    writer_root_key_id: str,
     database_id: bytes,
     known: Keyring | None = None,
     *,
@@ -312,10 +312,10 @@ async def open_keyring(
     # none, the newest one under another root key does: a process does not create master keys only
     # because its writing backend has a new root key.
     usable = [
-        (row.root_key_id == writer, row.created_at, row.id)
+        (row.root_key_id == writer_root_key_id, row.created_at, row.id)
         for row in opening.accepted.values()
         if row.id in masters
-        and (row.root_key_id == writer or row.root_key_id != PLAINTEXT_ROOT_KEY_ID)
+        and (row.root_key_id == writer_root_key_id or row.root_key_id != PLAINTEXT_ROOT_KEY_ID)
     ]
     return Keyring(
         database_id,

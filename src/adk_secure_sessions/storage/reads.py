@@ -422,7 +422,9 @@ class _Listing(ReadOperation):
         return opened
 
     def _skip_or_raise(self, attempt: Attempt, error: DecryptionError) -> None:
-        if not self._skip or (isinstance(error, UnknownKeyError) and not attempt.is_last):
+        if not self._skip or (
+            isinstance(error, UnknownKeyError) and not attempt.unknown_key_is_final
+        ):
             raise error
         record_rejected(error)
         logger.error("left out of a listing: %s", error)

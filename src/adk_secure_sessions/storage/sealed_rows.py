@@ -107,7 +107,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _check_witness(attempt, rows, row.tag, row.tag, row.version, fields.link)
             _reject_older(attempt, seen, row.id, row.version)
         owner = Owner(row, user_id, fields.state, fields.link, fields.key_ids)
-        attempt.remember(partial(attempt.cache.put_owner, witness, owner))
+        attempt.call_after_commit(partial(attempt.cache.put_owner, witness, owner))
     attempt.keys.choose_current(row.tag, owner.key_ids)
     return owner
 
@@ -192,8 +192,9 @@ def open_session_row(
     with naming(sessions.name, row.id):
         _check_witness(attempt, rows, user.row.tag, row.tag, row.id, b"")
         _reject_older(attempt, seen, row.id, row.revision)
-    proven = not row.revision or bool(seen and known and seen.has_proven_head)
-    attempt.remember(partial(cache.put_session, session, witness, has_proven_head=proven))
+    is_verified = not row.revision or bool(seen and known and seen.last_event_is_verified)
+    put = partial(cache.put_session, session, witness, is_verified=is_verified)
+    attempt.call_after_commit(put)
     return session
 
 
@@ -323,7 +324,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
         return
     if last != session.head:
         raise other_history().located(sessions.name, session.row.id)
-    attempt.remember(partial(attempt.cache.prove_head, session))
+    attempt.call_after_commit(partial(attempt.cache.set_last_event_verified, session))
 
 
 def other_history() -> TamperedError:
@@ -434,7 +435,9 @@ def _check_witness(
         )
     try:
         context = WITNESSES.context(attempt.identity.ids, witness)
-        proven = attempt.keys.open(owner_tag, context, witness.seal, records.open_without_flags)
+        witness_link = attempt.keys.open(
+            owner_tag, context, witness.seal, records.open_without_flags
+        )
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:
@@ -443,7 +446,7 @@ def _check_witness(
             "was replayed",
             Reason.MISMATCH,
         )
-    if proven != link:
+    if witness_link != link:
         raise TamperedError(
             "its version witness belongs to another copy of the database", Reason.MISMATCH
         )

@@ -79,14 +79,14 @@ class CachedRow(NamedTuple, Generic[V]):
     """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
 
     If a later read returns exactly the same row and witness, the row is not decrypted again.
-    *sequence* is `RowCache.sequence` when this process read or wrote the row.  *has_proven_head* is
-    True for a session whose last event this process has read or written: an append needs no read.
+    *sequence* is `RowCache.sequence` when this process read or wrote the row.  If a session's
+    *last_event_is_verified*, this process has read or written it, so an append needs no read.
     """
 
     witness: WitnessRow | None
     value: V
     sequence: int
-    has_proven_head: bool = False
+    last_event_is_verified: bool = False
 
 
 # The size of a history without its events, and of an event: besides its text, and for each value in
@@ -168,7 +168,7 @@ class RowCache:
         witness: WitnessRow | None,
         value: V,
         *,
-        has_proven_head: bool = False,
+        is_verified: bool = False,
     ) -> None:
         """Cache *value*, unless a newer version of the row is cached.
 
@@ -181,34 +181,34 @@ class RowCache:
             if seen.value.version > value.version:
                 return
             witness = witness or seen.witness
-        kind.put(tag, CachedRow(witness, value, self.next_sequence(), has_proven_head))
+        kind.put(tag, CachedRow(witness, value, self.next_sequence(), is_verified))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
         self.put(self.users if value.is_user else self.apps, witness, value)
 
     def put_session(
-        self, session: StoredSession, witness: WitnessRow | None, *, has_proven_head: bool
+        self, session: StoredSession, witness: WitnessRow | None, *, is_verified: bool
     ) -> None:
         """Cache *session* like `put`, but without its snapshot, which may be large."""
         if session.has_snapshot and session.snapshot is not None:
             session = session._replace(snapshot=None)
-        self.put(self.sessions, witness, session, has_proven_head=has_proven_head)
+        self.put(self.sessions, witness, session, is_verified=is_verified)
 
     def forget_session(self, tag: bytes) -> None:
         """Remove the session with *tag* and its events, because the session is not stored."""
         self.sessions.drop(tag)
         self.histories.drop(tag)
 
-    def prove_head(self, session: StoredSession) -> None:
-        """Set `has_proven_head` of the cached session, if the cached row equals `session.row`."""
+    def set_last_event_verified(self, session: StoredSession) -> None:
+        """Set `last_event_is_verified`, if the cached row equals `session.row`."""
         seen = self.sessions.get(session.row.tag)
-        if seen and seen.value.row == session.row and not seen.has_proven_head:
-            self.sessions.put(session.row.tag, seen._replace(has_proven_head=True))
+        if seen and seen.value.row == session.row and not seen.last_event_is_verified:
+            self.sessions.put(session.row.tag, seen._replace(last_event_is_verified=True))
 
-    def proven_session(self, tag: bytes) -> StoredSession | None:
-        """Return the cached session if its head is proven (see `CachedRow`), otherwise None."""
+    def verified_session(self, tag: bytes) -> StoredSession | None:
+        """Return the cached session if its last event is verified, otherwise None."""
         seen = self.sessions.get(tag)
-        return seen.value if seen and seen.has_proven_head else None
+        return seen.value if seen and seen.last_event_is_verified else None
 
 
 # --- attempts -------------------------------------------------------------------------------------
@@ -240,34 +240,34 @@ class Attempt(NamedTuple):
     sequence_at_start: int = 0  # `cache.sequence` at the start: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
-    missing_is_final: bool = True  # the next attempt would not find a data key that is missing
+    keys_are_complete: bool = True  # reading the data keys again would find no missing one
     may_reread: bool = False  # the keyring may be read again if a data master is missing
 
     @property
-    def is_last(self) -> bool:
-        """Whether UnknownKeyError ends the operation."""
-        return self.missing_is_final and not (self.keys.lacks_master and self.may_reread)
+    def unknown_key_is_final(self) -> bool:
+        """Whether UnknownKeyError ends the operation, because another attempt would raise it."""
+        return self.keys_are_complete and not (self.keys.lacks_master and self.may_reread)
 
-    def remember(self, put: Callable[[], None]) -> None:
-        """Call *put*, which caches a row that was read; a write calls *put* after the commit."""
+    def call_after_commit(self, call: Callable[[], None]) -> None:
+        """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
         if self.after_commit is None:
-            put()
+            call()
         else:
-            self.after_commit.append(put)
+            self.after_commit.append(call)
 
-    def remember_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
+    def cache_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
         """Cache *session*, which this write sends, after the commit."""
-        self.remember(partial(self.cache.put_session, session, witness, has_proven_head=True))
+        self.call_after_commit(partial(self.cache.put_session, session, witness, is_verified=True))
 
     def forget_sent(self) -> None:
         """Do not cache what this write has sent so far, because its changes matched no row."""
         if self.after_commit:
             self.after_commit.clear()
 
-    def remember_all(self) -> None:
+    def run_after_commit(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""
-        for put in self.after_commit or ():
-            put()
+        for call in self.after_commit or ():
+            call()
         for row in self.keys.new_rows:
             _record_data_key(self.keys.keyring, row)
 
@@ -473,7 +473,7 @@ class UnitOfWork:
         # With a key database, the data keys are read before the rows.  Between the two reads,
         # another process may have created or retired a data key.  So if a key is missing the first
         # time, read both the keys and the rows again.
-        missing_is_final = not separate
+        one_read_is_enough = not separate
         keyring_was_reread = False
         rereads = 0
         is_first = True
@@ -500,7 +500,7 @@ class UnitOfWork:
                 sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries.locks_rows,
                 after_commit=[] if operation.writes else None,
-                missing_is_final=reads_keys and missing_is_final,
+                keys_are_complete=reads_keys and one_read_is_enough,
                 may_reread=rereads < _REREADS,
             )
             is_first = False
@@ -518,9 +518,9 @@ class UnitOfWork:
                         await self.reread_keyring(key_cache, keyring_seen)
                         telemetry.count_retry("keyring")
                         continue
-                    if attempt.is_last:
+                    if attempt.unknown_key_is_final:
                         raise
-                    missing_is_final = missing_is_final or reads_keys
+                    one_read_is_enough = one_read_is_enough or reads_keys
                     reads_keys = True
                     telemetry.count_retry("unknown_key")
                 except NeedsDataKey as need:

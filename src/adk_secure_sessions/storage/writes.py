@@ -208,7 +208,7 @@ class OwnerChanges:
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
         witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
-        self._attempt.remember(partial(self._attempt.cache.put_owner, witness, owner))
+        self._attempt.call_after_commit(partial(self._attempt.cache.put_owner, witness, owner))
         return owner, witness
 
     def _ensure_first_key(self, owner_tag: bytes) -> None:
@@ -298,7 +298,7 @@ class Write(Generic[T]):
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
         def commit_after_cancel(result: T) -> None:
-            attempt.remember_all()
+            attempt.run_after_commit()
 
         locks = attempt.locks_rows or self.locks_rows
         steps = self._locked_steps if locks else self.steps
@@ -311,7 +311,7 @@ class Write(Generic[T]):
             )
         else:
             result = await executors.data.write(transaction, commit_after_cancel, holds_locks=locks)
-        attempt.remember_all()
+        attempt.run_after_commit()
         return result
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
@@ -428,7 +428,7 @@ class NewSession(NamedTuple):
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
         session = sealed_rows.seal_session(attempt, session)
-        attempt.remember_session(session, witness)
+        attempt.cache_session(session, witness)
         return cls(session, witness, rest)
 
     def inserts(self, attempt: Attempt) -> Changes:
@@ -493,7 +493,7 @@ class AppendEvent(Write[StoredSession]):
                 attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
                 return updated
         attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
-        rows, user, session = yield from read_proven(attempt)
+        rows, user, session = yield from read_verified(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
         if self._expected != session.id_and_revision:
@@ -517,7 +517,7 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta or event.user_delta or event.replaced:
             return None
         identity = attempt.identity
-        known = attempt.cache.proven_session(identity.session_tag)
+        known = attempt.cache.verified_session(identity.session_tag)
         if known is None or known.id_and_revision != self._expected or known.has_expired:
             return None
         return known if attempt.keys.is_as_new_as(identity.user_tag, known.row.state) else None
@@ -563,8 +563,8 @@ class AppendEvent(Write[StoredSession]):
         (stored,) = sealed_rows.seal_events(attempt, old.id, seq, [one], [link], session.head)
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
         self._sent[stored.event] = new
-        attempt.remember_session(new)
-        attempt.remember(partial(self._stored, new))
+        attempt.cache_session(new)
+        attempt.call_after_commit(partial(self._stored, new))
         return changes, new
 
     def _replacements(self, attempt: Attempt, session: StoredSession) -> Steps[Changes]:
@@ -592,7 +592,7 @@ class AppendEvent(Write[StoredSession]):
             for row in (yield Read(sql.EVENT_AT, where)):
                 session: StoredSession | None = self._sent.get(row[EVENT_RECORD])
                 if session:
-                    attempt.remember(partial(self._stored, session))
+                    attempt.call_after_commit(partial(self._stored, session))
                     return session
         raise StaleRevision
 
@@ -612,7 +612,7 @@ class DeleteSession(Write[bool | None]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
-        known = attempt.cache.proven_session(tag) if attempt.is_first else None
+        known = attempt.cache.verified_session(tag) if attempt.is_first else None
         if known and self._condition is None and attempt.key_source is KeySource.CACHE:
             row = Change(sql.DELETE_KNOWN_SESSION, parameters(known.row, "at_"))
             if (yield Apply([row, *_deletions(attempt, known)])):
@@ -634,7 +634,7 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     """Return the changes to make after deleting the session's row: a concurrent append waits for
     the lock of that row, then finds no row, and adds no event.
     """
-    attempt.remember(partial(attempt.cache.forget_session, session.row.tag))
+    attempt.call_after_commit(partial(attempt.cache.forget_session, session.row.tag))
     at_row = {"at_id": session.row.id}
     changes = [
         Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
@@ -699,7 +699,7 @@ class EnsureOwners(Write[StagedKeys]):
         if app and user and user.app_row == app.row.id:
             keys = attempt.keys
             if all(keys.is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
-                attempt.remember_all()
+                attempt.run_after_commit()
                 return keys
         return await super().attempt(attempt, executors)
 
@@ -729,7 +729,7 @@ def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) 
     return rows
 
 
-def read_proven(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:
+def read_verified(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:
     """Read the session and its last event, and check that they belong together.
 
     Without the check, after an append to a session whose row an attacker had replaced by that of

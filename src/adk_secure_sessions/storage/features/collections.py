@@ -35,7 +35,7 @@ from adk_secure_sessions.storage.writes import (
     StaleRevision,
     Write,
     apply_changes,
-    read_proven,
+    read_verified,
     replacement,
     witness_change,
 )
@@ -239,7 +239,7 @@ class RewriteItems(Write[StoredSession]):
         self._now = now
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        _, user, session = yield from read_proven(attempt)
+        _, user, session = yield from read_verified(attempt)
         if session.row.id in self._sent:
             return session
         if self._expected != session.id_and_revision:
@@ -251,7 +251,7 @@ class RewriteItems(Write[StoredSession]):
         items = [(item, self._now) for item in self._items]
         rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
-        attempt.remember_session(new, witness)
+        attempt.cache_session(new, witness)
         self._sent[new.row.id] = new
         yield from apply_changes(
             [
