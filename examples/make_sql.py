@@ -21,15 +21,15 @@ from adk_secure_sessions.storage.schema import (
     migrated,
     snapshots,
 )
-from adk_secure_sessions.storage.survey import Part
+from adk_secure_sessions.storage.survey import TableSet
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "docs" / "sql"
 URLS = {"postgresql": "postgresql+asyncpg://", "mysql": "mysql+asyncmy://", "sqlite": "sqlite://"}
 PARTS = {
-    "": (Part.ALL.tables, "The tables of adk-secure-sessions"),
-    "-keys": (Part.KEYS.tables, "The tables of a key database of adk-secure-sessions"),
+    "": (TableSet.ALL.tables, "The tables of adk-secure-sessions"),
+    "-keys": (TableSet.KEYS.tables, "The tables of a key database of adk-secure-sessions"),
     "-data": (
-        Part.DATA.tables,
+        TableSet.DATA.tables,
         "The tables of adk-secure-sessions, without those of the key database",
     ),
     "-migration": (

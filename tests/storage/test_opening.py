@@ -23,7 +23,7 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.storage import opening, schema
 from adk_secure_sessions.storage.opening import open_database, open_existing, survey_existing
-from adk_secure_sessions.storage.survey import Part, Survey, check, look
+from adk_secure_sessions.storage.survey import Survey, TableSet, check, take_survey
 from tests.storage.support import ROOT, FakeExecutor, backends, one_database
 
 T = TypeVar("T")
@@ -56,22 +56,22 @@ OF_KEYS = survey(MARKS | {"holds": "keys"}, missing=NOT_OF_KEYS, keyring=[MASTER
 
 # --- one database --------------------------------------------------------------------------------
 
-ACCEPTED: dict[str, tuple[Survey, Part]] = {
-    "new, for all": (NEW, Part.ALL),
-    "new, for the data": (NEW, Part.DATA),
-    "new, for the keys": (NEW, Part.KEYS),
-    "empty tables": (survey(), Part.ALL),
-    "some of its tables": (survey(missing=frozenset({"secure_events"})), Part.ALL),
-    "ours": (OURS, Part.ALL),
-    "of the data": (OF_DATA, Part.DATA),
-    "of the keys": (OF_KEYS, Part.KEYS),
+ACCEPTED: dict[str, tuple[Survey, TableSet]] = {
+    "new, for all": (NEW, TableSet.ALL),
+    "new, for the data": (NEW, TableSet.DATA),
+    "new, for the keys": (NEW, TableSet.KEYS),
+    "empty tables": (survey(), TableSet.ALL),
+    "some of its tables": (survey(missing=frozenset({"secure_events"})), TableSet.ALL),
+    "ours": (OURS, TableSet.ALL),
+    "of the data": (OF_DATA, TableSet.DATA),
+    "of the keys": (OF_KEYS, TableSet.KEYS),
 }
 
 
 class Rejected(NamedTuple):
     survey: Survey
     because: str
-    part: Part = Part.ALL
+    table_set: TableSet = TableSet.ALL
 
 
 REJECTED = {
@@ -93,7 +93,7 @@ REJECTED = {
     ),
     "more after the MAC": Rejected(survey(MARKS | {"features": FEATURES + "0"}), "row `features`"),
     "a key database without features": Rejected(
-        survey(DATA_MARKS | {"holds": "keys"}, missing=NOT_OF_KEYS), "row `features`", Part.KEYS
+        survey(DATA_MARKS | {"holds": "keys"}, missing=NOT_OF_KEYS), "row `features`", TableSet.KEYS
     ),
     "data without a format": Rejected(survey({"database_id": ID}), "no format version"),
     "a keyring without a format": Rejected(survey(keyring=[MASTER]), "no format version"),
@@ -113,14 +113,16 @@ REJECTED = {
     "a mark of a later release": Rejected(survey(MARKS | {"holds": "half"}), "row `holds`"),
     "data whose keys are elsewhere": Rejected(OF_DATA, "key_db_url"),
     "a key database as the only one": Rejected(OF_KEYS, "key database"),
-    "a key database as the data": Rejected(OF_KEYS, "db_url", Part.DATA),
-    "data with keys of its own beside a key database": Rejected(OURS, "keys of its own", Part.DATA),
-    "sessions in place of a key database": Rejected(OURS, "key_db_url", Part.KEYS),
-    "data in place of a key database": Rejected(OF_DATA, "key_db_url", Part.KEYS),
+    "a key database as the data": Rejected(OF_KEYS, "the data.s URL", TableSet.DATA),
+    "data with keys of its own beside a key database": Rejected(
+        OURS, "keys of its own", TableSet.DATA
+    ),
+    "sessions in place of a key database": Rejected(OURS, "key_db_url", TableSet.KEYS),
+    "data in place of a key database": Rejected(OF_DATA, "key_db_url", TableSet.KEYS),
     "a data table that was removed": Rejected(
         survey(DATA_MARKS, missing=NOT_OF_DATA | {"secure_users"}),
         "secure_users was removed",
-        Part.DATA,
+        TableSet.DATA,
     ),
 }
 
@@ -133,18 +135,19 @@ def test_database_is_accepted(name: str) -> None:
 @pytest.mark.parametrize("name", REJECTED)
 @pytest.mark.parametrize("create_tables", [True, False])
 def test_database_is_rejected(name: str, create_tables: bool) -> None:
-    found, because, part = REJECTED[name]
+    found, because, table_set = REJECTED[name]
     if not create_tables and "was removed" in because:
         because = "create_tables is False"
     with pytest.raises(ConfigurationError, match=because):
-        check(found, part, create_tables)
+        check(found, table_set, create_tables)
 
 
 @pytest.mark.parametrize(
-    ("found", "part"), [(survey(), Part.ALL), (OURS, Part.ALL), (OF_DATA, Part.DATA)]
+    ("found", "table_set"),
+    [(survey(), TableSet.ALL), (OURS, TableSet.ALL), (OF_DATA, TableSet.DATA)],
 )
-def test_database_with_all_its_tables_needs_none_made(found: Survey, part: Part) -> None:
-    check(found, part, create_tables=False)
+def test_database_with_all_its_tables_needs_none_made(found: Survey, table_set: TableSet) -> None:
+    check(found, table_set, create_tables=False)
 
 
 # --- surveying -----------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ class InMemory:
 
     def survey(self) -> Survey:
         with self.engine.connect() as connection:
-            return look(connection)
+            return take_survey(connection)
 
 
 @pytest.fixture
@@ -264,7 +267,7 @@ def test_survey_made_while_another_process_makes_tables_is_repeated(
             schema.metadata.create_all(another)
 
     with engine.connect() as connection:
-        assert look(connection).missing_tables == frozenset()
+        assert take_survey(connection).missing_tables == frozenset()
 
 
 def test_survey_made_while_another_process_creates_the_database_is_repeated(
@@ -284,7 +287,7 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
             rows.clear()
 
     with engine.connect() as connection:
-        found = look(connection)
+        found = take_survey(connection)
     assert (found.meta, found.keyring) == (MARKS, [MASTER])
 
 
@@ -313,7 +316,7 @@ async def test_process_that_is_second_replaces_nothing_that_the_first_has_stored
     async def be_first() -> None:
         database.before = nothing
         await open_database(executors(database), backends(), create_tables=True)
-        monkeypatch.setattr(opening, "look", lambda connection: empty)
+        monkeypatch.setattr(opening, "take_survey", lambda connection: empty)
 
     database.before = be_first
     with pytest.raises(sa.exc.IntegrityError):

@@ -30,7 +30,7 @@ from adk_secure_sessions.storage.schema import (
     keyring,
     sessions,
 )
-from adk_secure_sessions.storage.survey import FeatureName, Survey, look_at
+from adk_secure_sessions.storage.survey import FeatureName, Survey, survey_database
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.tracebacks import hides_locals
 
@@ -183,7 +183,7 @@ class Database(KeyMaterial, ClosedByWith):
         """Return whether the database does not exist yet, or has no tables of this package."""
         if any(file is not None and not file.exists() for file in self._files):
             return True  # opening the database would create the file
-        survey = await repeated(lambda: look_at(self.unit.executors.data))
+        survey = await repeated(lambda: survey_database(self.unit.executors.data))
         return survey.format_version is None
 
     async def keyring(self) -> Keyring:

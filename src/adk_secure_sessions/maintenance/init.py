@@ -10,7 +10,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, count
 from adk_secure_sessions.storage.opening import open_database, open_for_service
 from adk_secure_sessions.storage.schema import metadata
-from adk_secure_sessions.storage.survey import Survey, look_at
+from adk_secure_sessions.storage.survey import Survey, survey_database
 
 
 @dataclass
@@ -49,9 +49,9 @@ async def init(db: Database) -> Initialisation:
 async def _surveys(db: Database) -> list[Survey]:
     """Return the surveys of the key database, if there is one, and of the database of the data."""
     data, keys = db.unit.executors
-    surveys = [await repeated(lambda: look_at(data))]
+    surveys = [await repeated(lambda: survey_database(data))]
     if db.unit.executors.has_key_database:
-        surveys.insert(0, await repeated(lambda: look_at(keys, is_key_database=True)))
+        surveys.insert(0, await repeated(lambda: survey_database(keys, is_key_database=True)))
     return surveys
 
 

@@ -42,12 +42,12 @@ from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
 from adk_secure_sessions.storage.survey import (
     FeatureName,
-    Part,
     Survey,
+    TableSet,
     check,
     check_together,
-    look,
-    look_at,
+    survey_database,
+    take_survey,
 )
 from adk_secure_sessions.storage.unit_of_work import empty_caches
 
@@ -147,7 +147,7 @@ class _Move:
         )
         into = to == "key-db"
         self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]
-        self._part_after = Part.DATA if into else Part.ALL  # of the data database
+        self._table_set_after = TableSet.DATA if into else TableSet.ALL  # of the data database
         self.has_audit_table: bool = False
 
     async def transfer(self) -> KeyMove:
@@ -175,21 +175,22 @@ class _Move:
 
     async def _survey_and_check(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
-        data = await repeated(lambda: look_at(self._data.executor))
-        keys = await repeated(lambda: look_at(self._keys.executor, is_key_database=True))
+        data = await repeated(lambda: survey_database(self._data.executor))
+        keys = await repeated(lambda: survey_database(self._keys.executor, is_key_database=True))
         await repeated(lambda: self._keys.executor.run(_reject_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
-        if (await repeated(lambda: look_at(self._data.executor))).part is not data.part:
+        now = await repeated(lambda: survey_database(self._data.executor))
+        if now.table_set is not data.table_set:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
         self.has_audit_table = audit_records.name in data.feature_tables
-        is_in_keys = data.part is Part.DATA
-        check(data, Part.DATA if is_in_keys else Part.ALL, create_tables=True)
+        is_in_keys = data.table_set is TableSet.DATA
+        check(data, TableSet.DATA if is_in_keys else TableSet.ALL, create_tables=True)
         if data.database_id is None:
             raise ConfigurationError(
                 "this database holds no encrypted sessions yet: to create it with a key database, "
                 "use `adk-secure-sessions init`"
             )
-        check(keys, Part.KEYS, create_tables=True)
+        check(keys, TableSet.KEYS, create_tables=True)
         if is_in_keys:
             check_together(data, keys)
         elif keys.database_id not in (None, data.database_id):
@@ -316,10 +317,10 @@ class _Move:
         dialect_of(connection).overwrite_deleted(connection)
         with dialect_of(connection).exclusively(connection):
             is_new = expected.format_version is None
-            found = look(connection)
+            found = take_survey(connection)
             if is_new and found.has_rows and found.meta.get(meta.MOVE) != self._run:
                 raise SecureSessionError(_CHANGED, retryable=True)
-            metadata.create_all(connection, tables=Part.KEYS.tables)
+            metadata.create_all(connection, tables=TableSet.KEYS.tables)
             if not is_new:
                 self._require_run(connection)
             for table in (data_keys, keyring):
@@ -337,7 +338,7 @@ class _Move:
 
     def _switch(self, connection: sa.Connection) -> None:
         self._require_run(connection)
-        meta.put(connection, meta.HOLDS, self._part_after.value)
+        meta.put(connection, meta.HOLDS, self._table_set_after.value)
 
     def _delete(
         self, tables: list[sa.Table], copy: tuple[int, int, str], connection: sa.Connection

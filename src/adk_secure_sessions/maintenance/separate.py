@@ -41,7 +41,7 @@ from adk_secure_sessions.storage.feature_list import (
     separation_rows,
 )
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
-from adk_secure_sessions.storage.survey import FeatureName, Part, check, look_at
+from adk_secure_sessions.storage.survey import FeatureName, TableSet, check, survey_database
 
 _CHANGED = (
     "the keyring or the features were changed meanwhile, perhaps by another run of `separate`: try "
@@ -184,12 +184,14 @@ async def _finish_ids(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
     if not db.unit.executors.has_key_database:
         return
-    data = await repeated(lambda: look_at(db.unit.executors.data))
-    survey = await repeated(lambda: look_at(db.unit.executors.key_tables, is_key_database=True))
+    data = await repeated(lambda: survey_database(db.unit.executors.data))
+    survey = await repeated(
+        lambda: survey_database(db.unit.executors.key_tables, is_key_database=True)
+    )
     old_id = survey.separated_from
     if old_id is None or old_id != data.meta.get(meta.DATABASE_ID):
         return
-    check(survey, Part.KEYS, create_tables=False)
+    check(survey, TableSet.KEYS, create_tables=False)
     assert survey.database_id is not None, "the check requires it"
     writer, roots = db.unit.backends.writer.root_key.key_id, db.unit.backends.roots
     opened: Keyring = await open_keyring(survey.keyring, roots, writer, survey.database_id)

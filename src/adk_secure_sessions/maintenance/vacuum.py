@@ -17,7 +17,7 @@ from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, must_be_true
 from adk_secure_sessions.storage.schema import FEATURE_TABLES
-from adk_secure_sessions.storage.survey import Part
+from adk_secure_sessions.storage.survey import TableSet
 
 
 @dataclass
@@ -50,8 +50,8 @@ async def vacuum(db: Database) -> Vacuum:
     present = (await db.survey()).feature_tables
     of_features = tuple(table for table in FEATURE_TABLES if table.name in present)
     data, keys = db.unit.executors
-    places = {data: Part.DATA.tables + of_features}
-    places[keys] = tuple(dict.fromkeys(places.get(keys, ()) + Part.KEYS.tables))
+    places = {data: TableSet.DATA.tables + of_features}
+    places[keys] = tuple(dict.fromkeys(places.get(keys, ()) + TableSet.KEYS.tables))
     obstacles: list[str] = []
     for executor, tables in places.items():
         obstacles += await rewrite(executor, tables, db.limits.lock_wait)

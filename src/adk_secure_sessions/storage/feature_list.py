@@ -24,9 +24,9 @@ from adk_secure_sessions.storage.survey import (
     NO_FEATURES,
     SEPARATION_FORM,
     FeatureName,
-    Part,
     Survey,
-    look,
+    TableSet,
+    take_survey,
 )
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 
@@ -81,21 +81,21 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     """Add *feature* to the stored features; raise Conflict if another process has changed them at
     the same time.
     """
-    survey = look(connection)
-    if survey.part is Part.DATA:
-        raise ConfigurationError(MISPLACED[Part.ALL, Part.DATA])
+    survey = take_survey(connection)
+    if survey.table_set is TableSet.DATA:
+        raise ConfigurationError(MISPLACED[TableSet.ALL, TableSet.DATA])
     survey.reject_unfinished(FeatureName.SEPARATING, FeatureName.MOVING)
     _check_list(survey, keyring)
     if feature in survey.features:
         return
     value = authenticated_features(keyring.index, keyring.database_id, survey.features | {feature})
     if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], value):
-        raise Conflict  # another process has changed the features since `look` read them
+        raise Conflict  # another process has changed the features since `take_survey` read them
 
 
 def _has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bool:
     """Return whether the authenticated list of features contains *feature*; see `add_feature`."""
-    survey = look(connection)
+    survey = take_survey(connection)
     _check_list(survey, keyring)
     return feature in survey.features
 

@@ -36,12 +36,12 @@ from adk_secure_sessions.storage.features.index_rows import MOST_MARKS, read_mar
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, keyring, metadata
 from adk_secure_sessions.storage.survey import (
     FeatureName,
-    Part,
     Survey,
-    look,
+    TableSet,
     merged,
     run_to_open,
-    survey_both,
+    survey_databases,
+    take_survey,
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -66,15 +66,15 @@ async def open_database(
     root = backends.writer.root_key
     meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
-        data, keys, opened = await open_for_service(executors, backends, create_tables)
-        database_id = keys.database_id or secrets.token_bytes(16)
+        data, key_survey, opened = await open_for_service(executors, backends, create_tables)
+        database_id = key_survey.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
         missing = [INDEX, DATA]
         if opened is not None:
             missing = [DATA] if opened.current_id is None else []
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
-        part = Part.KEYS if executors.has_key_database else Part.ALL
-        if opened is None or missing or not meta_rows.keys() <= keys.meta.keys():
+        table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
+        if opened is None or missing or not meta_rows.keys() <= key_survey.meta.keys():
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
             created = meta_rows
             if opened is None:
@@ -82,13 +82,12 @@ async def open_database(
                 features = authenticated_features(index.index(), database_id)
                 created = {**meta_rows, meta.FEATURES: features}
             new = [row for row, _ in fresh]
-            for row in (
-                new if await _create_missing(executors.key_tables, part, keys, created, new) else ()
-            ):
-                kind = f"{row.purpose} master"
-                record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
+            if await _create_missing(executors.key_tables, table_set, key_survey, created, new):
+                for row in new:
+                    kind = f"{row.purpose} master"
+                    record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not meta_rows.keys() <= data.meta.keys():
-            await _create_missing(executors.data, Part.DATA, data, meta_rows, [])
+            await _create_missing(executors.data, TableSet.DATA, data, meta_rows, [])
         else:
             _warn(data, backends.stores_plaintext)
             return opened
@@ -105,11 +104,11 @@ async def open_for_service(
     Return the surveys of the data database and of the key database, and the keyring; None if the
     key tables are new.  `check` also calls this function, so that both accept the same databases.
     """
-    data, keys = await survey_both(executors, create_tables)
-    if keys.database_id is None:
-        return data, keys, None
-    keys.reject_unfinished(FeatureName.SEPARATING)
-    return data, keys, await _open(executors, merged(data, keys), backends)
+    data, key_survey = await survey_databases(executors, create_tables)
+    if key_survey.database_id is None:
+        return data, key_survey, None
+    key_survey.reject_unfinished(FeatureName.SEPARATING)
+    return data, key_survey, await _open(executors, merged(data, key_survey), backends)
 
 
 async def survey_existing(executors: Executors, known: Keyring | None = None) -> Survey:
@@ -118,11 +117,12 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
     A running service passes the keyring that it has accepted, so that it accepts a keyring to which
     an attacker has added many rows.
     """
-    data, keys = await survey_both(executors, True, () if known is None else known.rows.keys())
+    known_ids = () if known is None else known.rows.keys()
+    data, key_survey = await survey_databases(executors, True, known_ids)
     data.reject_new()
     if known is None:
-        check_row_count(keys.keyring_rows)
-    return merged(data, keys)
+        check_row_count(key_survey.keyring_rows)
+    return merged(data, key_survey)
 
 
 async def open_existing(
@@ -185,30 +185,31 @@ async def _open(
 
 async def _create_missing(
     executor: Executor,
-    part: Part,
+    table_set: TableSet,
     expected: Survey,
     meta_rows: dict[str, str],
     fresh: list[MasterKeyRow],
 ) -> bool:
     """Create missing tables and rows; return False if the database has changed from *expected*."""
-    if part.value is not None:
-        meta_rows = {**meta_rows, meta.HOLDS: part.value}
-    work = partial(_create_in_transaction, part, expected, meta_rows, fresh)
-    return await run_to_open(executor, work, commit=True, is_key_database=part is Part.KEYS)
+    if table_set.value is not None:
+        meta_rows = {**meta_rows, meta.HOLDS: table_set.value}
+    work = partial(_create_in_transaction, table_set, expected, meta_rows, fresh)
+    is_keys = table_set is TableSet.KEYS
+    return await run_to_open(executor, work, commit=True, is_key_database=is_keys)
 
 
 def _create_in_transaction(
-    part: Part,
+    table_set: TableSet,
     expected: Survey,
     meta_rows: dict[str, str],
     fresh: list[MasterKeyRow],
     connection: sa.Connection,
 ) -> bool:
     with dialect_of(connection).exclusively(connection):
-        if look(connection) != expected:
+        if take_survey(connection) != expected:
             return False
-        if part.missing(expected) and not create_tables_of(part.tables, connection):
-            if look(connection) == expected:
+        if table_set.missing(expected) and not create_tables_of(table_set.tables, connection):
+            if take_survey(connection) == expected:
                 raise ConfigurationError(
                     "the database says that a table exists, but does not show it: check that no "
                     "other table, index or type has the name of a table of this package, and that "
@@ -216,7 +217,7 @@ def _create_in_transaction(
                 )
             return False
         # Insert the rows: `meta.put` would replace those of another process.  Where `exclusively`
-        # holds no lock, the other process may have created the database after `look`.
+        # holds no lock, the other process may have created the database after `take_survey`.
         if new := meta_rows.keys() - expected.meta.keys():
             rows = [{"name": name, "value": meta_rows[name]} for name in new]
             connection.execute(sa.insert(schema.meta), rows)

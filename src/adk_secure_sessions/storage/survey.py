@@ -74,7 +74,7 @@ _ID = re.compile("[0-9a-f]{32}")
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 
-class Part(Enum):
+class TableSet(Enum):
     """The part of our tables that a database has: all tables, the data tables or the key tables.
 
     The value is stored in row `holds` of `secure_meta`, which a database with all tables does not
@@ -87,7 +87,7 @@ class Part(Enum):
 
     @property
     def tables(self) -> tuple[sa.Table, ...]:
-        return {Part.ALL: TABLES, Part.DATA: DATA_TABLES, Part.KEYS: KEY_TABLES}[self]
+        return {TableSet.ALL: TABLES, TableSet.DATA: DATA_TABLES, TableSet.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
         return survey.missing_tables & {table.name for table in self.tables}
@@ -113,10 +113,10 @@ class Survey(NamedTuple):
     feature_tables: frozenset[str] = frozenset()
 
     @property
-    def part(self) -> Part | None:
+    def table_set(self) -> TableSet | None:
         """The part that the database has; None if row `holds` has an unknown value."""
         holds = self.meta.get(meta.HOLDS)
-        return next((part for part in Part if part.value == holds), None)
+        return next((one for one in TableSet if one.value == holds), None)
 
     @property
     def format_version(self) -> str | None:
@@ -181,20 +181,20 @@ class Survey(NamedTuple):
 # --- looking -------------------------------------------------------------------------------------
 
 
-def look(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
+def take_survey(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
     """Return the survey of a database, without changing or checking the database.
 
     If `secure_keyring` has too many rows and *known* is not empty, read only those ids.
     """
-    survey = _look(connection, known)
-    missing = (survey.part or Part.ALL).missing(survey)
+    survey = _survey_once(connection, known)
+    missing = (survey.table_set or TableSet.ALL).missing(survey)
     is_whole = not missing if survey.meta else not survey.has_rows
-    # On a server, each query of `_look` sees what was committed before it.  If another process
-    # created the database meanwhile, `_look` has seen only a part of the tables or of the rows.
-    return survey if is_whole else _look(connection, known)
+    # On a server, each query sees what was committed before it.  If another process created the
+    # database meanwhile, `_survey_once` has seen only a part of the tables or of the rows.
+    return survey if is_whole else _survey_once(connection, known)
 
 
-def _look(connection: sa.Connection, known: Collection[int]) -> Survey:
+def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
     tables = [table for table in known_tables if table.name in present]
@@ -252,11 +252,11 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
     return [table.name for table in tables if not present[table].issuperset(table.c.keys())]
 
 
-async def look_at(
+async def survey_database(
     executor: Executor, *, is_key_database: bool = False, known: Collection[int] = ()
 ) -> Survey:
-    """Do the same as `look`; see `run_to_open`."""
-    work = partial(look, known=known)
+    """Do the same as `take_survey`; see `run_to_open`."""
+    work = partial(take_survey, known=known)
     return await run_to_open(executor, work, commit=False, is_key_database=is_key_database)
 
 
@@ -273,48 +273,48 @@ async def run_to_open(
         raise ConfigurationError(f"the {whose}SQLite file cannot be used: {error}") from None
 
 
-async def survey_both(
+async def survey_databases(
     executors: Executors, create_tables: bool, known: Collection[int] = ()
 ) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database, which may be the same."""
     if executors.has_key_database:
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
-        data = await look_at(executors.data)
-        keys = await look_at(executors.key_tables, is_key_database=True, known=known)
+        data = await survey_database(executors.data)
+        key_survey = await survey_database(executors.key_tables, is_key_database=True, known=known)
     else:
-        data = keys = await look_at(executors.data, known=known)
-    ids_differ = data.meta.get(meta.DATABASE_ID) != keys.meta.get(meta.DATABASE_ID)
-    if ids_differ or _missing_feature_tables(data, keys):
+        data = key_survey = await survey_database(executors.data, known=known)
+    ids_differ = data.meta.get(meta.DATABASE_ID) != key_survey.meta.get(meta.DATABASE_ID)
+    if ids_differ or _missing_feature_tables(data, key_survey):
         # After this survey of the data database, another process may have created it, `separate`
         # may have replaced the ids in both databases, or a process may have created a table and
         # then added its feature.
-        data = await look_at(executors.data, known=known)
-        keys = keys if executors.has_key_database else data
-    check(keys, Part.KEYS if executors.has_key_database else Part.ALL, create_tables)
-    keys.reject_unfinished(FeatureName.MOVING)
+        data = await survey_database(executors.data, known=known)
+        key_survey = key_survey if executors.has_key_database else data
+    check(key_survey, TableSet.KEYS if executors.has_key_database else TableSet.ALL, create_tables)
+    key_survey.reject_unfinished(FeatureName.MOVING)
     if executors.has_key_database:
-        check(data, Part.DATA, create_tables)
-        check_together(data, keys)
-    for name in _missing_feature_tables(data, keys):
+        check(data, TableSet.DATA, create_tables)
+        check_together(data, key_survey)
+    for name in _missing_feature_tables(data, key_survey):
         raise ConfigurationError(f"the table {name} was removed: restore it from a backup")
-    return data, keys
+    return data, key_survey
 
 
-def merged(data: Survey, keys: Survey) -> Survey:
+def merged(data: Survey, key_survey: Survey) -> Survey:
     """Return the survey of the data database, but with the keyring and the features of *keys*."""
     names = (meta.DATABASE_ID, meta.FEATURES, meta.SEPARATION, meta.MIGRATION_MARK)
-    shared = {name: keys.meta[name] for name in names if name in keys.meta}
-    return data._replace(
-        keyring=keys.keyring, keyring_rows=keys.keyring_rows, meta=data.meta | shared
-    )
+    shared = {name: key_survey.meta[name] for name in names if name in key_survey.meta}
+    rows, number = key_survey.keyring, key_survey.keyring_rows
+    return data._replace(keyring=rows, keyring_rows=number, meta=data.meta | shared)
 
 
-def _missing_feature_tables(data: Survey, keys: Survey) -> list[str]:
+def _missing_feature_tables(data: Survey, key_survey: Survey) -> list[str]:
     """Return the tables of the features that *keys* lists, if they do not exist in *data*."""
     # `check` rejects another format, and a database whose list is in a key database.
-    is_checked = keys.format_version == str(FORMAT_VERSION) and keys.part in (Part.ALL, Part.KEYS)
-    listed = keys.features if is_checked else frozenset()
+    is_checked = key_survey.format_version == str(FORMAT_VERSION)
+    is_checked &= key_survey.table_set in (TableSet.ALL, TableSet.KEYS)
+    listed = key_survey.features if is_checked else frozenset()
     tables = (KNOWN_FEATURES.get(name) for name in listed)
     names = (table.name for table in tables if table is not None)
     return [name for name in names if name not in data.feature_tables]
@@ -323,8 +323,8 @@ def _missing_feature_tables(data: Survey, keys: Survey) -> list[str]:
 # --- checking ------------------------------------------------------------------------------------
 
 
-def check(survey: Survey, part: Part, create_tables: bool) -> None:
-    """Raise ConfigurationError for a database that cannot be used as *part*.
+def check(survey: Survey, table_set: TableSet, create_tables: bool) -> None:
+    """Raise ConfigurationError for a database that cannot be used as *table_set*.
 
     A new database may lack tables if *create_tables* is True.
     """
@@ -341,15 +341,15 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
             "use another database or schema"
         )
     if version is not None:
-        _check_part(survey, part)
+        _check_table_set(survey, table_set)
         # A release that does not know a feature could, for example, retire a key that is still used
         # in a table of this feature.  The MAC of the list is checked once the keyring is open.
-        if part is not Part.DATA and (unknown := survey.features - KNOWN_FEATURES.keys()):
+        if table_set is not TableSet.DATA and (unknown := survey.features - KNOWN_FEATURES.keys()):
             raise ConfigurationError(
                 f"the database uses {', '.join(map(repr, sorted(unknown)))}, which this release of "
                 "adk-secure-sessions does not know: install the release that wrote it"
             )
-    missing = part.missing(survey)
+    missing = table_set.missing(survey)
     if missing and not create_tables:
         raise ConfigurationError(
             f"the table {min(missing)} is missing, and create_tables is False: "
@@ -376,49 +376,50 @@ def check(survey: Survey, part: Part, create_tables: bool) -> None:
 
 _KEY_DB = "key_db_url (--key-db or --from-key-db)"
 _NO_KEY_DATABASE = f"{_KEY_DB} names a database of sessions: pass a key database, or an empty one"
+_ALL, _DATA, _KEYS = TableSet
 MISPLACED = {
-    (Part.ALL, Part.DATA): f"this database has its keys in a key database: pass that as {_KEY_DB}",
-    (Part.ALL, Part.KEYS): (
+    (_ALL, _DATA): f"this database has its keys in a key database: pass that as {_KEY_DB}",
+    (_ALL, _KEYS): (
         f"this is a key database: pass it as {_KEY_DB}, and also pass the database of the data"
     ),
-    (Part.DATA, Part.ALL): (
+    (_DATA, _ALL): (
         f"this database has keys of its own: omit {_KEY_DB}; or, if its keys are in that key "
         "database, restore secure_meta, whose row `holds` is missing"
     ),
-    (Part.DATA, Part.KEYS): "the data's URL names a key database: pass the database of the data",
-    (Part.KEYS, Part.ALL): _NO_KEY_DATABASE,
-    (Part.KEYS, Part.DATA): _NO_KEY_DATABASE,
+    (_DATA, _KEYS): "the data's URL names a key database: pass the database of the data",
+    (_KEYS, _ALL): _NO_KEY_DATABASE,
+    (_KEYS, _DATA): _NO_KEY_DATABASE,
 }
 
 
-def _check_part(survey: Survey, part: Part) -> None:
-    if survey.part is None:
+def _check_table_set(survey: Survey, table_set: TableSet) -> None:
+    if survey.table_set is None:
         raise ConfigurationError(
             "the row `holds` of secure_meta has a value that this release of adk-secure-sessions "
             "does not know: install the release that wrote it, or restore that table from a backup"
         )
-    if survey.part is not part:
+    if survey.table_set is not table_set:
         if meta.FEATURES in survey.meta:
             survey.reject_unfinished(FeatureName.MOVING)
-        raise ConfigurationError(MISPLACED[part, survey.part])
+        raise ConfigurationError(MISPLACED[table_set, survey.table_set])
 
 
-def check_together(data: Survey, keys: Survey) -> None:
+def check_together(data: Survey, key_survey: Survey) -> None:
     """Raise ConfigurationError if two databases, each checked with `check`, do not match."""
-    if data.database_id is None and keys.is_used:
+    if data.database_id is None and key_survey.is_used:
         raise ConfigurationError(
             "the key database has the keys of another database, and this one is empty: "
             "check its URL, or restore the data from a backup"
         )
-    if data.database_id is not None and keys.database_id is None:
+    if data.database_id is not None and key_survey.database_id is None:
         raise ConfigurationError(
             "the key database is empty, but the database has data whose keys it should hold: "
             "check the key database's URL, or restore it from a backup; without it the data is lost"
         )
-    if data.database_id is not None and data.database_id != keys.database_id:
-        if keys.separated_from == data.meta[meta.DATABASE_ID]:
+    if data.database_id is not None and data.database_id != key_survey.database_id:
+        if key_survey.separated_from == data.meta[meta.DATABASE_ID]:
             # `separate` stopped before it stored the new id in *data*.
-            keys.reject_unfinished(FeatureName.SEPARATING)
+            key_survey.reject_unfinished(FeatureName.SEPARATING)
         raise ConfigurationError(
             "the key database belongs to another database: check the URLs of both"
         )
