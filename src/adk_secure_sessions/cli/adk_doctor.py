@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from adk_secure_sessions.cli.adk import URI_VARIABLE, adk, names_of
-from adk_secure_sessions.cli.output import counted, finish, table
+from adk_secure_sessions.cli.output import counted, print_result, table
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.integrations.plaintext_places import (
@@ -77,7 +77,7 @@ def doctor(
     leaks = [one for one in dict.fromkeys(found) if one.name not in allow]
     notes = [one for one in notes if one.name not in allow]
     result = {"agents": sorted(agents), "services": stores, "leaks": leaks, "notes": notes}
-    finish(result, _lines(stores, leaks, notes, len(agents)))
+    print_result(result, _lines(stores, leaks, notes, len(agents)))
     sys.exit(1 if leaks else 0)
 
 

@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import on_database, with_one_app, with_speed, with_store
-from adk_secure_sessions.cli.output import backend_name, finish, private_file, progress, table
+from adk_secure_sessions.cli.output import backend_name, print_result, private_file, progress, table
 from adk_secure_sessions.cli.program import Failure, main, one_line_errors, opened, run
 from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
@@ -46,7 +46,7 @@ def init(db: Database) -> None:
     Example:
       adk-secure-sessions init --db sqlite:///sessions.db --key file:root.key
     """
-    finish(run(db, maintenance.init))
+    print_result(run(db, maintenance.init))
 
 
 @main.command()
@@ -84,13 +84,13 @@ def check(db: Database, timeout: float) -> None:
                 retryable=True,
             ) from None
 
-    found = run(db, in_time, again=None)
-    finish(found, check_lines(found))
+    found = run(db, in_time, resume_hint=None)
+    print_result(found, check_lines(found))
 
 
 @main.command()
 @with_speed
-@on_database(keys=False)
+@on_database(keys="optional")
 def status(db: Database, **options: Any) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
 
@@ -103,8 +103,8 @@ def status(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
-    found = run(db, maintenance.status, label="status", again=None, **options)
-    finish(found, status_lines(found))
+    found = run(db, maintenance.status, label="status", resume_hint=None, **options)
+    print_result(found, status_lines(found))
 
 
 @main.command()
@@ -146,7 +146,7 @@ def verify(
         raise click.UsageError("--heads is for the audit trail")
     found: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
     notes = []
-    with ExitStack() as files, opened(db, again=None) as call:
+    with ExitStack() as files, opened(db, resume_hint=None) as call:
         # Only a line feed ends a line: other text of a line may contain a carriage return.
         logs = {
             name: files.enter_context(open(name, encoding="utf-8", errors="replace", newline="\n"))
@@ -169,7 +169,7 @@ def verify(
             from adk_secure_sessions.integrations.artifact_blobs import check_blobs
 
             found["blobs"] = call(check_blobs(db, store))
-    finish(found, notes)
+    print_result(found, notes)
 
 
 @main.group()
@@ -195,12 +195,12 @@ def lookup(db: Database, **ids: Any) -> None:
       adk-secure-sessions debug lookup --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
-    found = run(db, maintenance.lookup, again=None, **ids)
+    found = run(db, maintenance.lookup, resume_hint=None, **ids)
     rows = [
         (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
         for one in found
     ]
-    finish({"rows": found}, table(rows))
+    print_result({"rows": found}, table(rows))
 
 
 def _tables(
@@ -225,7 +225,7 @@ def _tables(
     show_default=True,
     help="Show at most this many rows.",
 )
-@on_database(keys=None)
+@on_database(keys="none")
 def inspect(db: Database, **options: Any) -> None:
     """Show the headers of encrypted values: backend, key id, length.  No root key is needed.
 
@@ -233,7 +233,7 @@ def inspect(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions debug inspect secure_users --db sqlite:///sessions.db
     """
-    found = run(db, maintenance.record_headers, again=None, **options)
+    found = run(db, maintenance.record_headers, resume_hint=None, **options)
     rows = [
         (
             f"row {one.row}",
@@ -245,11 +245,11 @@ def inspect(db: Database, **options: Any) -> None:
         )
         for one in found
     ]
-    finish({"rows": found}, table(rows) if rows else ["no such row"])
+    print_result({"rows": found}, table(rows) if rows else ["no such row"])
 
 
 @main.command()
-@on_database(keys=None)
+@on_database(keys="none")
 def vacuum(db: Database) -> None:
     """Rewrite all tables, to remove replaced and deleted values from their free space.
 
@@ -260,8 +260,8 @@ def vacuum(db: Database) -> None:
     Example:
       adk-secure-sessions vacuum --db sqlite:///sessions.db
     """
-    done = run(db, maintenance.vacuum)
-    finish(done, [f"not rewritten: {obstacle}" for obstacle in done.obstacles])
+    result = run(db, maintenance.vacuum)
+    print_result(result, [f"not rewritten: {obstacle}" for obstacle in result.obstacles])
 
 
 _with_state_keys = click.argument("keys", metavar="STATE_KEY...", nargs=-1, required=True)
@@ -293,14 +293,14 @@ def fill(db: Database, **options: Any) -> None:
       adk-secure-sessions index fill --db sqlite:///sessions.db --key file:root.key \\
           --app clinic ticket user:mrn
     """
-    done = run(db, maintenance.fill_index, label="index fill", **options)
+    result = run(db, maintenance.fill_index, label="index fill", **options)
     notes = ["find_sessions can find sessions by these keys"]
-    if not done.complete:
+    if not result.complete:
         notes = [
             "next: run `verify`, restore or delete the rows that it names, and run this again; or "
             "run this with --skip-unreadable"
         ]
-    finish(done, notes)
+    print_result(result, notes)
 
 
 @index.command()
@@ -317,4 +317,4 @@ def drop(db: Database, **options: Any) -> None:
       adk-secure-sessions index drop --db sqlite:///sessions.db --key file:root.key \\
           --app clinic ticket
     """
-    finish(run(db, maintenance.drop_index, **options))
+    print_result(run(db, maintenance.drop_index, **options))

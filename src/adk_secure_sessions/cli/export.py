@@ -11,7 +11,7 @@ import click
 
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance, migration
 from adk_secure_sessions.cli.options import on_database, parse_time, with_selection
-from adk_secure_sessions.cli.output import finish, option_value, private_file, progress
+from adk_secure_sessions.cli.output import option_value, print_result, private_file, progress
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, one_line_errors, opened, run
 
 T = TypeVar("T")
@@ -67,11 +67,11 @@ def export(
     if jsonl == _STDOUT and option_value("as_json"):
         raise click.UsageError("stdout has the sessions: give --json with --jsonl FILE")
     if to is not None:
-        done = _to_adk(db, to, verify=verify, **options)
+        result = _to_adk(db, to, verify=verify, **options)
     else:
         assert jsonl is not None
-        done = _write(db, jsonl, "export", "sessions", migration.export_lines, **options)
-    finish(done, _notes(done, jsonl), err=jsonl == _STDOUT)
+        result = _write(db, jsonl, "export", "sessions", migration.export_lines, **options)
+    print_result(result, _notes(result, jsonl), err=jsonl == _STDOUT)
 
 
 def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
@@ -84,8 +84,8 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
 
     partial = "the target has only a part of the sessions, as plaintext"
     try:
-        again = f"{AGAIN}; {partial}"
-        return run(db, work, label="export", unit="sessions", again=again, **options)
+        resume_hint = f"{AGAIN}; {partial}"
+        return run(db, work, label="export", unit="sessions", resume_hint=resume_hint, **options)
     except Failure as error:
         if error.error == "Interrupted" or not target.is_open:
             raise
@@ -102,7 +102,7 @@ def _write(
     **options: Any,
 ) -> T:
     """Let *work* write to stdout, or to a new file, and return its result."""
-    with progress(label, unit) as report, opened(db, again=None) as call:
+    with progress(label, unit) as report, opened(db, resume_hint=None) as call:
         call(db.keyring())  # report a wrong key before the file is created
         with _output_to(file) as write:
             return call(work(db, write, progress=report, **options))
@@ -139,8 +139,8 @@ def export_audit(db: Database, output: str, **options: Any) -> None:
     if output == _STDOUT and option_value("as_json"):
         raise click.UsageError("stdout has the records: give --json with --output FILE")
     work = maintenance.export_audit
-    done = _write(db, output, "audit export", "records", work, **options)
-    finish(done, err=output == _STDOUT)
+    result = _write(db, output, "audit export", "records", work, **options)
+    print_result(result, err=output == _STDOUT)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def _output_to(name: str) -> Iterator[Callable[[bytes], object]]:
     sys.stdout.flush()
 
 
-def _notes(done: migration.Export, file: str | None) -> Iterator[str]:
-    if done.stopped:
+def _notes(result: migration.Export, file: str | None) -> Iterator[str]:
+    if result.stopped:
         after = "" if file in (None, _STDOUT) else f"delete {file!r}, and then "
         yield f"stopped there: to export the other sessions, {after}{AGAIN} with --skip-bad"

@@ -19,7 +19,7 @@ from adk_secure_sessions.cli.options import (
     with_dry_run,
     with_packing,
 )
-from adk_secure_sessions.cli.output import finish, progress
+from adk_secure_sessions.cli.output import print_result, progress
 from adk_secure_sessions.cli.program import AGAIN, main, opened
 from adk_secure_sessions.formats.times import of_datetime
 
@@ -122,8 +122,8 @@ def copy(db: Database, dry_run: bool, **options: Any) -> None:
       adk-secure-sessions migrate copy --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    done = _run(db, "migrate", migration.migrate, dry_run=dry_run, **options)
-    finish(done, copy_notes(done, dry_run))
+    result = _run(db, "migrate", migration.migrate, dry_run=dry_run, **options)
+    print_result(result, copy_notes(result, dry_run))
 
 
 @migrate.command("compare")
@@ -139,8 +139,8 @@ def compare(db: Database, **options: Any) -> None:
       adk-secure-sessions migrate compare --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    done = _run(db, "compare", migration.compare, again=None, **options)
-    finish(done, comparison_notes(done))
+    result = _run(db, "compare", migration.compare, resume_hint=None, **options)
+    print_result(result, comparison_notes(result))
 
 
 @migrate.command("erase-source")
@@ -159,9 +159,11 @@ def erase_source(db: Database, confirm: str | None, dry_run: bool, **options: An
     """
     options |= {"dry_run": dry_run, "confirm": confirm}
     change = "" if dry_run else "delete the sessions of the source"
-    done = _run(db, "compare", migration.erase_source, change=change, **options)
-    notes = chain(comparison_notes(done.comparison, dry_run), source_erasure_notes(done, dry_run))
-    finish(done, notes)
+    result = _run(db, "compare", migration.erase_source, change=change, **options)
+    notes = chain(
+        comparison_notes(result.comparison, dry_run), source_erasure_notes(result, dry_run)
+    )
+    print_result(result, notes)
 
 
 def _run(
@@ -169,7 +171,7 @@ def _run(
     label: str,
     work: Callable[..., Awaitable[Any]],
     *,
-    again: str | None = AGAIN,
+    resume_hint: str | None = AGAIN,
     change: str = "",
     confirm: str | None = None,
     **options: Any,
@@ -183,7 +185,7 @@ def _run(
         app, since = options.pop("app"), options.pop("since")
         since = None if since is None else of_datetime(since)
         options["selection"] = migration.Selection(app, since)
-    with opened(db, again=again) as call:
+    with opened(db, resume_hint=resume_hint) as call:
         source = call(migration.open_source(**of_source))
         try:
             if change and isinstance(source, migration.AdkTables):
@@ -197,54 +199,55 @@ def _run(
 # --- notes ---------------------------------------------------------------------------------------
 
 
-def copy_notes(done: "migration.Migration", dry_run: bool) -> Iterator[str]:
-    if done.events and not dry_run:
-        yield f"in {done.seconds:.1f} s ({done.events / max(done.seconds, 1e-9):,.0f} events/s)"
-    if done.gone and done.deleted_gone:
+def copy_notes(result: "migration.Migration", dry_run: bool) -> Iterator[str]:
+    if result.events and not dry_run:
+        speed = result.events / max(result.seconds, 1e-9)
+        yield f"in {result.seconds:.1f} s ({speed:,.0f} events/s)"
+    if result.gone and result.deleted_gone:
         yield "the sessions that are no longer in the source were deleted in the target"
-    if done.has_others:
+    if result.has_others:
         yield "the source also has artifacts or memories of users, which are not copied"
-    if done.stopped:
+    if result.stopped:
         yield (
             "stopped: repair this row in the source, or give --skip-bad; then run this again, "
             "which continues"
         )
-    elif done.behind:
+    elif result.behind:
         yield "the source is in use: run this again to copy what has changed"
-    elif not (dry_run or done.bad or done.conflicts):
+    elif not (dry_run or result.bad or result.conflicts):
         yield "the copy is up to date; next: `migrate compare` compares both sides"
 
 
-def comparison_notes(done: "migration.Comparison", dry_run: bool = False) -> Iterator[str]:
-    if not done.clean:
+def comparison_notes(result: "migration.Comparison", dry_run: bool = False) -> Iterator[str]:
+    if not result.clean:
         yield "the two sides are not equal; next: run `migrate copy`, then compare again"
-        if done.withdrawn:
+        if result.withdrawn:
             yield (
                 "an earlier comparison had stored the mark that ends the migration: it was "
                 "withdrawn, so services with a fallback read the source again"
             )
-    elif done.completed:
+    elif result.completed:
         yield (
             "everything was copied: the database now has the mark that ends the migration, so "
             "services no longer read the source"
         )
-    elif not done.sessions + done.states:
+    elif not result.sessions + result.states:
         yield "the source has nothing to compare"
     elif not dry_run:
         yield "both sides are equal; to end the migration, compare without --app and --since"
 
 
-def source_erasure_notes(done: "migration.SourceErasure", dry_run: bool) -> Iterator[str]:
-    if done.changed:
+def source_erasure_notes(result: "migration.SourceErasure", dry_run: bool) -> Iterator[str]:
+    if result.changed:
         yield (
             "nothing was deleted, because the source has changed since it was compared: end every "
             "process that writes to it, then copy and compare again"
         )
-    elif not done.comparison.clean:
+    elif not result.comparison.clean:
         yield "nothing was deleted"
     elif not dry_run:
-        for obstacle in done.obstacles:
+        for obstacle in result.obstacles:
             yield f"freed space was not overwritten: {obstacle}"
-        if not done.obstacles:
+        if not result.obstacles:
             yield "the free space of the source holds no deleted values"
         yield _UNREACHABLE

@@ -9,7 +9,7 @@ from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database
 from adk_secure_sessions.cli.migrate import migrate
 from adk_secure_sessions.cli.options import TO, on_database, with_dry_run, with_packing, with_store
-from adk_secure_sessions.cli.output import finish
+from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import AGAIN, opened
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def artifacts(
     from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
     from adk_secure_sessions.maintenance.database import Description
 
-    with opened(db, again=None if action == "compare" else AGAIN) as call:
+    with opened(db, resume_hint=None if action == "compare" else AGAIN) as call:
         is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
         found = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
         if action == "erase-source" and not dry_run:
@@ -70,16 +70,16 @@ def artifacts(
             change = "delete the artifacts of the source"
             require_confirmation(described, confirm, change, kind=found.kind, unit="artifact")
         work = migrate_artifacts(found, db, store, action, dry_run=dry_run, show_ids=show_ids)
-        done = call(work)
-    finish(done, _notes(action, done, dry_run))
+        result = call(work)
+    print_result(result, _notes(action, result, dry_run))
 
 
-def _notes(action: str, done: "ArtifactMigration", dry_run: bool) -> Iterator[str]:
-    if done.copied and not dry_run:
-        yield f"in {done.seconds:.1f} s"
-    if action == "copy" and done.succeeded and not dry_run:
+def _notes(action: str, result: "ArtifactMigration", dry_run: bool) -> Iterator[str]:
+    if result.copied and not dry_run:
+        yield f"in {result.seconds:.1f} s"
+    if action == "copy" and result.succeeded and not dry_run:
         yield "the copy is up to date; next: `migrate artifacts compare` compares both sides"
-    elif action == "erase-source" and not (done.succeeded or done.deleted or done.changed):
+    elif action == "erase-source" and not (result.succeeded or result.deleted or result.changed):
         yield "nothing was deleted; next: run `migrate artifacts copy`, then this again"
-    elif action == "erase-source" and done.deleted and not dry_run:
+    elif action == "erase-source" and result.deleted and not dry_run:
         yield _UNREACHABLE

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -24,7 +24,9 @@ _BACKENDS = click.Choice(NAMES)
 
 def with_all(*decorators: Decorator) -> Decorator:
     """Return the decorator that applies *decorators*, the last one first."""
-    return lambda command: functools.reduce(lambda done, one: one(done), decorators[::-1], command)
+    return lambda command: functools.reduce(
+        lambda made, apply: apply(made), decorators[::-1], command
+    )
 
 
 with_speed: Decorator = click.option(
@@ -172,26 +174,28 @@ _KEYS = (
 )
 
 
-def on_database(*, keys: bool | None = True, url: Decorator = _DB) -> Decorator:
+def on_database(
+    *, keys: Literal["required", "optional", "none"] = "required", url: Decorator = _DB
+) -> Decorator:
     """Return a decorator for a command with the argument `db`, a `Database`.
 
     It adds the options of *url*, which names the database, and those that all such commands have.
-    The root key is optional if *keys* is False; if it is None, there are no options for keys.
+    *keys* says whether the root key is required; if it is "none", there are no options for keys.
     """
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
-            del options["as_json"]  # `finish` asks click for it
+            del options["as_json"]  # `print_result` asks click for it
             packing = Packing(options.pop("compression", None), options.pop("padding", None))
-            backends = () if keys is None else _backends(options, required=keys)
+            backends = () if keys == "none" else _backends(options, required=keys == "required")
             with one_line_errors():
                 database = maintenance.Database(db, *backends, key_db_url=key_db, packing=packing)
                 log = None if audit_log is None else audit.open_file(audit_log)
             with audit.appending_to(log):
                 return command(db=database, **options)
 
-        return with_all(*([] if keys is None else _KEYS), url, *_WITH_DATABASE)(run)
+        return with_all(*([] if keys == "none" else _KEYS), url, *_WITH_DATABASE)(run)
 
     return decorate
 

@@ -36,7 +36,7 @@ def backend_name(backend_id: int | None) -> str:
     return _NAMES.get(backend_id, f"backend {backend_id}")
 
 
-def plain(value: Any, name: str = "") -> Any:
+def to_json_value(value: Any, name: str = "") -> Any:
     """Convert *value*, the value of the field *name*, for `json.dumps`.
 
     Named tuples become objects, and bytes become hexadecimal text.  Ids become strings, because
@@ -47,12 +47,12 @@ def plain(value: Any, name: str = "") -> Any:
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
-        return {name: plain(item, name) for name, item in value.items()}
+        return {name: to_json_value(item, name) for name, item in value.items()}
     if isinstance(value, bytes):  # from a text column that was tampered with
         return value.hex()
     if isinstance(value, tuple | list):
         element = "id" if name in _LISTS_OF_IDS else ""
-        return [plain(item, element) for item in value]
+        return [to_json_value(item, element) for item in value]
     is_id = name in ("id", "row") or name.endswith("_id")
     return value if value is None or not is_id else str(value)
 
@@ -62,7 +62,7 @@ def option_value(option: str) -> Any:
     return click.get_current_context().params.get(option)
 
 
-def finish(
+def print_result(
     result: Any, notes: Iterable[str] = (), *, err: bool = False, **more: Result | None
 ) -> None:
     """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
@@ -76,7 +76,9 @@ def finish(
     dry_run = option_value("dry_run")
     if option_value("as_json"):
         mode = {} if dry_run is None else {"dry_run": dry_run}
-        click.echo(json.dumps(mode | plain(more) | plain(result), indent=2), err=err)
+        click.echo(
+            json.dumps(mode | to_json_value(more) | to_json_value(result), indent=2), err=err
+        )
     else:
         for line in chain(_lines(first + others), notes):
             click.echo(without_controls(line), err=err)
@@ -146,7 +148,7 @@ def private_file(name: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]":
-    """Yield a function that takes the number done and the total number, and shows the progress.
+    """Yield a function that takes the numbers of processed and of all rows, and shows them.
 
     If stderr is a terminal, a bar shows the progress, the speed and the remaining time.  Otherwise,
     the function prints a line with the progress and the speed at most every 10 seconds.  *label* is
@@ -155,12 +157,12 @@ def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]"
     began = last = time.monotonic()
     if not sys.stderr.isatty():
 
-        def line(done: int, total: int) -> None:
+        def line(processed: int, total: int) -> None:
             nonlocal last
             if (now := time.monotonic()) - last >= LINE_EVERY:
                 last = now
-                speed = f"{done / max(now - began, 1e-9):,.0f} {unit}/s"
-                click.echo(f"{label}: {done:,} of {total:,} {unit}, {speed}", err=True)
+                speed = f"{processed / max(now - began, 1e-9):,.0f} {unit}/s"
+                click.echo(f"{label}: {processed:,} of {total:,} {unit}, {speed}", err=True)
 
         yield line
         return
@@ -175,13 +177,13 @@ def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]"
         file=sys.stderr,
     ) as bar:
 
-        def draw(done: int, total: int) -> None:
+        def draw(processed: int, total: int) -> None:
             nonlocal last, rate
             now = time.monotonic()
-            if now - last < BAR_EVERY and done < total:
+            if now - last < BAR_EVERY and processed < total:
                 return
-            last, rate = now, done / max(now - began, 1e-9)
+            last, rate = now, processed / max(now - began, 1e-9)
             bar.length = max(total, 1)
-            bar.update(done - bar.pos)
+            bar.update(processed - bar.pos)
 
         yield draw

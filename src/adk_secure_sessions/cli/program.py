@@ -37,12 +37,13 @@ class Failure(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click declares it for classes
 
 
-def _interrupted(again: str | None) -> Failure:
-    """Return the failure for Ctrl-C; *again* says how to continue, None if nothing was changed."""
+def _interrupted(resume_hint: str | None) -> Failure:
+    """Return the failure for Ctrl-C; *resume_hint* is None if nothing was changed."""
     said = "interrupted; nothing was changed"
-    if again is not None:
+    if resume_hint is not None:
         said = (
-            f"interrupted, which is safe: each change is complete or undone; to continue, {again}"
+            "interrupted, which is safe: each change is complete or undone; to continue, "
+            f"{resume_hint}"
         )
     return Failure(said, "Interrupted", retryable=True, exit_code=130)
 
@@ -169,11 +170,11 @@ class Call(Protocol):
 
 
 @contextmanager
-def opened(db: Database, *, again: str | None = AGAIN) -> Iterator[Call]:
+def opened(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Call]:
     """Yield a function that runs coroutines which use *db*, and close *db* at the end.
 
-    Between two coroutines, the command may ask the user a question.  *again* says how to continue
-    after Ctrl-C; it is None if the command changes nothing, even without --dry-run.
+    Between two coroutines, the command may ask the user a question.  *resume_hint* says how to
+    continue after Ctrl-C; it is None if the command changes nothing, even without --dry-run.
     """
 
     async def awaited(work: Awaitable[T]) -> T:
@@ -191,7 +192,7 @@ def opened(db: Database, *, again: str | None = AGAIN) -> Iterator[Call]:
                 finally:
                     runner.run(db.close())
         except KeyboardInterrupt:
-            raise _interrupted(None if option_value("dry_run") else again) from None
+            raise _interrupted(None if option_value("dry_run") else resume_hint) from None
 
 
 def run(
@@ -200,15 +201,15 @@ def run(
     *,
     label: str = "",
     unit: str = "rows",
-    again: str | None = AGAIN,
+    resume_hint: str | None = AGAIN,
     **options: Any,
 ) -> T:
     """Run *work* with *db* and *options*, close *db*, and return the result.
 
-    If *label* is given, show the progress with this text; *unit* is what *work* counts.  *again* is
-    as in `opened`.
+    If *label* is given, show the progress with this text; *unit* is what *work* counts.
+    *resume_hint* is as in `opened`.
     """
-    with opened(db, again=again) as call:
+    with opened(db, resume_hint=resume_hint) as call:
         if not label:
             return call(work(db, **options))
         with progress(label, unit) as report:

@@ -16,7 +16,7 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import finish
+from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import main, opened, run
 from adk_secure_sessions.cli.result_lines import erasure_notes, utc_text
 
@@ -42,9 +42,9 @@ def purge_sessions(db: Database, **options: Any) -> None:
       adk-secure-sessions purge sessions --db sqlite:///sessions.db --key file:root.key \\
           --older-than 90d --dry-run
     """
-    done = run(db, maintenance.purge, label="purge", **options)
-    since = "" if done.before is None else f" or were last used before {utc_text(done.before)}"
-    finish(done, [f"such sessions have expired{since}"])
+    result = run(db, maintenance.purge, label="purge", **options)
+    since = "" if result.before is None else f" or were last used before {utc_text(result.before)}"
+    print_result(result, [f"such sessions have expired{since}"])
 
 
 @purge.command("audit")
@@ -61,9 +61,9 @@ def purge_audit(db: Database, **options: Any) -> None:
       adk-secure-sessions purge audit --db sqlite:///sessions.db --key file:root.key \\
           --older-than 2200d --dry-run
     """
-    done = run(db, maintenance.purge_audit, label="purge audit", unit="records", **options)
-    old = f"such chains were last used before {utc_text(done.before)}"
-    finish(done, [old])
+    result = run(db, maintenance.purge_audit, label="purge audit", unit="records", **options)
+    old = f"such chains were last used before {utc_text(result.before)}"
+    print_result(result, [old])
 
 
 @purge.command("blobs")
@@ -92,7 +92,7 @@ def purge_blobs(db: Database, **options: Any) -> None:
     """
     from adk_secure_sessions.integrations import artifact_blobs
 
-    finish(run(db, artifact_blobs.purge_blobs, **options))
+    print_result(run(db, artifact_blobs.purge_blobs, **options))
 
 
 @main.command("erase-user")
@@ -122,7 +122,7 @@ def erase_user(db: Database, dry_run: bool, confirm: str | None, **options: Any)
     with opened(db) as call:
         if not dry_run:
             require_confirmation(call(db.describe()), confirm, "erase a user of this database")
-        done = call(maintenance.erase_user(db, dry_run=dry_run, **options))
-    finish(done, erasure_notes(done, dry_run))
-    if options["rewrite"] and not dry_run and not done.cleared:
+        result = call(maintenance.erase_user(db, dry_run=dry_run, **options))
+    print_result(result, erasure_notes(result, dry_run))
+    if options["rewrite"] and not dry_run and not result.cleared:
         sys.exit(1)

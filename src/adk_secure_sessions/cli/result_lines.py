@@ -86,36 +86,36 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
 
 
 def rotation_notes(
-    done: maintenance.MasterRotation | maintenance.DataRotation, dry_run: bool
+    result: maintenance.MasterRotation | maintenance.DataRotation, dry_run: bool
 ) -> Iterator[str]:
     if dry_run:
         return
-    if left_in := getattr(done, "left_in", ()):
+    if left_in := getattr(result, "left_in", ()):
         yield from table(left_in, _INDENT)
-    if done.bad and done.bad == getattr(done, "bad_blobs", 0):
+    if result.bad and result.bad == getattr(result, "bad_blobs", 0):
         yield (
             "next: restore these blobs from a backup of the store, or delete their artifacts, then "
             "run this again"
         )
-    elif done.problems and all(one.reason is Reason.UNKNOWN_BACKEND for one in done.problems):
+    elif result.problems and all(one.reason is Reason.UNKNOWN_BACKEND for one in result.problems):
         yield "next: run this again with --also-backend, for the backend that encrypted these rows"
-    elif done.bad:
+    elif result.bad:
         yield (
             "next: run `verify`, restore the whole database from a backup (an older copy of a "
             "single row may be rejected), then run this again"
         )
-    elif done.left:
+    elif result.left:
         yield "next: once all services write with the same backend and root key, run this again"
     else:
         yield "next: `retire` removes the keys that were replaced"
 
 
-def retirement_notes(done: maintenance.Retirement) -> Iterator[str]:
+def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
     from adk_secure_sessions.storage.schema import data_keys, keyring
 
     # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
     # key, a rotation may not help.
-    tables = {one.table for one in done.examples if one.references}
+    tables = {one.table for one in result.examples if one.references}
     if data_keys.name in tables:
         yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
     if keyring.name in tables:
@@ -124,23 +124,23 @@ def retirement_notes(done: maintenance.Retirement) -> Iterator[str]:
         yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
 
 
-def erasure_notes(done: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
-    if not done.rows:
-        yield "there is no such user" if done.has_app else "there is no such app"
-    elif done.missing:
+def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
+    if not result.rows:
+        yield "there is no such user" if result.has_app else "there is no such app"
+    elif result.missing:
         remain = "run `verify`, which lists any rows of the user that remain"
-        yield f"{done.missing} was missing: {remain}"
-    if done.cleared:
+        yield f"{result.missing} was missing: {remain}"
+    if result.cleared:
         yield "freed space does not hold the wrapped data key"
     elif not dry_run:
-        yield f"freed space may hold the wrapped data key: {done.obstacle}"
-    if done.was_migrated:
+        yield f"freed space may hold the wrapped data key: {result.obstacle}"
+    if result.was_migrated:
         yield "the source of the migration may still contain the user: delete the user there, too"
 
 
-def separation_notes(done: maintenance.Separated) -> Iterator[str]:
-    if done.complete:
-        yield f"the copy has the id {done.database_id} and keys of its own: services can start"
+def separation_notes(result: maintenance.Separated) -> Iterator[str]:
+    if result.complete:
+        yield f"the copy has the id {result.database_id} and keys of its own: services can start"
     else:
         yield (
             "the separation has not ended, and services reject the copy: run `verify`, delete or "
@@ -148,12 +148,12 @@ def separation_notes(done: maintenance.Separated) -> Iterator[str]:
         )
 
 
-def key_move_notes(done: maintenance.KeyMove) -> Iterator[str]:
-    if done.to == "key-db":
+def key_move_notes(result: maintenance.KeyMove) -> Iterator[str]:
+    if result.to == "key-db":
         yield "the key database has the keys: start services with key_db_url"
     else:
         yield "the database has its keys: start services without key_db_url"
-    for obstacle in done.obstacles:
+    for obstacle in result.obstacles:
         yield f"the file that had the keys before may contain copies of them: {obstacle}"
 
 
@@ -163,7 +163,7 @@ def resumed_line(unfinished: maintenance.UnfinishedRotation, dry_run: bool) -> s
     return f"{verb} the rotation begun {utc_text(unfinished.since)}; --restart begins a new one"
 
 
-def _unfinished(rotation: maintenance.UnfinishedRotation, again: str) -> str:
+def _unfinished(rotation: maintenance.UnfinishedRotation, resume_hint: str) -> str:
     if rotation.genuine is False or rotation.since is None:
         return (
             f"{rotation.rotation}: its checkpoint was tampered with; "
@@ -175,8 +175,8 @@ def _unfinished(rotation: maintenance.UnfinishedRotation, again: str) -> str:
     total = counted(rotation.total, "data key" if rotation.rotation == "master" else "record")
     began = f"began {utc_text(rotation.since)}"
     unchecked = "" if rotation.genuine else "; not verified: that needs --key"
-    done = f"{percent}%, {rotation.done:,} of {total}"
-    return f"{rotation.rotation}: {done}; {began}{unchecked}{again}"
+    replaced = f"{percent}%, {rotation.done:,} of {total}"
+    return f"{rotation.rotation}: {replaced}; {began}{unchecked}{resume_hint}"
 
 
 def _again(command: str) -> str:

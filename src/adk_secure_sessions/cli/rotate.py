@@ -16,7 +16,7 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import finish, progress
+from adk_secure_sessions.cli.output import print_result, progress
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, opened, run
 from adk_secure_sessions.cli.result_lines import (
     key_move_notes,
@@ -67,8 +67,8 @@ def root(db: Database, **options: Any) -> None:
       adk-secure-sessions rotate root --db sqlite:///sessions.db \\
           --key file:new.key --also-key file:root.key
     """
-    done = run(db, maintenance.rotate_root, **options)
-    finish(done, [f"the new root key is {done.root_key_id}"])
+    result = run(db, maintenance.rotate_root, **options)
+    print_result(result, [f"the new root key is {result.root_key_id}"])
 
 
 @rotate.command()
@@ -129,20 +129,20 @@ def _rotate(
     """
     without = ", without --restart" if restart else ""
     retirement = None
-    with opened(db, again=f"{AGAIN}{without}") as call:
+    with opened(db, resume_hint=f"{AGAIN}{without}") as call:
         if not restart:
             for one in call(maintenance.unfinished_rotations(db)):
                 if one.rotation == name:
                     _announce(one, dry_run=dry_run, yes=yes)
         with progress(f"rotate {name}") as report:
             options = {"progress": report, "rows_per_second": rows_per_second}
-            done = call(work(db, dry_run=dry_run, restart=restart, **options))
-        if retire and done.succeeded and not dry_run:
+            result = call(work(db, dry_run=dry_run, restart=restart, **options))
+        if retire and result.succeeded and not dry_run:
             with progress("retire", "owners") as report:
                 retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
                 retirement = call(retiring)
-    last = rotation_notes(done, dry_run) if retirement is None else retirement_notes(retirement)
-    finish(done, last, retirement=retirement)
+    last = rotation_notes(result, dry_run) if retirement is None else retirement_notes(retirement)
+    print_result(result, last, retirement=retirement)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
@@ -170,8 +170,8 @@ def retire(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions retire --db sqlite:///sessions.db --key file:root.key
     """
-    done = run(db, maintenance.retire, label="retire", unit="owners", **options)
-    finish(done, retirement_notes(done))
+    result = run(db, maintenance.retire, label="retire", unit="owners", **options)
+    print_result(result, retirement_notes(result))
 
 
 @main.command()
@@ -194,8 +194,8 @@ def separate(db: Database, confirm: str | None, **options: Any) -> None:
     with opened(db) as call:
         require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
         with progress("separate") as report:
-            done = call(maintenance.separate(db, progress=report, **options))
-    finish(done, separation_notes(done))
+            result = call(maintenance.separate(db, progress=report, **options))
+    print_result(result, separation_notes(result))
 
 
 @main.command("move-keys")
@@ -222,5 +222,5 @@ def move_keys(db: Database, to: Literal["key-db", "db"], confirm: str | None) ->
     with opened(db) as call:
         require_confirmation(call(db.describe()), confirm, "move the keys of this database")
         with progress("move-keys", "data keys") as report:
-            done = call(maintenance.move_keys(db, to, progress=report))
-    finish(done, key_move_notes(done))
+            result = call(maintenance.move_keys(db, to, progress=report))
+    print_result(result, key_move_notes(result))

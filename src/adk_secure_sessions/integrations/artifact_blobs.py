@@ -116,10 +116,10 @@ async def check_blobs(
     stored = {blob.name: blob.size async for blob in blobs.list()}
     marks = await blobs.marks()  # before the rows: a row is deleted before its blob is marked
     problems = Problems()
-    done = BlobCheck()
+    result = BlobCheck()
     named: set[str] = set()
     async for _, found in artifacts_of(db, problems):
-        done.artifacts += 1
+        result.artifacts += 1
         for version in versions_of(found):
             blob = version.blob
             if blob is None:
@@ -128,15 +128,15 @@ async def check_blobs(
             row = f"{found.version.session_row}, {version.item}"
             listed = stored.get(blob.name) if blob.prefix == blobs.prefix else None
             if problem := await stored_wrongly(place, blob, listed):
-                done.missing += 1
+                result.missing += 1
                 problem = problem.about(f"its blob {blob.name}")
                 problems.add(events.name, row, problem.reason, problem.detail)
             elif blob.name in marks:
-                done.marked += 1
+                result.marked += 1
                 detail = "its blob is marked as deleted, by another copy of this database"
                 problems.add(events.name, row, Reason.MISMATCH, detail)
-    done.blobs, done.unused = len(named), len(stored.keys() - named)
-    return problems.stored_in(done)
+    result.blobs, result.unused = len(named), len(stored.keys() - named)
+    return problems.stored_in(result)
 
 
 async def stored_wrongly(
@@ -220,9 +220,9 @@ async def purge_blobs(
     if not dry_run:
         for name in withdrawn:
             await blobs.unmark(name)
-    done = problems.stored_in(BlobPurge(withdrawn=len(withdrawn), kept=len(named)))
+    result = problems.stored_in(BlobPurge(withdrawn=len(withdrawn), kept=len(named)))
     if withdrawn or problems.count:
-        return done
+        return result
     await reject_orphans(db)
     # Read the marks again: reading the rows may have taken hours, and a run on another copy of the
     # database may have withdrawn marks since.
@@ -238,9 +238,9 @@ async def purge_blobs(
             if name in written:  # otherwise, the blob was deleted by a run that was killed here
                 await blobs.delete(name)
             await blobs.unmark(name)
-    done.deleted = len(written.keys() & due)
-    done.marked = len(written.keys() & marks.keys()) - done.deleted + len(new)
-    return done
+    result.deleted = len(written.keys() & due)
+    result.marked = len(written.keys() & marks.keys()) - result.deleted + len(new)
+    return result
 
 
 async def blobs_of_database(db: Database, place: ArtifactStore) -> BlobStore:

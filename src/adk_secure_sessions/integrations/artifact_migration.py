@@ -127,20 +127,20 @@ async def migrate_artifacts(
         some.append(one)
         total += size
     await at_once(*map(run.visit, some))
-    done = run.done
-    done.findings = tuple(run.findings.items)
-    if action == "erase-source" and done.succeeded and dry_run:
-        done.deleted = done.equal + done.erased
-    elif action == "erase-source" and done.succeeded:
+    result = run.result
+    result.findings = tuple(run.findings.items)
+    if action == "erase-source" and result.succeeded and dry_run:
+        result.deleted = result.equal + result.erased
+    elif action == "erase-source" and result.succeeded:
         async for one in source.artifacts():
             if one.problem is None and packed(*one.stamp) in run.finished:
                 await source.delete(one)
-                done.deleted += 1
+                result.deleted += 1
             else:
-                done.changed += 1
+                result.changed += 1
         await source.clean_up()
-    done.seconds = time.monotonic() - began
-    return done
+    result.seconds = time.monotonic() - began
+    return result
 
 
 @hides_locals
@@ -155,7 +155,7 @@ class _ArtifactRun:
     dry_run: bool
     findings: Findings
     is_new: bool
-    done: ArtifactMigration = field(default_factory=ArtifactMigration)
+    result: ArtifactMigration = field(default_factory=ArtifactMigration)
     finished: Fingerprints = field(default_factory=Fingerprints)  # equal, or of erased users
 
     async def visit(self, one: SourceArtifact) -> None:
@@ -169,7 +169,7 @@ class _ArtifactRun:
             counter, reason = "bad", str(error)
         except ValueError:
             counter, reason = "bad", "a value exceeds a limit"
-        setattr(self.done, counter, getattr(self.done, counter) + 1)
+        setattr(self.result, counter, getattr(self.result, counter) + 1)
         if not reason:
             self.finished.add(packed(*one.stamp))
             return
@@ -205,8 +205,8 @@ class _ArtifactRun:
                 except _Changed:
                     self.is_new = False
                     return await self._visit(one)
-            self.done.versions += 1
-            self.done.size += version.size
+            self.result.versions += 1
+            self.result.size += version.size
         return ("copied" if new else "equal"), ""
 
     async def _save(self, owner: tuple[str, str], name: str, version: SourceVersion) -> None:

@@ -72,7 +72,7 @@ async def rotate_data_and_blobs(
     blobs = await blobs_of_database(db, place)
     run = _BlobRotationRun(db, blobs, place, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.done
+    return run.result
 
 
 class _BlobRotationRun(DataRotationRun):
@@ -106,7 +106,7 @@ class _BlobRotationRun(DataRotationRun):
         The last item then describes the last version, so loading this version reads one item.
         """
         for version in versions_of(found):
-            is_done = version.rotation is not None and version.rotation >= self.done.since
+            is_done = version.rotation is not None and version.rotation >= self.result.since
             if version.blob is None or is_done:
                 continue
             try:
@@ -128,11 +128,11 @@ class _BlobRotationRun(DataRotationRun):
                 row = f"{found.version.session_row}, {version.item}"
                 if isinstance(error, DecryptionError) and error.table is None:
                     error = error.about(f"its blob {version.blob.name}")
-                    self.done.bad_blobs += 1
+                    self.result.bad_blobs += 1
                 self._problems.add_error(error, events.name, row)
             else:
-                self.done.blobs += 1
-                self.done.blob_bytes += version.blob.size
+                self.result.blobs += 1
+                self.result.blob_bytes += version.blob.size
             await self._meter.advance()
 
     async def _copied(self, old: Blob) -> Blob:
@@ -163,7 +163,7 @@ class _BlobRotationRun(DataRotationRun):
         # The numbers are compared, not the versions: NaN in the metadata of one equals no other.
         while now is not None and version.item in {one.item for one in versions_of(now)}:
             item = reencrypted_item(
-                now.items[version.item], version.number, version_count(now), new, self.done.since
+                now.items[version.item], version.number, version_count(now), new, self.result.since
             )
             try:
                 at = await self._collections.append(*ids[:3], item, expected=now.version)

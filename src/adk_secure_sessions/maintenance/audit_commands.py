@@ -133,19 +133,19 @@ async def verify_audit(
     """
     trail = await _open_trail(db, progress, rows_per_second)
     logged = _Heads(heads or {}, trail)
-    done = AuditVerification(heads=logged.number if heads else None)
+    result = AuditVerification(heads=logged.number if heads else None)
     await trail.check_table()
     async for chain, _ in trail.chains():
         bad = trail.problems.count
         end = await trail.check(chain, heads=logged.links.get(chain, {}))
-        done.chains += trail.problems.count == bad
+        result.chains += trail.problems.count == bad
         if end is not None:
             logged.compare(chain, end)
     await trail.check_purged()
     logged.find_missing(trail.purged_heads)
     trail.meter.finish()
-    done.records, done.purged = trail.records, len(trail.purged_heads)
-    return trail.problems.stored_in(done)
+    result.records, result.purged = trail.records, len(trail.purged_heads)
+    return trail.problems.stored_in(result)
 
 
 @audit.command
@@ -177,19 +177,19 @@ async def export_audit(
     first = 0 if since is None else of_datetime(since)
     end = _LARGEST if until is None else of_datetime(until)
     trail = await _open_trail(db, progress, None)
-    done = AuditExport()
+    result = AuditExport()
 
     def export(chain: bytes, number: int, moment: int, fields: dict[str, Any]) -> None:
         if first <= moment < end:
             line = json.dumps({"chain": chain.hex(), "number": number} | fields)
             write(line.encode("ascii") + b"\n")
-            done.records += 1
+            result.records += 1
 
     await trail.check_table()
     async for chain, _ in trail.chains():
         await trail.check(chain, export)
     trail.meter.finish()
-    return trail.problems.stored_in(done)
+    return trail.problems.stored_in(result)
 
 
 @audit.command
@@ -219,7 +219,7 @@ async def purge_audit(
         )
     before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
     trail = await _open_trail(db, progress, None)
-    done = AuditPurge(before=before)
+    result = AuditPurge(before=before)
     due: list[tuple[bytes, _LastRecord]] = []
     async for chain, last in trail.chains():
         if not isinstance(last, int) or last >= before:
@@ -229,20 +229,20 @@ async def purge_audit(
         if trail.problems.count != bad:
             continue
         if trail.purge_records != purge_records:
-            done.kept += 1
+            result.kept += 1
         elif end is not None:
             due.append((chain, end))
     batches = [due[at : at + _CHAINS_AT_ONCE] for at in range(0, len(due), _CHAINS_AT_ONCE)]
     for some in batches:
         if dry_run or await _delete(db, some):
-            done.chains += len(some)
-            done.records += sum(end.number + 1 for _, end in some)
+            result.chains += len(some)
+            result.records += sum(end.number + 1 for _, end in some)
         elif len(some) > 1:
             batches += [[one] for one in some]  # only one of them may have changed
         else:
-            done.kept += 1
+            result.kept += 1
     trail.meter.finish()
-    return trail.problems.stored_in(done)
+    return trail.problems.stored_in(result)
 
 
 class _LastRecord(NamedTuple):
@@ -446,14 +446,14 @@ async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
     assert database is not None, "the database is open"
     made = audit.entry(_PURGED, database=database.hex(), chains=named)
     try:
-        done = await db.trail.purge(made, changes)
+        is_deleted = await db.trail.purge(made, changes)
     except Conflict:
-        done = False
+        is_deleted = False
     except Disconnected as lost:
         raise lost.error from None
-    if done:
+    if is_deleted:
         audit.write(made)
-    return done
+    return is_deleted
 
 
 # SQLite stores any type in any column.  A text is less than any blob, and greater than any number.

@@ -170,8 +170,8 @@ class _Move:
         obstacles = await rewrite(self._source.executor, tables, self._db.limits.lock_wait)
         opened = self._authenticated(target.features - {FeatureName.MOVING})
         await self._target.change(partial(self._open, target.meta[meta.FEATURES], opened))
-        to, done = self._target.name, not obstacles
-        return KeyMove(to, *copy[:2], has_begun, done, tuple(obstacles))
+        to, cleared = self._target.name, not obstacles
+        return KeyMove(to, *copy[:2], has_begun, cleared, tuple(obstacles))
 
     async def _survey_and_check(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""

@@ -110,10 +110,10 @@ class Problems(CappedList[Problem]):
             self._named.add(name)
         return is_shared
 
-    def stored_in(self, done: T) -> T:
-        """Set the fields `bad` and `problems` of the result *done*, and return it."""
-        vars(done).update(bad=self.count, problems=tuple(self.items))
-        return done
+    def stored_in(self, result: T) -> T:
+        """Set the fields `bad` and `problems` of *result*, and return it."""
+        vars(result).update(bad=self.count, problems=tuple(self.items))
+        return result
 
 
 def unlisted(found: str, feature: str, remedy: str) -> str:

@@ -22,24 +22,24 @@ class Meter:
         self._total = total
         self._rate = rows_per_second
         self._began = time.monotonic()
-        self._done = 0
+        self._processed = 0
 
     async def advance(self, rows: int = 1) -> None:
         """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
-        self._done += rows
+        self._processed += rows
         if self._progress is not None and rows:
             # Services keep writing, so there may be more rows than were counted at the start.
-            self._total = max(self._total, self._done)
-            self._progress(self._done, self._total)
+            self._total = max(self._total, self._processed)
+            self._progress(self._processed, self._total)
         if self._total:
-            telemetry.set_progress(min(self._done / self._total, 1.0))
+            telemetry.set_progress(min(self._processed / self._total, 1.0))
         if self._rate:
-            ahead = self._done / self._rate - (time.monotonic() - self._began)
+            ahead = self._processed / self._rate - (time.monotonic() - self._began)
             if ahead > 0:
                 await asyncio.sleep(ahead)
 
     def finish(self) -> None:
-        """Report that all rows are done, even if `advance` has counted fewer rows than *total*."""
+        """Report that all rows are processed, even if `advance` has counted fewer than *total*."""
         if self._progress is not None:
-            self._progress(self._done, self._done)
+            self._progress(self._processed, self._processed)
         telemetry.set_progress(1.0)

@@ -89,7 +89,7 @@ async def purge(
     ((total,),) = await db.unit.read(_NUMBER_OF_DUE, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
-    done = Purge(before=before)
+    result = Purge(before=before)
     async for page in sessions_with_ids(db, _DUE_SESSIONS, **times):
         for stored in page:
             await meter.advance()
@@ -100,13 +100,13 @@ async def purge(
                 is_deleted = await _delete(db, ids, is_due, dry_run)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, stored.id)
-                done.bad += 1
+                result.bad += 1
             else:
-                done.deleted += is_deleted
-                done.kept += not is_deleted
+                result.deleted += is_deleted
+                result.kept += not is_deleted
     meter.finish()
-    done.problems = tuple(problems.items)
-    return done
+    result.problems = tuple(problems.items)
+    return result
 
 
 async def _delete(

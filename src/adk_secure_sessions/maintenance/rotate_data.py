@@ -120,13 +120,13 @@ async def rotate_data(
     """
     run = DataRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.done
+    return run.result
 
 
 class DataRotationRun(Rotation):
     """One run of `rotate_data`; a subclass may re-encrypt more after the records."""
 
-    done: DataRotation
+    result: DataRotation
 
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", DataRotation(), dry_run=dry_run)
@@ -150,7 +150,7 @@ class DataRotationRun(Rotation):
                 await self._db.unit.change_keys(meta.mark_plaintext)
 
     async def _replace_old_keys(self) -> bool:
-        before = self.done.reencrypted
+        before = self.result.reencrypted
         for table in (apps, users):
             async for page in owner_rows(self._db, table):
                 for row in page:
@@ -159,7 +159,7 @@ class DataRotationRun(Rotation):
                     except UNREADABLE as error:
                         self._problems.add_error(error, table.name, row.id)
                 await self._require_checkpoint()
-        return self.done.reencrypted > before
+        return self.result.reencrypted > before
 
     async def _rotate_owner(self, table: sa.Table, row: OwnerRow) -> None:
         with naming(table.name, row.id):
@@ -196,12 +196,12 @@ class DataRotationRun(Rotation):
         identity = await self._db.unit.identify(app_name)
         renewal = writes.RenewKey(
             identity._replace(user_tag=tag) if of_user else identity,
-            self.done.since,
+            self.result.since,
             of_user=of_user,
         )
         exists = await self._db.unit.run(renewal)
-        self.done.keys += renewal.created
-        self.done.reencrypted += 2 * renewal.changed  # the owner's row and its version witness
+        self.result.keys += renewal.created
+        self.result.reencrypted += 2 * renewal.changed  # the owner's row and its version witness
         if not exists and renewal.stored_keys:
             # The owner was erased after the key was stored in the key database: delete the key.
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
@@ -216,7 +216,7 @@ class DataRotationRun(Rotation):
         current = keys.current(owner_tag)
         if current is None or not keys.current_is_newest(owner_tag):
             return None
-        return current if current.created_at >= self.done.since else None
+        return current if current.created_at >= self.result.since else None
 
     async def _reencrypt(
         self, keys: StagedKeys, owner_tag: bytes, records: list[EncryptedRecord]
@@ -242,7 +242,7 @@ class DataRotationRun(Rotation):
                 if not await self._is_of_new_key(error, owner_tag, record):
                     self._problems.add_error(error, table, record.name)
         if self._dry_run or not old:
-            self.done.reencrypted += len(old)
+            self.result.reencrypted += len(old)
             return
         changes: list[tuple[EncryptedRecord, bytes]] = []
         for record, context, plaintext in old:
@@ -254,7 +254,7 @@ class DataRotationRun(Rotation):
         for column in dict.fromkeys(record.column for record, _ in changes):
             new = {record.key: sealed for record, sealed in changes if record.column is column}
             for row in await rows_with_keys(self._db, column, list(new)):
-                self.done.reencrypted += row[-1] == new[column.key_of(row)]
+                self.result.reencrypted += row[-1] == new[column.key_of(row)]
 
     async def _is_of_new_key(
         self, error: Exception, owner_tag: bytes, record: EncryptedRecord
@@ -281,10 +281,10 @@ class DataRotationRun(Rotation):
         writer = self._db.unit.backends.writer.backend_id
         left: Counter[str] = Counter()
         masters = await self._db.keyring()
-        counts, _ = await count_records(self._db, self._meter, self.done.since, masters)
+        counts, _ = await count_records(self._db, self._meter, self.result.since, masters)
         for one in counts:
             left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
-        self.done.left_in = tuple((+left).items())
+        self.result.left_in = tuple((+left).items())
         return left.total()
 
 

@@ -94,11 +94,11 @@ async def rotate_master(
     """
     run = _MasterRotationRun(db, "master", MasterRotation(), dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.done
+    return run.result
 
 
 class _MasterRotationRun(Rotation):
-    done: MasterRotation
+    result: MasterRotation
 
     async def _check_and_count_rows(self) -> int:
         if self._db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
@@ -122,9 +122,9 @@ class _MasterRotationRun(Rotation):
             masters = await authentic_masters(self._db, survey)
             fitting = [row for row in masters if row.root_key_id == root.key_id]
             newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)
-            if newest is not None and newest.created_at >= self.done.since:
+            if newest is not None and newest.created_at >= self.result.since:
                 await self._db.reread_keyring()
-                self.done.master_id = newest.id
+                self.result.master_id = newest.id
                 if newest == fresh:
                     record_new_key(database_id, "data master", newest.id, root_key=root.key_id)
                 return
@@ -132,21 +132,21 @@ class _MasterRotationRun(Rotation):
                 return
             # Services wrap new data keys with the data master that was created last.  So the new
             # data master must have a later time of creation than all other data masters.
-            now = max([self.done.since, *(after_creation(keyring, row) for row in masters)])
+            now = max([self.result.since, *(after_creation(keyring, row) for row in masters)])
             fresh, _ = await new_master(DATA, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.unit.change_keys(partial(_add, fresh, len(survey.keyring), database_id))
 
     async def _replace_old_keys(self) -> bool:
-        before = self.done.rotated
+        before = self.result.rotated
         masters = await self._db.keyring()
-        current = (WRAP_BACKEND_ID, self.done.master_id)
+        current = (WRAP_BACKEND_ID, self.result.master_id)
         async for rows in all_data_keys(self._db):
             await self._wrap([row for row in rows if header_ids(row.wrapped) != current], masters)
             await self._meter.advance(len(rows))
             await self._require_checkpoint()
-        return self.done.rotated > before
+        return self.result.rotated > before
 
     async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
         """Wrap the data keys with the new data master; count those that are stored."""
@@ -157,9 +157,9 @@ class _MasterRotationRun(Rotation):
             except UNREADABLE as error:
                 self._problems.add_error(error, data_keys.name, row.id)
         if self._dry_run or not keys:
-            self.done.rotated += len(keys)
+            self.result.rotated += len(keys)
             return
-        master_id = self.done.master_id
+        master_id = self.result.master_id
         assert master_id is not None, "only a dry run creates no data master"
         pairs = [(row, wrap_data_key(row, masters, master_id, key)) for row, key in keys.items()]
         for before, after in pairs:
@@ -170,17 +170,17 @@ class _MasterRotationRun(Rotation):
         ids = [before.id for before, _ in pairs]  # authentic: another id may be any integer
         span = Span(ids[0] - 1, ids[-1])
         stored = await span.read(self._db.unit.read_keys, DATA_KEYS, data_keys.c.id)
-        self.done.rotated += sum(DataKeyRow(*values) in new for values in stored)
+        self.result.rotated += sum(DataKeyRow(*values) in new for values in stored)
 
     async def _count_left(self) -> int:
         if self._dry_run:
             return self._problems.count
-        if self.done.master_id not in {row.id for row in (await self._db.survey()).keyring}:
+        if self.result.master_id not in {row.id for row in (await self._db.survey()).keyring}:
             raise SecureSessionError(
-                f"master key {self.done.master_id} was retired meanwhile: {OVERLAPPED}"
+                f"master key {self.result.master_id} was retired meanwhile: {OVERLAPPED}"
             )
         counts = await count_data_keys(self._db, Meter(None, 0, None))
-        return sum(one.keys for one in counts if one.master_id != self.done.master_id)
+        return sum(one.keys for one in counts if one.master_id != self.result.master_id)
 
 
 def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection) -> None:

@@ -64,11 +64,11 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     rows = survey.keyring
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
-    done = [row for row in rows if row.root_key_id == root.key_id]
+    already_wrapped = [row for row in rows if row.root_key_id == root.key_id]
     # Also unwrap the master keys that the new root key already wraps.  If the given root key is
     # wrong but has the right id, unwrapping raises WrongKeyError.
     roots, database_id = db.unit.backends.roots, survey.database_id
-    await at_once(*(unwrap_master_key(row, roots, database_id) for row in done))
+    await at_once(*(unwrap_master_key(row, roots, database_id) for row in already_wrapped))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
@@ -77,7 +77,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )
-    ids = [tuple(row.id for row in group) for group in (old, done, plaintext)]
+    ids = [tuple(row.id for row in group) for group in (old, already_wrapped, plaintext)]
     return RootRotation(root.key_id, *ids)
 
 

@@ -61,7 +61,7 @@ class UnfinishedRotation(NamedTuple):
 
 
 class Rotation(ABC):
-    """One run of a rotation, which replaces all keys that were created before `done.since`.
+    """One run of a rotation, which replaces all keys that were created before `result.since`.
 
     A pass processes all rows, and then counts the rows that still use older keys.  A service that
     has not read a new key yet may write rows with an old key after the pass has processed them.
@@ -70,8 +70,8 @@ class Rotation(ABC):
     A rotation that has not ended has a checkpoint: the stored time *since*.  A dry run stores none.
     """
 
-    def __init__(self, db: Database, name: str, done: Any, *, dry_run: bool) -> None:
-        self.done: Any = done  # a result with `since`, `resumed`, `left`, `bad` and `problems`
+    def __init__(self, db: Database, name: str, result: Any, *, dry_run: bool) -> None:
+        self.result: Any = result  # a result with `since`, `resumed`, `left`, `bad` and `problems`
         self._db = db
         self._name = name
         self._checkpoint = f"{meta.ROTATION}{name}"
@@ -89,13 +89,13 @@ class Rotation(ABC):
         for _ in range(_PASSES):
             self._problems = Problems()
             is_changed = await self._replace_old_keys()
-            self.done.left = await self._count_left()
+            self.result.left = await self._count_left()
             # If a pass has replaced nothing, another pass would probably replace nothing, either.
-            if self._dry_run or not (self.done.left and is_changed):
+            if self._dry_run or not (self.result.left and is_changed):
                 break
         await self._after_passes()
-        self._problems.stored_in(self.done)
-        if self._dry_run or self.done.left or self.done.bad:
+        self._problems.stored_in(self.result)
+        if self._dry_run or self.result.left or self.result.bad:
             await self._require_checkpoint()
         else:
             await self._db.unit.change(self._remove_checkpoint)
@@ -138,8 +138,8 @@ class Rotation(ABC):
             index = (await self._db.keyring()).index
             own = [one for one in unfinished(stored, index) if one.rotation == self._name]
             if own:
-                self.done.since, self.done.resumed = own[0].since, True
-                if self.done.since is None or not own[0].genuine:
+                self.result.since, self.result.resumed = own[0].since, True
+                if self.result.since is None or not own[0].genuine:
                     raise TamperedError(
                         "the checkpoint was modified; begin a new rotation, with --restart or "
                         "restart=True",
@@ -147,9 +147,9 @@ class Rotation(ABC):
                         row=self._checkpoint,
                     )
                 return
-            self.done.since = await later_than_all_keys(self._db)
-            mac = index.mac("checkpoint", self._checkpoint, str(self.done.since))
-            write = partial(self._store_checkpoint, f"{self.done.since} {mac.hex()}", restart)
+            self.result.since = await later_than_all_keys(self._db)
+            mac = index.mac("checkpoint", self._checkpoint, str(self.result.since))
+            write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
             if self._dry_run or await self._db.unit.change(write):
                 return
@@ -166,7 +166,7 @@ class Rotation(ABC):
 
     def _require_own(self, stored: object) -> None:
         # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
-        if stored is not None and not str(stored).startswith(f"{self.done.since} "):
+        if stored is not None and not str(stored).startswith(f"{self.result.since} "):
             raise SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")
 
 

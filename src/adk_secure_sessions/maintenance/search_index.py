@@ -107,15 +107,15 @@ async def fill_index(
     if of_users:
         await run.fill(users, owner_rows(db, users), run.fill_user)
     await run.fill(sessions, sessions_with_ids(db), run.fill_session)
-    done = run.done
+    result = run.result
     app_tag = (await db.unit.identify(app_name)).app_tag
-    done.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
-    done.problems = tuple(run.problems.items)
-    done.complete = skip_unreadable or not run.problems.count
-    if done.complete:
+    result.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
+    result.problems = tuple(run.problems.items)
+    result.complete = skip_unreadable or not run.problems.count
+    if result.complete:
         await db.index.complete(tags)
     run.meter.finish()
-    return done
+    return result
 
 
 @command
@@ -156,7 +156,7 @@ class _Filler:
     def __init__(self, db: Database, app_name: str, tags: Collection[bytes], meter: Meter) -> None:
         self.meter = meter
         self.problems = Problems()
-        self.done = IndexChange()
+        self.result = IndexChange()
         self._db = db
         self._app_name = app_name
         self._tags = tags
@@ -174,7 +174,7 @@ class _Filler:
                 await fill_row(row)
             except UNREADABLE as error:
                 self.problems.add_error(error, table.name, row.id)
-                self.done.bad += 1
+                self.result.bad += 1
             await self.meter.advance()
 
         async for rows in pages:
@@ -184,20 +184,20 @@ class _Filler:
         found = await read_owner(self._db, users, row)
         if found is not None and found[0] == self._app_name:
             await self._correct(found[1].user_id, of_user=True)
-            self.done.users += 1
+            self.result.users += 1
 
     async def fill_session(self, stored: SessionWithIds) -> None:
         ids = stored.require_ids()
         if not ids.is_collection and ids.app_name == self._app_name:
             await self._correct(ids.user_id, ids.session_id, of_user=False)
-            self.done.sessions += 1
+            self.result.sessions += 1
 
     async def _correct(self, user_id: str, session_id: str = "", *, of_user: bool) -> None:
         identity = await self._db.unit.identify(self._app_name, user_id, session_id)
         operation = CorrectIndexed(identity, self._tags, of_user=of_user)
         # Other tasks add to the counter meanwhile, so read it after the await.
         written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
-        self.done.written += written
+        self.result.written += written
 
 
 async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:

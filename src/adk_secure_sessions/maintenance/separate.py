@@ -115,23 +115,23 @@ async def separate(
         raise SecureSessionError(
             "another run of `separate` has ended the separation: run `check`", retryable=True
         )
-    done = Separated(opened.database_id.hex(), resumed)
+    result = Separated(opened.database_id.hex(), resumed)
     are_replaced = await _replace_keys(db, opened, separation, options)
     if are_replaced:
         retirement = await retire(db, **options)
-        done.data_keys, done.masters = retirement.data_keys, retirement.masters
+        result.data_keys, result.masters = retirement.data_keys, retirement.masters
     remaining = (await db.reread_keyring()).masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
     ((old,),) = await db.unit.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
-    done.kept = len(remaining) + int(old)
-    done.complete = are_replaced and not done.kept
-    if done.complete:
+    result.kept = len(remaining) + int(old)
+    result.complete = are_replaced and not result.kept
+    if result.complete:
         await _end(db, opened)
         if opened.has_audit_table:
             await db.reread_keyring()
             await db.keyring()  # store in the audit trail of the copy that this command has run
-    return done
+    return result
 
 
 async def _replace_keys(

@@ -262,12 +262,12 @@ def _progress(
         return one
     if one.rotation == "master":
         new = {row.id for row in masters if row.purpose == DATA and row.created_at >= one.since}
-        done = sum(count.keys for count in keys if count.master_id in new)
+        replaced = sum(count.keys for count in keys if count.master_id in new)
         total = sum(count.keys for count in keys)
     else:
-        done = sum(count.newest for count in records)
+        replaced = sum(count.newest for count in records)
         total = sum(count.rows for count in records)
-    return one._replace(done=done, total=total)
+    return one._replace(done=replaced, total=total)
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:

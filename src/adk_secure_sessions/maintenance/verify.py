@@ -133,7 +133,7 @@ async def verify(
     await _find_orphans(db, run.problems, *([indexed] if indexed.name in of_features else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
-    return run.problems.stored_in(run.done)
+    return run.problems.stored_in(run.result)
 
 
 class _Verifier:
@@ -143,7 +143,7 @@ class _Verifier:
     """
 
     def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
-        self.done = Verification()
+        self.result = Verification()
         self.problems = Problems()
         self._db = db
         self._index = index
@@ -199,15 +199,15 @@ class _Verifier:
             if table is users:
                 identity = await self._db.unit.identify(app_name, owner.user_id)
                 await self._check_indexed(identity, of_user=True)
-                self.done.users += 1
+                self.result.users += 1
             else:
-                self.done.apps += 1
+                self.result.apps += 1
         except UNREADABLE as error:
             if table is apps and not self._has_own_name(row):
                 self._misnamed_apps.add(row.id)
             # If the name of a user's app was modified, that is the cause, and was reported.
             if table is users and row.app_row in self._misnamed_apps:
-                self.done.unchecked += 1
+                self.result.unchecked += 1
                 self.problems.suppress(users.name, row.id)
             else:
                 self.problems.add_error(error, table.name, row.id)
@@ -220,7 +220,7 @@ class _Verifier:
         the database.
         """
         has_rows = {
-            FeatureName.COLLECTIONS: self.done.collections,
+            FeatureName.COLLECTIONS: self.result.collections,
             FeatureName.STATE_INDEX: self._has_marks,
             FeatureName.MIGRATION: self._imports,
         }
@@ -299,14 +299,14 @@ class _Verifier:
                 memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)
                 if ids.is_collection:
-                    self.done.collections += 1
-                    self.done.items += len(history)
+                    self.result.collections += 1
+                    self.result.items += len(history)
                 else:
-                    self.done.sessions += 1
-                    self.done.events += len(history)
+                    self.result.sessions += 1
+                    self.result.events += len(history)
                     await self._check_indexed(identity, of_user=False)
         except UNREADABLE as error:
-            self.done.unchecked += self.problems.add_error(error, sessions.name, stored.id)
+            self.result.unchecked += self.problems.add_error(error, sessions.name, stored.id)
         await self._meter.advance(rows)
 
 

@@ -123,7 +123,7 @@ class ComparisonRun:
     async def run(self, progress: Progress | None, *, stores_mark: bool = True) -> Comparison:
         """Compare everything; if *stores_mark* is True, store or remove the mark."""
         began = time.monotonic()
-        db, done = self._db, self._done
+        db, result = self._db, self._done
         self.walk = Walk(self._source, db, (await db.keyring()).index, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
         async for sessions in self.walk.sessions():
@@ -132,27 +132,29 @@ class ComparisonRun:
             for state in batch:
                 await self._compare_state(state)
         async for changed in self.walk.changed():
-            done.changed += 1
+            result.changed += 1
             tag = self.walk.tag(changed.ids, has_ids=changed.has_ids)
             self._findings.add(tag, _OLDER, *changed.ids)
         async for ids, tag, copy in self.walk.gone():
             if isinstance(copy, Unreadable):
-                done.different += 1
+                result.different += 1
                 self._findings.add(tag, copy.reason, *ids)
             else:
-                done.changed += 1
+                result.changed += 1
                 self._findings.add(tag, GONE, *ids)
         self._meter.finish()
-        done.clean = done.succeeded
+        result.clean = result.succeeded
         is_whole = self._selection == EVERYTHING and self._source.has_all_apps
-        done.completed = stores_mark and done.clean and is_whole and done.sessions + done.states > 0
-        if done.completed:
+        result.completed = (
+            stores_mark and result.clean and is_whole and result.sessions + result.states > 0
+        )
+        if result.completed:
             await db.imports.complete_migration()
-        if stores_mark and not done.clean:
-            done.withdrawn = await db.imports.withdraw_migration()
-        done.findings = tuple(self._findings.items)
-        done.seconds = time.monotonic() - began
-        return done
+        if stores_mark and not result.clean:
+            result.withdrawn = await db.imports.withdraw_migration()
+        result.findings = tuple(self._findings.items)
+        result.seconds = time.monotonic() - began
+        return result
 
     async def _compare(self, pair: SessionPair) -> None:
         reason = await self._reason(pair)

@@ -124,7 +124,7 @@ class _ExportRun:
     def __init__(
         self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
     ) -> None:
-        self.done: Export = Export()
+        self.result: Export = Export()
         self.db, self.app_name, self.user_id = db, app_name, user_id
         self._source, self._selection = EncryptedSource(db), Selection(app_name)
         self._skip_bad = skip_bad
@@ -146,11 +146,11 @@ class _ExportRun:
         try:
             await write()
         except Stop:
-            self.done.stopped = True
+            self.result.stopped = True
         self._meter.finish()
-        self.done.findings = tuple(self._findings.items)
-        self.done.seconds = time.monotonic() - began
-        return self.done
+        self.result.findings = tuple(self._findings.items)
+        self.result.seconds = time.monotonic() - began
+        return self.result
 
     async def readable_sessions(
         self, *, reports: bool = True
@@ -193,14 +193,14 @@ class _ExportRun:
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        self.done.bad += 1
+        self.result.bad += 1
         self._report(ids, reason, has_ids=has_ids)
         if not self._skip_bad:
             raise Stop
 
     def report_difference(self, ids: Ids, difference: str | None) -> None:
         if difference is not None:
-            self.done.differences += 1
+            self.result.differences += 1
             self._report(ids, difference)
 
     def _report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
@@ -214,7 +214,7 @@ async def _write_to_adk(run: _ExportRun, adk: AdkTarget, *, verify: bool) -> Non
     # google-adk needs a row of state for each user and each app, even if the state is empty.
     async for owner, state in run.readable_states():
         try:
-            run.done.states += await adk.insert_state(owner, state)
+            run.result.states += await adk.insert_state(owner, state)
         except ConversionError as error:
             run.reject(owner, str(error))
     if verify:
@@ -240,10 +240,10 @@ async def _write_sessions(
     known |= await adk.differences({ids: batch[ids] for ids in rejected})
     for ids, difference in known.items():
         if ids in new and ids not in rejected:
-            run.done.sessions += 1
-            run.done.events += len(batch[ids].events)
+            run.result.sessions += 1
+            run.result.events += len(batch[ids].events)
         elif difference is None:
-            run.done.unchanged += 1
+            run.result.unchanged += 1
         else:
             other = f"the target has another session with its ids: {difference}"
             failed[ids] = rejected.get(ids, other)
@@ -261,8 +261,8 @@ async def _compare(run: _ExportRun, adk: AdkTarget) -> None:
             run.report_difference(ids, difference)
     async for owner, state in run.readable_states(reports=False):
         run.report_difference(owner, await adk.state_difference(owner, state))
-    run.done.verified = verified
-    run.done.extra = max(await adk.count(run.app_name, run.user_id) - found, 0)
+    run.result.verified = verified
+    run.result.extra = max(await adk.count(run.app_name, run.user_id) - found, 0)
 
 
 async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> None:
@@ -288,15 +288,15 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
     async for batch in run.readable_sessions():
         for ids, content in batch.items():
             if await write_line(ids, content):
-                run.done.sessions += 1
-                run.done.events += len(content.events)
+                run.result.sessions += 1
+                run.result.events += len(content.events)
     unit = run.db.unit
     async for ids, state in run.readable_states():
         if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
             identity = await unit.identify(ids[0], ids[1])
             options = reads.PageOptions(1, with_state=False, skip=True)
             if not (await unit.run(reads.ListPage(identity, options, of_app=False))).items:
-                run.done.states += await write_line(ids, None)
+                run.result.states += await write_line(ids, None)
 
 
 def _line(

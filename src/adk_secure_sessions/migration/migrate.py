@@ -153,9 +153,9 @@ async def migrate(
             "a comparison has shown that everything was copied, so sessions that the source no "
             "longer has are not deleted: omit --delete-gone (delete_gone)"
         )
-    done = Migration(deleted_gone=delete_gone and not dry_run)
+    result = Migration(deleted_gone=delete_gone and not dry_run)
     run = _MigrationRun(
-        done,
+        result,
         Walk(source, db, index, selection, _DUE),
         db,
         Findings(with_ids=show_ids),
@@ -169,19 +169,19 @@ async def migrate(
         await run.copy()
         await run.find_gone(delete=delete_gone)
     except Stop:
-        done.stopped = True
+        result.stopped = True
     run.meter.finish()
-    done.findings = tuple(run.findings.items)
-    done.has_others = await source.has_others()
-    done.seconds = time.monotonic() - began
-    return done
+    result.findings = tuple(run.findings.items)
+    result.has_others = await source.has_others()
+    result.seconds = time.monotonic() - began
+    return result
 
 
 @dataclass
 class _MigrationRun:
     """One run of `migrate`.  In a dry run, *writes* is False, and the target may have no keys."""
 
-    done: Migration
+    result: Migration
     walk: Walk
     target: Database
     findings: Findings
@@ -223,10 +223,10 @@ class _MigrationRun:
         if isinstance(content, Unreadable):
             self._report_bad(pair, content.reason)
         elif content is not None and status.is_due:
-            self.done.copied += 1
-            self.done.events += len(content.events)
+            self.result.copied += 1
+            self.result.events += len(content.events)
         elif not self._is_conflict(pair, status):
-            self.done.unchanged += 1
+            self.result.unchanged += 1
         await self.meter.advance()
 
     async def _import(self, pair: SessionPair, content: SessionContent) -> ImportStatus:
@@ -258,7 +258,7 @@ class _MigrationRun:
         """Return whether *status* is a conflict; if it is, count and list *pair*."""
         if status not in CONFLICTS:
             return False
-        self.done.conflicts += 1
+        self.result.conflicts += 1
         self.findings.add(pair.tag, CONFLICTS[status], *pair.ids)
         return True
 
@@ -286,10 +286,10 @@ class _MigrationRun:
                     pair.ids, pair.content, replace=not self.is_erased
                 )
             self._is_conflict(pair, status)
-            self.done.states += status.is_due
+            self.result.states += status.is_due
 
     def _report_bad(self, pair: Pair[Any], reason: str) -> None:
-        self.done.bad += 1
+        self.result.bad += 1
         self.findings.add(pair.tag, reason, *pair.ids)
         if not self.skip_bad:
             raise Stop
@@ -297,7 +297,7 @@ class _MigrationRun:
     async def find_gone(self, *, delete: bool) -> None:
         """Count the sessions that have changed since, and those that the source no longer has."""
         async for _ in self.walk.changed():
-            self.done.behind += 1
+            self.result.behind += 1
         if delete and self.walk.has_unknown_ids:
             raise ConfigurationError(
                 "the source has sessions whose ids cannot be decrypted, so any copy may be a copy "
@@ -306,7 +306,7 @@ class _MigrationRun:
             )
         async for ids, tag, copy in self.walk.gone():
             if isinstance(copy, Unreadable):
-                self.done.bad += 1
+                self.result.bad += 1
                 self.findings.add(tag, copy.reason, *ids)
                 continue
             if delete and not self.walk.versions:
@@ -316,7 +316,7 @@ class _MigrationRun:
                 )
             if delete and self.writes and not await self._delete(ids, copy):
                 continue
-            self.done.gone += 1
+            self.result.gone += 1
             self.findings.add(tag, GONE, *ids)
 
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
