@@ -68,8 +68,8 @@ def print_result(
     """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
 
     *result* is a `Result`, a named tuple, or a dict whose values are of these types or None.
-    *more* adds fields to the JSON object.  The lines are those of *result*, then those of *more*,
-    then *notes*.  If *err* is True, print to stderr, because stdout has the output of the command.
+    *more* adds fields to the JSON object.  The lines of *notes* are printed last.
+    If *err* is True, print to stderr, because stdout has the output of the command.
     """
     metrics.keep(result)
     first, others = _results_in(result), _results_in(more)

@@ -401,7 +401,7 @@ class _Heads:
             self._add_bad(f"{chain.hex()}, {end.number + 1}", Reason.MISSING, detail)
 
     def find_missing(self, purged: dict[bytes, _LastRecord]) -> None:
-        """Report chains that are not stored, and that no record in *purged* names."""
+        """Report each logged chain that is neither stored nor listed in *purged*."""
         for chain, links in self.links.items():
             last = max(links)
             end = purged.get(chain)

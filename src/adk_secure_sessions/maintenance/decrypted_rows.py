@@ -244,8 +244,8 @@ async def records_of_owner(
 ) -> list[EncryptedRecord] | None:
     """Return the records of the row and the version witness of an app or user.
 
-    *keys* are its data keys; this function tells them which of them the row names.  Return None
-    if the row does not exist any more.
+    *keys* are the owner's data keys.  Also select the current one, from the ids in the row.  Return
+    None if the row does not exist any more.
     """
     column = _APPS if table is apps else _USERS
     found = await rows_with_keys(db, column, [(row.id,)])
@@ -281,7 +281,7 @@ async def records_of_sessions(
         yield records + await _witnesses(db, (app_name,), tags)
         if not records:
             continue
-        # Authentic ids: another one may be the smallest integer of the database.
+        # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
         span = Span(records[0].row.id - 1, records[-1].row.id)
         parameters = {**span.parameters, "user_row": user_row, "current": current}
         for column in (_SNAPSHOTS, _EVENTS):

@@ -315,8 +315,10 @@ def _replace(changes: list[tuple[EncryptedRecord, bytes]], connection: sa.Connec
 def _swap(column: SealedColumn[Any]) -> sa.Update:
     """Return the UPDATE that replaces a record if the record has not changed since it was read.
 
-    The statement compares the row's version and the record's header.  Every write of a row changes
-    its version, and every re-encryption changes the key that the header names.
+    The statement compares the row's version, if it has one, and the record's header, which names
+    the key.  Every write changes the version, and every re-encryption changes the key.  An item has
+    no version, but the session is re-encrypted before its items: a service that replaces an item
+    encrypts it with the new key.
     """
     conditions = [
         part == sa.bindparam(f"at_{number}", type_=part.type)

@@ -122,7 +122,10 @@ class Rotation(ABC):
 
     @abstractmethod
     async def _count_left(self) -> int:
-        """Count the rows that still use older keys; in a dry run, those that would keep them."""
+        """Count the rows that still use an older key.
+
+        In a dry run, count the rows that a real run could not change.
+        """
 
     async def _require_checkpoint(self) -> None:
         """Raise SecureSessionError if another rotation was started after this one."""

@@ -213,7 +213,8 @@ async def _drop_rows_of_original(db: Database) -> None:
                 connection.execute(sa.delete(table)).close()
 
     await db.unit.change(empty)
-    # A killed or incomplete run leaves no record, and a complete one stores both of its records.
+    # Forget this run's audit trail: its first record was deleted.  A completed run stores both
+    # records again at its end.
     if command := running_command():
         command.trails.clear()
 

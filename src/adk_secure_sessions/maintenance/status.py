@@ -167,8 +167,8 @@ async def status(
     Args:
         db: The database.  If *db* has a backend, the result also tells which master keys can be
             unwrapped, and whether the checkpoints of unfinished rotations are authentic.  It also
-            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).  And
-            the row of an owner with spare data keys is decrypted, because it names the current one.
+            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).  If
+            an owner has spare data keys, its row is decrypted to find the current data key.
     """
     survey = await db.survey()
     assert survey.database_id is not None, "survey() rejects such a database"

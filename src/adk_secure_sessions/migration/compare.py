@@ -54,8 +54,9 @@ class Comparison(Result):
         different: How many sessions and states differ or are in conflict, cannot be decrypted in
             the target, or, of a state, were not copied.
         bad: How many sessions and states of the source cannot be read.
-        changed: How many sessions the source no longer has, without those that have expired or were
-            continued, or were created or changed in it during the comparison.
+        changed: How many sessions were created or changed in the source during the comparison, plus
+            the copied sessions that the source no longer has.  Expired and continued copies do not
+            count.
         clean: Whether no session and no state is missing, different, bad or changed.
         completed: Whether this run has stored the mark that ends the migration, because the
             comparison was clean, included everything, and found a session or a state.

@@ -99,7 +99,7 @@ class EncryptedSource(Source):
             wanted = [session for session in page if _is_wanted(session, selection)]
             if not wanted:
                 continue
-            # Authentic ids: another one may be the smallest integer of the database.
+            # Only authenticated ids: a modified id could be -2**63, and one less would overflow.
             ids = [found.id for found in wanted if isinstance(found.ids_or_error, SessionIds)]
             sizes = await self._sizes(Span(ids[0] - 1, ids[-1])) if ids else Counter[int]()
             sized = [(session, sizes[session.id]) for session in wanted]

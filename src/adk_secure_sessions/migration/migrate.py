@@ -57,9 +57,9 @@ class Migration(Result):
         states: How many states of users and apps were copied.
         unchanged: How many sessions were left as they are: they have not changed in the source
             since they were copied.  Services may have continued or deleted them in the target.
-        conflicts: How many sessions and states have changed in the source since they were copied,
-            and were also changed or deleted in the target; or have the ids of a session or state of
-            the target that was never copied.  They were left unchanged.
+        conflicts: How many sessions and states were left unchanged for one of these reasons: both
+            sides have changed since the copy; the source has changed, and the target has deleted
+            the copy; or the target has one with the same ids that was never copied.
         bad: How many sessions and states could not be read, or exceed a limit.  They include copied
             sessions that the source no longer has, and that the target cannot decrypt.
         gone: How many copied sessions the source no longer has, without those that have expired or

@@ -54,8 +54,9 @@ class Stop(Exception):
 class Pair(Generic[C]):
     """A session of the source, or the state of a user or an app, and its status in the target.
 
-    Without keys in the target, *tag* is empty.  A *content* that was not read is None; of a
-    state, it is JSON.  *copied_events* were copied before.
+    *tag* is empty if the target has no keys, or if the ids cannot be decrypted.  *content* is None
+    if it was not read; the content of a state is JSON.  *copied_events* counts the events that were
+    copied earlier.
     """
 
     ids: Ids
@@ -98,8 +99,8 @@ class Walk:
     def __post_init__(self) -> None:
         self.versions: Fingerprints = Fingerprints()
         self._tags = Fingerprints()  # of the sessions that were listed first
-        # Versions that were listed, and were gone when their contents were read.  If one is there
-        # again later, for example from a replica that lagged behind, nobody has visited it.
+        # Versions that were listed but had no content when they were read.  If such a version is
+        # listed again, for example by a replica that lagged behind, it has not been visited.
         self._unread: set[bytes] = set()
         self._missing: dict[bytes, int] = {}
         # Whether a session was listed whose ids cannot be decrypted: any copy may be its copy.
@@ -166,7 +167,7 @@ class Walk:
         Sessions that were continued in the target, or have expired there, are left out: the source
         may not list an expired session.  No session is gone with `since`, after a comparison has
         ended the migration, or if ids of the source cannot be decrypted.  If the target cannot
-        decrypt the ids, the last of them is the table and row.
+        decrypt the ids of a copy, the session id is replaced by the table and row.
         """
         if self.has_unknown_ids:
             return
