@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from sqlalchemy import Table
@@ -58,14 +59,14 @@ _PART = 100
 _CHUNK = 64
 
 
+@dataclass(eq=False, repr=False)
 class ReadOperation:
     """Base class of the operations that change nothing."""
 
     reads_keys = False
     writes = False
 
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
+    identity: Identity
 
     async def _read(
         self,
@@ -80,6 +81,7 @@ class ReadOperation:
         return rows
 
 
+@dataclass(eq=False, repr=False)
 class GetSession(ReadOperation, Generic[E]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
@@ -93,29 +95,25 @@ class GetSession(ReadOperation, Generic[E]):
     read.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        decode: Callable[[bytes, int, int], E],
-        limit: int | None = None,
-        after: int | None = None,
-        caches: bool = False,
-        *,
-        finds_expired: bool = False,
-    ) -> None:
-        super().__init__(identity)
-        self._decode = decode
-        self._finds_expired = finds_expired
-        # Larger limits would not fit into an integer of the database, and no session has so many
-        # events.
-        self._limit = min(limit, _MOST_EVENTS) if limit is not None and after is None else None
-        self._after = after
-        self._caches = caches and self._limit != 0
+    decode: Callable[[bytes, int, int], E]
+    limit: int | None = None
+    after: int | None = None
+    caches: bool = False
+    finds_expired: bool = False
+
+    def __post_init__(self) -> None:
+        if self.after is not None:
+            self.limit = None
+        elif self.limit is not None:
+            # Larger limits would not fit into an integer of the database, and no session has so
+            # many events.
+            self.limit = min(self.limit, _MOST_EVENTS)
+            self.caches = self.caches and self.limit != 0
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
-        if self._caches:
+        if self.caches:
             known = attempt.cache.histories.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=known is not None)
             if known is not None:
@@ -129,9 +127,9 @@ class GetSession(ReadOperation, Generic[E]):
 
     async def _find(self, attempt: Attempt, executors: Executors) -> QueryRows:
         forms = sql.SESSION_WITH_ALL_EVENTS
-        if self._limit is not None:
-            forms = sql.SESSION_WITH_LAST_EVENTS if self._limit else sql.SESSION_WITHOUT_EVENTS
-        parameters = {**self.identity.tags(), "limit": self._limit or 0}
+        if self.limit is not None:
+            forms = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
+        parameters = {**self.identity.tags(), "limit": self.limit or 0}
         return await self._read(attempt, executors, forms, parameters)
 
     async def _open(
@@ -142,18 +140,18 @@ class GetSession(ReadOperation, Generic[E]):
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None or user is None:
             return None
-        if session.has_expired and not self._finds_expired:
+        if session.has_expired and not self.finds_expired:
             attempt.cache.histories.drop(session.row.tag)
             return None
         app = sealed_rows.require_app(app, user)
         view = SessionWithStates(session, user.user_id, app.state, user.state)
-        if not self._caches:
+        if not self.caches:
             return view, await self.history(attempt, rows, session)
         return view, await self._cached_history(attempt, rows, session, known)
 
     async def history(self, attempt: Attempt, rows: QueryRows, session: StoredSession) -> list[E]:
         """Return the decoded events of *session*, whose rows are in *rows*, oldest first."""
-        decoded, _ = await self._decode_all(attempt, rows, session, None, self._limit, self._after)
+        decoded, _ = await self._decode_all(attempt, rows, session, None, self.limit, self.after)
         return decoded
 
     async def _decode_all(
@@ -179,7 +177,7 @@ class GetSession(ReadOperation, Generic[E]):
         if known:
             link = known.link
         decoded, size, link = await _decoded(
-            attempt, session, rows.events, link, self._decode, after, measures=self._caches
+            attempt, session, rows.events, link, self.decode, after, measures=self.caches
         )
         if limit != 0:
             sealed_rows.check_head(attempt, session, link)
@@ -209,7 +207,7 @@ class GetSession(ReadOperation, Generic[E]):
         times = [row[EVENT_TIME] for row in rows.events]
         history = known.extended(session.head, times, events, size)
         cache.keep(session.row.tag, history)
-        return history.part(self._limit, self._after)
+        return history.part(self.limit, self.after)
 
 
 async def _decoded(
@@ -266,6 +264,7 @@ class Page(NamedTuple, Generic[E, P]):
     next: P | None
 
 
+@dataclass(eq=False, repr=False)
 class ListEvents(ReadOperation, Generic[E]):
     """Read a page of at most *limit* events: those after the event at *position*, oldest first.
 
@@ -274,24 +273,16 @@ class ListEvents(ReadOperation, Generic[E]):
     to its neighbours, and the newest event to the row of the session.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        decode: Callable[[bytes, int, int], E],
-        position: EventPosition | None,
-        *,
-        limit: int,
-        newest: bool,
-    ) -> None:
-        super().__init__(identity)
-        self._decode = decode
-        self._position, self._limit, self._newest = position, limit, newest
+    decode: Callable[[bytes, int, int], E]
+    position: EventPosition | None
+    limit: int
+    newest: bool
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
     ) -> Page[E, EventPosition] | None:
-        position, limit, forms = self._position, self._limit, sql.SESSION_WITH_EVENTS_BETWEEN
-        if not self._newest:
+        position, limit, forms = self.position, self.limit, sql.SESSION_WITH_EVENTS_BETWEEN
+        if not self.newest:
             first = position.seq + 1 if position else 0
             last = first + limit - 1
         elif position:
@@ -309,15 +300,15 @@ class ListEvents(ReadOperation, Generic[E]):
         if position and position.session_row != session.row.id:
             return None
         last = min(last, session.row.revision - 1)
-        if self._newest:
+        if self.newest:
             first = max(0, last - limit)
         elif position:
             last = max(first, last)  # an event has followed the position
         sealed_rows.check_events(session, rows.events, first, last)
-        if self._newest:
+        if self.newest:
             return await self._newest_first(attempt, session, rows.events, first)
         before = position.link if position else NO_LINK
-        decoded, _, link = await _decoded(attempt, session, rows.events, before, self._decode)
+        decoded, _, link = await _decoded(attempt, session, rows.events, before, self.decode)
         if last < session.row.revision - 1:
             assert link is not None, "*before* is a link"
             return Page(decoded, EventPosition(session.row.id, last, link))
@@ -333,18 +324,19 @@ class ListEvents(ReadOperation, Generic[E]):
         find its link.
         """
         before, link = None, NO_LINK
-        if len(rows) > self._limit:
+        if len(rows) > self.limit:
             _, opened = sealed_rows.open_events(attempt, session, rows[:1], None)
             assert opened is not None, "there is a row"
             before, link, rows = EventPosition(session.row.id, first, opened), opened, rows[1:]
-        decoded, _, last = await _decoded(attempt, session, rows, link, self._decode)
-        if self._position is None:
+        decoded, _, last = await _decoded(attempt, session, rows, link, self.decode)
+        if self.position is None:
             sealed_rows.check_head(attempt, session, last)
-        elif last != self._position.link:
+        elif last != self.position.link:
             raise sealed_rows.other_history().located(sessions.name, session.row.id)
         return Page(decoded[::-1], before)
 
 
+@dataclass(eq=False, repr=False)
 class _Listing(ReadOperation):
     """Base class of the listings of a user or, with *of_app*, of all users of an app.
 
@@ -352,10 +344,11 @@ class _Listing(ReadOperation):
     False, the error is raised.
     """
 
-    def __init__(self, identity: Identity, *, of_app: bool = False, skip: bool = False) -> None:
-        super().__init__(identity)
-        self._of_app, self._skip = of_app, skip
-        self.reads_keys: bool = of_app or skip
+    of_app: bool = False
+    skip: bool = False
+
+    def __post_init__(self) -> None:
+        self.reads_keys = self.of_app or self.skip
 
     async def _views(
         self,
@@ -402,7 +395,7 @@ class _Listing(ReadOperation):
 
     async def _users(self, attempt: Attempt, executors: Executors, rows: QueryRows) -> list[Owner]:
         """Return the users in *rows* that can be decrypted."""
-        if not self._of_app:
+        if not self.of_app:
             try:
                 user = sealed_rows.open_user(attempt, rows)
             except DecryptionError as error:
@@ -422,7 +415,7 @@ class _Listing(ReadOperation):
         return opened
 
     def _skip_or_raise(self, attempt: Attempt, error: DecryptionError) -> None:
-        if not self._skip or (
+        if not self.skip or (
             isinstance(error, UnknownKeyError) and not attempt.unknown_key_is_final
         ):
             raise error
@@ -434,7 +427,7 @@ class ListSessions(_Listing):
     """Read all sessions of a user, or of all users of an app, without events."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
-        forms = sql.SESSIONS_OF_APP if self._of_app else sql.SESSIONS_OF_USER
+        forms = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
         rows = await self._read(attempt, executors, forms)
         return await self._views(attempt, executors, rows)
 
@@ -488,7 +481,7 @@ class ListPage(_Listing):
 
     def _forms(self) -> QueryForms:
         return sql.page_of_sessions(
-            of_app=self._of_app,
+            of_app=self.of_app,
             newest=self._options.newest,
             with_snapshots=self._options.with_state,
             by_time=self._options.updated is not None,
@@ -554,6 +547,7 @@ class GetStates(ReadOperation):
         return app.state if app else b"{}", user.state if user else b"{}"
 
 
+@dataclass(eq=False, repr=False)
 class UseKeys(ReadOperation, Generic[E]):
     """Decrypt records that are stored outside this database, with data keys of this database.
 
@@ -561,9 +555,7 @@ class UseKeys(ReadOperation, Generic[E]):
     True if they were just read: after UnknownKeyError with cached ones, it is called again.
     """
 
-    def __init__(self, identity: Identity, work: Callable[[StagedKeys, bool], Awaitable[E]]):
-        super().__init__(identity)
-        self._work = work
+    work: Callable[[StagedKeys, bool], Awaitable[E]]
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> E:
         is_current = attempt.key_source is not KeySource.CACHE
@@ -571,7 +563,7 @@ class UseKeys(ReadOperation, Generic[E]):
             rows = await self._read(attempt, executors, sql.OWNERS)
             sealed_rows.open_app(attempt, rows)
             sealed_rows.open_user(attempt, rows)
-        return await self._work(attempt.keys, is_current)
+        return await self.work(attempt.keys, is_current)
 
 
 # The number of records by table and record header.  The header names the backend and the data key.
@@ -582,6 +574,7 @@ def _count_headers(*records: tuple[Table, bytes]) -> HeaderCounts:
     return Counter((table.name, record[:HEADER_LENGTH]) for table, record in records)
 
 
+@dataclass(eq=False, repr=False)
 class CheckOwner(ReadOperation):
     """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
 
@@ -590,24 +583,23 @@ class CheckOwner(ReadOperation):
     """
 
     reads_keys = True
-    header_counts: HeaderCounts
 
-    def __init__(self, identity: Identity, *, of_user: bool = False) -> None:
-        super().__init__(identity)
-        self._of_user = of_user
+    of_user: bool = False
+    header_counts: HeaderCounts = field(init=False)
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
         rows = await self._read(attempt, executors, sql.OWNERS)
-        row = rows.user if self._of_user else rows.app
-        owner = sealed_rows.open_uncached(attempt, rows, of_user=self._of_user)
+        row = rows.user if self.of_user else rows.app
+        owner = sealed_rows.open_uncached(attempt, rows, of_user=self.of_user)
         self.header_counts = Counter()
         if owner and row:
-            table = users if self._of_user else apps
+            table = users if self.of_user else apps
             seal = rows.witnesses[owner.row.tag].seal
             self.header_counts = _count_headers((table, row.state), (witnesses, seal))
         return owner
 
 
+@dataclass(eq=False, repr=False)
 class CheckSession(GetSession[E]):
     """Decrypt a session with all its events without the row cache: see `CheckOwner`.
 
@@ -615,11 +607,10 @@ class CheckSession(GetSession[E]):
     """
 
     reads_keys = True
-    header_counts: HeaderCounts
-    times: list[int]
 
-    def __init__(self, identity: Identity, decode: Callable[[bytes, int, int], E]) -> None:
-        super().__init__(identity, decode, finds_expired=True)
+    finds_expired: bool = True
+    header_counts: HeaderCounts = field(init=False)
+    times: list[int] = field(init=False)
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
@@ -637,15 +628,14 @@ class CheckSession(GetSession[E]):
         return opened
 
 
+@dataclass(eq=False, repr=False)
 class CheckLocatedSession(ReadOperation, Generic[E]):
     """Read a session with all events, even if the row of its app or its user was tampered with.
 
     `verify` has decrypted the ids in *identity* from the rows of the session and its user.
     """
 
-    def __init__(self, identity: Identity, decode: Callable[[bytes, int, int], E]) -> None:
-        super().__init__(identity)
-        self._whole = GetSession(identity, decode)
+    decode: Callable[[bytes, int, int], E]
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
@@ -655,4 +645,5 @@ class CheckLocatedSession(ReadOperation, Generic[E]):
         session = sealed_rows.open_session(attempt, rows, sealed_rows.named_user(attempt, rows))
         if session is None:
             return None
-        return session, await self._whole.history(attempt, rows, session)
+        whole = GetSession(self.identity, self.decode)
+        return session, await whole.history(attempt, rows, session)

@@ -8,8 +8,9 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -273,6 +274,7 @@ class OwnerChanges:
             raise UnknownKeyError("the owner's data keys have to be read again")
 
 
+@dataclass(eq=False, repr=False)
 class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
@@ -285,16 +287,15 @@ class Write(Generic[T]):
 
     reads_keys = False
     writes = True
-    audited_as: str
-    locks_rows: bool = False
-    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER)
+    audited_as: ClassVar[str]
 
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
-        # The results of attempts, by a random value that each has sent: a row id or a record.  An
-        # attempt that lost its connection may have been committed.  If the next attempt finds one
-        # of these values in the database, this operation has stored it.
-        self._sent: dict[object, Any] = {}
+    locks_rows: bool = field(default=False, init=False)
+    locks: Locks = field(default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False)
+    identity: Identity
+    # The results of attempts, by a random value that each has sent: a row id or a record.  An
+    # attempt that lost its connection may have been committed.  If the next attempt finds one of
+    # these values in the database, this operation has stored it.
+    _sent: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
         def commit_after_cancel(result: T) -> None:
@@ -324,6 +325,7 @@ class Write(Generic[T]):
         """Return the generator of the transaction; *owners* has its changes of apps and users."""
 
 
+@dataclass(eq=False, repr=False)
 class CreateSession(Write[SessionWithStates]):
     """Store a new session, and its app and its user if they are not stored yet.
 
@@ -333,25 +335,15 @@ class CreateSession(Write[SessionWithStates]):
 
     audited_as = "create"
 
-    def __init__(
-        self,
-        identity: Identity,
-        app_delta: JsonObject,
-        user_delta: JsonObject,
-        state: bytes,
-        now: int,
-        expires_at: int = NEVER,
-    ) -> None:
-        super().__init__(identity)
-        self._app_delta = app_delta
-        self._user_delta = user_delta
-        self._state = state  # JSON
-        self._now = now
-        self._expires_at = expires_at
+    app_delta: JsonObject
+    user_delta: JsonObject
+    state: bytes
+    now: int
+    expires_at: int = NEVER
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionWithStates]:
         known = attempt.is_first and attempt.key_source is KeySource.CACHE
-        if known and not (self._app_delta or self._user_delta):
+        if known and not (self.app_delta or self.user_delta):
             created = yield from self._create_for_known(attempt)
             if created:
                 return created
@@ -364,8 +356,8 @@ class CreateSession(Write[SessionWithStates]):
         stored = sealed_rows.open_session(attempt, rows, user)
         if stored and user and app:
             return SessionWithStates(stored, user.user_id, app.state, user.state)
-        app = owners.app(app, self._app_delta)
-        changed = owners.user(user, app.row.id, self._user_delta, rows.session)
+        app = owners.app(app, self.app_delta)
+        changed = owners.user(user, app.row.id, self.user_delta, rows.session)
         session, rest = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
@@ -391,10 +383,10 @@ class CreateSession(Write[SessionWithStates]):
         identity = attempt.identity
         row = SessionRow(
             new_row_key(), user_row, identity.session_tag, 0,
-            COLLECTION if identity.is_collection else NO_SNAPSHOT, self._now, self._now,
-            self._expires_at, b"",
+            COLLECTION if identity.is_collection else NO_SNAPSHOT, self.now, self.now,
+            self.expires_at, b"",
         )  # fmt: skip
-        new = NewSession.sealed(attempt, StoredSession(row, identity.session_id, self._state))
+        new = NewSession.sealed(attempt, StoredSession(row, identity.session_id, self.state))
         self._sent[row.id] = None  # then the session is no duplicate; others may have changed it
         return new.session, new.inserts(attempt)
 
@@ -463,6 +455,7 @@ def known_owners(attempt: Attempt) -> KnownOwners | None:
     return KnownOwners(app.value, user.value, columns)
 
 
+@dataclass(eq=False, repr=False)
 class AppendEvent(Write[StoredSession]):
     """Append an event, apply its state changes, and return the updated session.
 
@@ -471,21 +464,16 @@ class AppendEvent(Write[StoredSession]):
     caller was cancelled while the transaction ran.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        expected: SessionVersion,
-        event: NewEvent,
-        stored: Callable[[StoredSession], None] = lambda session: None,
-    ) -> None:
-        super().__init__(identity)
-        self._expected = expected
-        self._event = event
-        self._stored = stored
-        self.audited_as = "replace" if event.replaced else "append"
+    expected: SessionVersion
+    event: NewEvent
+    stored: Callable[[StoredSession], None] = lambda session: None
+
+    @property
+    def audited_as(self) -> str:  # type: ignore[override]
+        return "replace" if self.event.replaced else "append"
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        event = self._event
+        event = self.event
         known = self._usable_without_read(attempt)
         if known and (step := self._advance(attempt, known)):
             changes, updated = step
@@ -496,7 +484,7 @@ class AppendEvent(Write[StoredSession]):
         rows, user, session = yield from read_verified(attempt)
         if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
             raise MissingSession
-        if self._expected != session.id_and_revision:
+        if self.expected != session.id_and_revision:
             return (yield from self._stored_before(attempt))
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
@@ -511,14 +499,14 @@ class AppendEvent(Write[StoredSession]):
         return updated
 
     def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
-        event = self._event
+        event = self.event
         if not attempt.is_first or attempt.key_source is not KeySource.CACHE:
             return None
         if event.app_delta or event.user_delta or event.replaced:
             return None
         identity = attempt.identity
         known = attempt.cache.verified_session(identity.session_tag)
-        if known is None or known.id_and_revision != self._expected or known.has_expired:
+        if known is None or known.id_and_revision != self.expected or known.has_expired:
             return None
         return known if attempt.keys.is_as_new_as(identity.user_tag, known.row.state) else None
 
@@ -528,7 +516,7 @@ class AppendEvent(Write[StoredSession]):
         """Return the changes that append the event to *session*, and the updated session; None if a
         new snapshot must be written, but the old snapshot was not read.
         """
-        event, old, link = self._event, session.row, new_link()
+        event, old, link = self.event, session.row, new_link()
         seq = old.revision
         row = old._replace(
             revision=seq + 1, updated_at=event.time, expires_at=session.next_expiry(event.time)
@@ -564,18 +552,18 @@ class AppendEvent(Write[StoredSession]):
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
         self._sent[stored.event] = new
         attempt.cache_session(new)
-        attempt.call_after_commit(partial(self._stored, new))
+        attempt.call_after_commit(partial(self.stored, new))
         return changes, new
 
     def _replacements(self, attempt: Attempt, session: StoredSession) -> Steps[Changes]:
         """Return the changes that replace earlier items of a collection."""
         rows: dict[int, Row] = {}
-        for part in sql.chunks(self._event.replaced):
+        for part in sql.chunks(self.event.replaced):
             where = {"session_row": session.row.id, **sql.numbered(part)}
             for row in (yield Read(sql.events_at(len(part)), where)):
                 rows[row[EVENT_SEQ]] = row
         changes = []
-        for seq, item in self._event.replaced.items():
+        for seq, item in self.event.replaced.items():
             if (row := rows.get(seq)) is None:
                 raise TamperedError(
                     "it was removed", Reason.MISSING, events.name, f"{session.row.id}, {seq}"
@@ -588,15 +576,16 @@ class AppendEvent(Write[StoredSession]):
     def _stored_before(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
         if self._sent:
-            where = {"session_row": self._expected.session_row, "seq": self._expected.revision}
+            where = {"session_row": self.expected.session_row, "seq": self.expected.revision}
             for row in (yield Read(sql.EVENT_AT, where)):
                 session: StoredSession | None = self._sent.get(row[EVENT_RECORD])
                 if session:
-                    attempt.call_after_commit(partial(self._stored, session))
+                    attempt.call_after_commit(partial(self.stored, session))
                     return session
         raise StaleRevision
 
 
+@dataclass(eq=False, repr=False)
 class DeleteSession(Write[bool | None]):
     """Delete a session and its events; return None if it does not exist, and False if *condition*
     is given and returns False for the stored session.
@@ -604,16 +593,12 @@ class DeleteSession(Write[bool | None]):
 
     audited_as = "delete"
 
-    def __init__(
-        self, identity: Identity, condition: Callable[[StoredSession], bool] | None = None
-    ) -> None:
-        super().__init__(identity)
-        self._condition = condition
+    condition: Callable[[StoredSession], bool] | None = None
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
         known = attempt.cache.verified_session(tag) if attempt.is_first else None
-        if known and self._condition is None and attempt.key_source is KeySource.CACHE:
+        if known and self.condition is None and attempt.key_source is KeySource.CACHE:
             row = Change(sql.DELETE_KNOWN_SESSION, parameters(known.row, "at_"))
             if (yield Apply([row, *_deletions(attempt, known)])):
                 return True
@@ -621,7 +606,7 @@ class DeleteSession(Write[bool | None]):
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
         if session is None:
             return None
-        if self._condition is not None and not self._condition(session):
+        if self.condition is not None and not self.condition(session):
             return False
         row = Change(
             sql.DELETE_SESSION, {"at_id": session.row.id, "at_revision": session.row.revision}
@@ -645,6 +630,7 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     return changes + index_rows.removal(attempt, session.row.id)
 
 
+@dataclass(eq=False, repr=False)
 class RenewKey(Write[bool]):
     """Ensure that an app or, if *of_user*, the user with the user tag of *identity* has a data key
     created at *since* or later (microseconds UTC); return whether the owner's row still exists.
@@ -656,26 +642,24 @@ class RenewKey(Write[bool]):
     audited_as = "data key"
     reads_keys = True
 
-    def __init__(self, identity: Identity, since: int, *, of_user: bool) -> None:
-        super().__init__(identity)
-        self._since = since
-        self._of_user = of_user
-        self.created: bool = False
-        self.changed: bool = False
-        self.stored_keys: Collection[int] = ()
+    since: int
+    of_user: bool
+    created: bool = field(default=False, init=False)
+    changed: bool = field(default=False, init=False)
+    stored_keys: Collection[int] = field(default=(), init=False)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         self.created = self.changed = False
         self.stored_keys = attempt.keys.created
         rows = yield from read_rows(attempt, sql.OWNERS)
-        row = rows.user if self._of_user else rows.app
+        row = rows.user if self.of_user else rows.app
         if row is None:
             return False
-        owner = sealed_rows.open_uncached(attempt, rows, of_user=self._of_user)
+        owner = sealed_rows.open_uncached(attempt, rows, of_user=self.of_user)
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
         attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner)
-        self.changed = owners.renew_key(owner, self._since)
+        self.changed = owners.renew_key(owner, self.since)
         self.created = self.changed and bool(attempt.keys.new_rows or self.stored_keys)
         if self.changed:
             yield from apply_changes(owners.changes)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -28,7 +29,6 @@ from adk_secure_sessions.storage.writes import (
     CreateSession,
     DeleteSession,
     DuplicateSession,
-    Locks,
     MissingSession,
     NewEvent,
     OwnerChanges,
@@ -215,6 +215,7 @@ def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
     return plaintext
 
 
+@dataclass(eq=False, repr=False)
 class RewriteItems(Write[StoredSession]):
     """Replace all items of a collection by *items*, at least one, in one transaction.
 
@@ -228,27 +229,23 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
+    locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
-    def __init__(
-        self, identity: Identity, expected: SessionVersion, items: Sequence[bytes], now: int
-    ):
-        super().__init__(identity)
-        self._expected = expected
-        self._items = items
-        self._now = now
+    expected: SessionVersion
+    items: Sequence[bytes]
+    now: int
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_verified(attempt)
         if session.row.id in self._sent:
             return session
-        if self._expected != session.id_and_revision:
+        if self.expected != session.id_and_revision:
             raise StaleRevision
         owners.user(user, user.app_row, {}, session.row)
-        links = [new_link() for _ in self._items]
-        row = session.row._replace(id=new_row_key(), revision=len(links), updated_at=self._now)
+        links = [new_link() for _ in self.items]
+        row = session.row._replace(id=new_row_key(), revision=len(links), updated_at=self.now)
         new = sealed_rows.seal_session(attempt, session._replace(row=row, head=links[-1]))
-        items = [(item, self._now) for item in self._items]
+        items = [(item, self.now) for item in self.items]
         rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
         attempt.cache_session(new, witness)

@@ -8,6 +8,7 @@ service has changed since.  The column `seal` of each row is a MAC: see docs/for
 
 import hmac
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -49,7 +50,6 @@ from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork
 from adk_secure_sessions.storage.writes import (
     Changes,
-    Locks,
     NewSession,
     OwnerChanges,
     Write,
@@ -201,6 +201,7 @@ class Imported(NamedTuple):
         return hmac.compare_digest(self.macs.of_state(self.row.tag, state), self.row.source)
 
 
+@dataclass(eq=False, repr=False)
 class _Import(Write[T]):
     """Base class of the operations that store a session or a state of another database.
 
@@ -210,13 +211,9 @@ class _Import(Write[T]):
 
     audited_as = "import"
 
-    def __init__(
-        self, identity: Identity, macs: ImportMacs, source: bytes, *, replace: bool
-    ) -> None:
-        super().__init__(identity)
-        self._macs = macs
-        self._source = source
-        self._replace = replace
+    macs: ImportMacs
+    source: bytes
+    replace: bool
 
     def _status(
         self, table: str, stored: StoredSession | Owner, row: MigratedRow, *, is_untouched: bool
@@ -233,8 +230,8 @@ class _Import(Write[T]):
                 table,
                 stored.row.id,
             )
-        status = _STATUS[hmac.compare_digest(row.source, self._source), is_untouched]
-        if status is ImportStatus.OLDER and not self._replace:
+        status = _STATUS[hmac.compare_digest(row.source, self.source), is_untouched]
+        if status is ImportStatus.OLDER and not self.replace:
             return ImportStatus.CONFLICT
         return status
 
@@ -249,7 +246,7 @@ class ImportSession(_Import[ImportStatus]):
     """
 
     # Not the app: long imports would wait for each other.
-    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
+    locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     def __init__(
         self,
@@ -262,7 +259,7 @@ class ImportSession(_Import[ImportStatus]):
         *,
         replace: bool,
     ) -> None:
-        super().__init__(identity, macs, source, replace=replace)
+        super().__init__(identity, macs, source, replace)
         checked = [*times[:2], *(event.time for event in events)]
         if max(map(abs, checked)) > _LATEST or not 0 <= times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
@@ -271,19 +268,19 @@ class ImportSession(_Import[ImportStatus]):
         self._times = times
         # One request inserts the events of one group.
         self._groups = list(grouped(events, _length, _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
-        self.locks_rows: bool = len(self._groups) > 1
+        self.locks_rows = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
-        may_know = attempt.is_first and attempt.key_source is KeySource.CACHE and not self._replace
+        may_know = attempt.is_first and attempt.key_source is KeySource.CACHE and not self.replace
         if may_know and (yield from self._import_for_known(attempt)):
             return ImportStatus.NEW
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
-        row = self._macs.checked(rows, self.identity.session_tag)
-        of_user = self._macs.checked(rows, self.identity.user_tag)
+        row = self.macs.checked(rows, self.identity.session_tag)
+        of_user = self.macs.checked(rows, self.identity.user_tag)
         if row and row.row_id in self._sent:
             result: ImportStatus = self._sent[row.row_id]
             return result
@@ -376,7 +373,7 @@ class ImportSession(_Import[ImportStatus]):
         self._sent[row.id] = result
         head = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self._state, head=head)
-        migrated_row = self._macs.row(row.tag, row.id, row.revision, self._source)
+        migrated_row = self.macs.row(row.tag, row.id, row.revision, self.source)
         return NewSession.sealed(attempt, session), migrated_row
 
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
@@ -420,16 +417,16 @@ class ImportState(_Import[ImportStatus]):
         self, identity: Identity, macs: ImportMacs, state: bytes, *, of_user: bool, replace: bool
     ) -> None:
         self._tag = identity.user_tag if of_user else identity.app_tag
-        super().__init__(identity, macs, macs.of_state(self._tag, state), replace=replace)
+        super().__init__(identity, macs, macs.of_state(self._tag, state), replace)
         self._state = state
-        self._of_user = of_user
+        self.of_user = of_user
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
         rows = yield from read_rows(attempt, sql.IMPORTED_OWNERS)
         app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows) if self._of_user else None
-        owner = user if self._of_user else app
-        row = self._macs.checked(rows, self._tag)
+        user = sealed_rows.open_user(attempt, rows) if self.of_user else None
+        owner = user if self.of_user else app
+        row = self.macs.checked(rows, self._tag)
         if row and (row.is_tombstone or owner is None):
             return ImportStatus.DELETED
         status = ImportStatus.NEW
@@ -437,35 +434,36 @@ class ImportState(_Import[ImportStatus]):
             # A service may have changed other fields of the row, such as the ids of its data keys.
             # Therefore, the states are compared and not the versions.
             is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
-            table = users.name if self._of_user else apps.name
+            table = users.name if self.of_user else apps.name
             status = self._status(table, owner, row, is_untouched=is_untouched)
             if not status.is_due:
                 return status
-        elif owner and owner.state != b"{}" and self._source_of(owner) != self._source:
+        elif owner and owner.state != b"{}" and self._source_of(owner) != self.source:
             return ImportStatus.SAME_ID
         changed = self._set(app, user, owners)
-        new = self._macs.row(self._tag, changed.row.id, changed.version, self._source)
+        new = self.macs.row(self._tag, changed.row.id, changed.version, self.source)
         remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
         yield from apply_changes([*owners.changes, remember])
         return status
 
     def _set(self, app: Owner | None, user: Owner | None, owners: OwnerChanges) -> Owner:
-        if not self._of_user and app is None:
+        if not self.of_user and app is None:
             return owners.app(None, load_state(self._state))
         owner = app = owners.app(app, {})
-        if self._of_user:
+        if self.of_user:
             if user is None:
                 return owners.user(None, app.row.id, load_state(self._state), None)
             check_app_row(user, app.row.id)
             owner = user
-        if self._source_of(owner) == self._source:
+        if self._source_of(owner) == self.source:
             return owner
         return owners.set_state(owner, self._state)
 
     def _source_of(self, owner: Owner) -> bytes:
-        return self._macs.of_state(owner.row.tag, owner.state)
+        return self.macs.of_state(owner.row.tag, owner.state)
 
 
+@dataclass(eq=False, repr=False)
 class AddTombstone(Write[None]):
     """Remember that a session must not be imported.
 
@@ -475,17 +473,15 @@ class AddTombstone(Write[None]):
 
     audited_as = "tombstone"
 
-    def __init__(self, identity: Identity, macs: ImportMacs) -> None:
-        super().__init__(identity)
-        self._macs = macs
+    macs: ImportMacs
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
         tag = self.identity.session_tag
         rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.numbered([tag, tag]))
         if rows:
-            self._macs.check(MigratedRow(*rows[0][:5]))
+            self.macs.check(MigratedRow(*rows[0][:5]))
             return
-        new = self._macs.tombstone(tag)
+        new = self.macs.tombstone(tag)
         yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
 
 

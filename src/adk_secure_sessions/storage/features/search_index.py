@@ -1,6 +1,7 @@
 """The search index: which keys are indexed, searches, and correcting the rows."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from adk_secure_sessions.db.protocol import Executors, Steps
@@ -24,7 +25,7 @@ from adk_secure_sessions.storage.reads import (
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
-from adk_secure_sessions.storage.writes import Locks, OwnerChanges, Write, apply_changes, read_rows
+from adk_secure_sessions.storage.writes import OwnerChanges, Write, apply_changes, read_rows
 
 
 class SearchIndex:
@@ -173,6 +174,7 @@ class FindPage(ListPage):
             raise NotIndexed
 
 
+@dataclass(eq=False, repr=False)
 class CheckIndexed(ReadOperation):
     """Compare the rows of a session, or of a user, with the state, for the tags of *keys*.
 
@@ -182,19 +184,18 @@ class CheckIndexed(ReadOperation):
 
     reads_keys = True
 
-    def __init__(self, identity: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
-        super().__init__(identity)
-        self._keys = frozenset(keys)
-        self._of_user = of_user
+    keys: Collection[bytes]
+    of_user: bool
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[int, Differences] | None:
-        forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
+        forms = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
         rows = await self._read(attempt, executors, forms)
-        return _differences(attempt, rows, self._keys, of_user=self._of_user)
+        return _differences(attempt, rows, self.keys, of_user=self.of_user)
 
 
+@dataclass(eq=False, repr=False)
 class CorrectIndexed(Write[int]):
     """Correct the rows of a session, or of a user, and return the number of changed rows.
 
@@ -204,16 +205,16 @@ class CorrectIndexed(Write[int]):
     audited_as = "index"
     locks_rows = True  # nobody may change the state between the read and the changes
 
-    def __init__(self, identity: Identity, keys: Collection[bytes], *, of_user: bool) -> None:
-        super().__init__(identity)
-        self._keys = frozenset(keys)
-        self._of_user = of_user
-        self.locks: Locks = (sql.LOCK_USER if of_user else sql.LOCK_SESSION,)
+    keys: Collection[bytes]
+    of_user: bool
+
+    def __post_init__(self) -> None:
+        self.locks = (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
-        forms = sql.INDEXED_USER if self._of_user else sql.INDEXED_SESSION
+        forms = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
         rows = yield from read_rows(attempt, forms)
-        compared = _differences(attempt, rows, self._keys, of_user=self._of_user)
+        compared = _differences(attempt, rows, self.keys, of_user=self.of_user)
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
@@ -221,14 +222,14 @@ class CorrectIndexed(Write[int]):
         # On a cluster, the lock of the row is known to one node only.
         identity = attempt.identity
         claim = claim_session(identity.session_tag)
-        if self._of_user:
+        if self.of_user:
             claim = claim_user(identity.user_tag)
         yield from apply_changes([*claim, first, *rest])
         return differences.total
 
 
 def _differences(
-    attempt: Attempt, rows: QueryRows, keys: frozenset[bytes], *, of_user: bool
+    attempt: Attempt, rows: QueryRows, keys: Collection[bytes], *, of_user: bool
 ) -> tuple[int, Differences] | None:
     user = sealed_rows.open_user(attempt, rows)
     if of_user:
@@ -242,4 +243,4 @@ def _differences(
             return None
         row_id = session.row.id
         right = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
-    return row_id, Differences.between(rows.indexed, right, keys)
+    return row_id, Differences.between(rows.indexed, right, frozenset(keys))
