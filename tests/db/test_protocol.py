@@ -12,7 +12,6 @@ from adk_secure_sessions.db.protocol import (
     Conflict,
     Executors,
     Parameters,
-    ParameterSets,
     Steps,
     run_steps,
 )
@@ -30,9 +29,9 @@ class Database:
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Any]:
         raise AssertionError
 
-    def run(self, statement: sa.Executable, parameters: Parameters | ParameterSets) -> int:
-        self.statements.append(str(statement))
-        return self.matches.get(str(statement), 1)
+    def run(self, change: Change) -> int:
+        self.statements.append(str(change.statement))
+        return self.matches.get(str(change.statement), 1)
 
 
 def apply_all(*changes: Change) -> Steps[bool]:

@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from adk_secure_sessions.db import sqlite
 from adk_secure_sessions.db.protocol import Apply, Change, Read, Steps
 from adk_secure_sessions.db.sqlite import Job, SqliteExecutor
 from adk_secure_sessions.errors import DatabaseError
@@ -115,18 +116,69 @@ async def test_cancelled_before_it_began_never_runs(numbers: SqliteExecutor) -> 
     assert await stored(numbers) == []
 
 
-async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it() -> None:
-    reported: list[int] = []
-    job = Job(lambda thread, connection: 5)
-    task = asyncio.create_task(job.outcome(reported.append))
+async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it(
+    numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[bool] = []
+    ended, delivered = threading.Event(), sqlite._deliver
+
+    def deliver(jobs: list[Job]) -> None:
+        delivered(jobs)
+        ended.set()
+
+    monkeypatch.setattr(sqlite, "_deliver", deliver)
+    task = asyncio.create_task(numbers.write(partial(add, 1), reported.append))
     await asyncio.sleep(0)
-    assert job.claim()  # by the thread
-    job.result = 5
-    job.deliver()
-    task.cancel()  # before the task has seen it
+    assert ended.wait(5)  # the event loop has the answer, and the task has not seen it
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    assert reported == [5]
+    assert reported == [True]
+    assert await stored(numbers) == [1]
+
+
+async def test_job_that_ends_before_it_is_awaited_has_its_result(
+    numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = sqlite.Job.__await__
+
+    def late(job: Job) -> Generator[Job, None, object]:
+        time.sleep(0.05)  # meanwhile the thread runs the job, and the task does not await it yet
+        return submitted(job)
+
+    monkeypatch.setattr(sqlite.Job, "__await__", late)
+    assert await numbers.write(partial(add, 1))
+    assert await stored(numbers) == [1]
+
+
+async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks(
+    numbers: SqliteExecutor,
+) -> None:
+    def broken(number: int) -> Steps[None]:
+        yield from add(number)
+        raise RuntimeError(str(number))
+
+    blocker = asyncio.ensure_future(numbers.write(wait))
+    await asyncio.sleep(0.05)
+    works = [add if number % 3 else broken for number in range(30)]
+    tasks = [
+        asyncio.ensure_future(numbers.write(partial(work, number)))
+        for number, work in enumerate(works)
+    ]
+    await asyncio.sleep(0.01)
+    for task in tasks[::5]:
+        task.cancel()
+    await blocker
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, result in enumerate(results):
+        if number % 5 == 0:
+            assert isinstance(result, asyncio.CancelledError)
+        elif number % 3 == 0:
+            assert isinstance(result, RuntimeError)
+            assert str(result) == str(number)
+        else:
+            assert result is True
+    assert await stored(numbers) == [n for n in range(30) if n % 3 and n % 5]
 
 
 async def test_timeout_of_a_running_transaction_is_still_a_timeout(

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,9 +22,9 @@ from adk_secure_sessions.db.failures import (
     write_timeout,
 )
 from adk_secure_sessions.db.protocol import (
+    Change,
     Disconnected,
     Parameters,
-    ParameterSets,
     Row,
     T,
     Transaction,
@@ -131,9 +131,7 @@ class AsyncEngineExecutor:
             return run_steps(
                 transaction(),
                 lambda query, parameters: self._fetch(connection, query, parameters),
-                lambda statement, parameters: self._in_time(
-                    lambda: self._change(connection, statement, parameters), writes=True
-                ),
+                lambda change: self._in_time(lambda: self._change(connection, change), writes=True),
                 is_cluster=self._is_cluster,
             )
 
@@ -211,16 +209,11 @@ class AsyncEngineExecutor:
 
         return await await_to_end(task, on_commit_after_cancel, on_cancel)
 
-    def _change(
-        self,
-        connection: sa.Connection,
-        statement: sa.Executable,
-        parameters: Parameters | ParameterSets,
-    ) -> int:
-        """Return how many rows the statement matched."""
-        rows = [parameters] if isinstance(parameters, Mapping) else parameters
-        self._dialect.check_sizes(connection, rows)
-        return connection.execute(statement, parameters, execution_options=_COUNT_ROWS).rowcount
+    def _change(self, connection: sa.Connection, change: Change) -> int:
+        """Return how many rows *change* matched."""
+        self._dialect.check_sizes(connection, change.rows or [change.parameters])
+        values = change.rows or change.parameters
+        return connection.execute(change.statement, values, execution_options=_COUNT_ROWS).rowcount
 
     def _fetch(
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters

@@ -156,7 +156,7 @@ class Executors(NamedTuple):
 def run_steps(
     steps: Steps[T],
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],
-    run: Callable[[sa.Executable, Parameters | ParameterSets], int],
+    run: Callable[[Change], int],
     *,
     is_cluster: bool = False,
 ) -> T:
@@ -178,16 +178,12 @@ def run_steps(
         return result
 
 
-def _apply(
-    changes: Sequence[Change],
-    run: Callable[[sa.Executable, Parameters | ParameterSets], int],
-    is_cluster: bool,
-) -> bool:
+def _apply(changes: Sequence[Change], run: Callable[[Change], int], is_cluster: bool) -> bool:
     is_first = True
     for change in changes:
         if change.only_on_cluster and not is_cluster:
             continue
-        matched = run(change.statement, change.rows or change.parameters)
+        matched = run(change)
         if change.must_match_row and matched != 1:
             if is_first:
                 return False
