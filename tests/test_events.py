@@ -516,7 +516,7 @@ def test_item_that_could_not_be_read_back_is_not_encoded(value: Any, text: str) 
 @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 def test_accepted_json_is_stored_as_it_is(event: Event) -> None:
     data = json.dumps(event.model_dump(exclude_none=True, mode="json")).encode()
-    accepted = events.accept(data)
+    accepted = events.encode_adk_json(data)
     assert accepted is not None
     plaintext, parsed_event = accepted
     assert plaintext.endswith(data)
@@ -538,7 +538,7 @@ def test_accepted_json_is_stored_as_it_is(event: Event) -> None:
     ],
 )
 def test_json_that_must_not_be_stored_as_it_is_is_not_accepted(data: bytes) -> None:
-    assert events.accept(data) is None
+    assert events.encode_adk_json(data) is None
 
 
 def test_value_without_a_json_form_is_rejected_if_its_text_must_not_be_stored() -> None:

@@ -16,7 +16,7 @@ from adk_secure_sessions.formats.json_text import (
     MAX_BYTES,
     MAX_DIGITS,
     MAX_LEVELS,
-    fits,
+    is_within_limits,
     largest,
     loads,
     read_event,
@@ -32,7 +32,7 @@ def test_limits_are_those_of_the_pages() -> None:
     assert (MAX_LEVELS, MAX_DIGITS, MAX_BYTES) == (200, 4300, 268_435_456)
 
 
-# --- fits ----------------------------------------------------------------------------------------
+# --- is_within_limits ----------------------------------------------------------------------------
 
 
 def nested(levels: int, bottom: Any = 1) -> Any:
@@ -46,38 +46,38 @@ def nested(levels: int, bottom: Any = 1) -> Any:
 @pytest.mark.parametrize("levels", [2, 190, 191, 199, 200])
 def test_json_of_so_many_levels_fits_and_one_more_does_not(levels: int, is_long: bool) -> None:
     bottom = LONG if is_long else 1
-    assert fits(json.dumps(nested(levels, bottom)).encode(), levels)
-    assert not fits(json.dumps(nested(levels + 1, bottom)).encode(), levels)
+    assert is_within_limits(json.dumps(nested(levels, bottom)).encode(), levels)
+    assert not is_within_limits(json.dumps(nested(levels + 1, bottom)).encode(), levels)
     empties: list[Any] = [[], {}]
     for empty in empties:
         padding = LONG if is_long else ""
         data = json.dumps({padding: nested(levels - 2, empty)}, indent=1 if is_long else None)
-        assert fits(data.encode(), levels)
+        assert is_within_limits(data.encode(), levels)
         data = json.dumps({padding: nested(levels - 1, empty)}, indent=1 if is_long else None)
-        assert not fits(data.encode(), levels)
+        assert not is_within_limits(data.encode(), levels)
 
 
 def test_levels_are_200_by_default() -> None:
-    assert fits(json.dumps(nested(200)).encode())
-    assert not fits(json.dumps(nested(201)).encode())
+    assert is_within_limits(json.dumps(nested(200)).encode())
+    assert not is_within_limits(json.dumps(nested(201)).encode())
 
 
 def test_json_of_exactly_the_largest_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps({"k": LONG}).encode()
     monkeypatch.setattr(json_text, "MAX_BYTES", len(data))
-    assert fits(data)
-    assert not fits(data + b" ")
+    assert is_within_limits(data)
+    assert not is_within_limits(data + b" ")
 
 
 def test_integer_of_4300_digits_fits_and_a_longer_one_does_not() -> None:
-    assert fits(b'{"k":%s}' % (b"7" * 4300))
-    assert not fits(b'{"k":%s}' % (b"7" * 4301))
-    assert fits(b'{"k":"%s"}' % (b"7" * 4301))
+    assert is_within_limits(b'{"k":%s}' % (b"7" * 4300))
+    assert not is_within_limits(b'{"k":%s}' % (b"7" * 4301))
+    assert is_within_limits(b'{"k":"%s"}' % (b"7" * 4301))
 
 
 @pytest.mark.parametrize("data", [b'{"k":"' + b"x" * 5000, b'["' + b"x" * 5000 + b'"]', b"[" * 300])
 def test_bytes_that_are_no_json_object_do_not_fit(data: bytes) -> None:
-    assert not fits(data)
+    assert not is_within_limits(data)
 
 
 # --- dumps, largest, shown -----------------------------------------------------------------------

@@ -24,11 +24,11 @@ from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
-from adk_secure_sessions.concurrency import bound
+from adk_secure_sessions.concurrency import context_value
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.results import Result
-from adk_secure_sessions.telemetry import count_rejected, measuring
-from adk_secure_sessions.tracebacks import hides_locals, starting
+from adk_secure_sessions.telemetry import call_measured, count_rejected
+from adk_secure_sessions.tracebacks import hides_locals, hiding_wrapper
 
 if sys.platform != "win32":
     import pwd
@@ -147,7 +147,7 @@ def entry(event: str, **facts: object) -> AuditEntry:
     return AuditEntry(now, fields)
 
 
-def write(made: AuditEntry) -> None:
+def log_entry(made: AuditEntry) -> None:
     """Write *made* with the logger, if the logger is enabled."""
     if is_on():
         # The attribute `audit` contains the same facts, for log handlers that do not parse the
@@ -167,7 +167,7 @@ def record(event: str, **facts: object) -> None:
     made = entry(event, **facts)
     if call is not None:
         call.keep(made)
-    write(made)
+    log_entry(made)
 
 
 def record_rejected(error: DecryptionError) -> None:
@@ -238,10 +238,10 @@ def command(
             facts["dry_run"] = True
         # A command that another command calls stores no records of its own.
         call = CommandCall(facts, is_stored=is_stored and _facts.get() is None)
-        with bound(_facts, facts):
+        with context_value(_facts, facts):
             return await call.run(partial(function, *args, **kwargs))
 
-    return starting(function, partial(measuring, function, recorded))
+    return hiding_wrapper(function, partial(call_measured, function, recorded))
 
 
 def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -309,7 +309,7 @@ def accessed(
     ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
         signature = inspect.signature(method)
 
-        async def recorded(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async def run_recorded(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
             read_ids, trail = service._recording
             if read_ids is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
@@ -324,19 +324,20 @@ def accessed(
             access = AccessCall(trail, action, read_ids, ids)
             return await access.run(partial(method, service, *args, **kwargs))
 
-        async def covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
-            with bound(_covered, inner):
+        async def run_covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
+            with context_value(_covered, inner):
                 return await call()
 
         def start(service: A, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
-            if covers is not None:
-                return covering(covers(service), partial(recorded, service, *args, **kwargs))
-            if _covered.get() is service:  # an access that the method makes has its own record
+            if covers is not None:  # this is the outer call
+                outer = partial(run_recorded, service, *args, **kwargs)
+                return run_covering(covers(service), outer)
+            if _covered.get() is service:  # this is the inner call; it covers no call that it makes
                 call = partial(method, service, *args, **kwargs)
-                return measuring(method, covering, None, call)
-            return measuring(method, recorded, service, *args, **kwargs)
+                return call_measured(method, run_covering, None, call)
+            return call_measured(method, run_recorded, service, *args, **kwargs)
 
-        return starting(method, start)
+        return hiding_wrapper(method, start)
 
     return decorate
 
@@ -380,7 +381,7 @@ class Trail(Protocol):
 
     async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None: ...
 
-    async def write(
+    async def run_recorded(
         self,
         transaction: Callable[[], Any],
         entries: Sequence[AuditEntry],
@@ -420,32 +421,32 @@ class SecurityCall:
         """
         running = self if self._is_stored else _call.get()
         try:
-            with bound(_call, running):
+            with context_value(_call, running):
                 if self._trail is not None:
                     await self._trail.prepare()
                     self.trails.append(self._trail)
                 result = await function()
         except BaseException as error:
-            with bound(_call, running):
+            with context_value(_call, running):
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
             made = self._entry(None, type(error).__name__)
             if self._stored is not None and not isinstance(error, Exception):
                 made = self._stored  # the change was committed although the call was cancelled
             if made is not None:
-                write(made)
+                log_entry(made)
             if isinstance(error, Exception):
                 await self._store(made, has_failed=True)
             raise
         made = self._stored or self._entry(result, None)
         if made is not None:
-            write(made)
+            log_entry(made)
         await self._store(made)
         return result
 
     async def store_rejected(self, error: DecryptionError) -> None:
         """Record a stored value that was rejected after the call of the service had ended."""
-        with bound(_call, self):
+        with context_value(_call, self):
             record_rejected(error)
         self.trails = [] if self._trail is None else [self._trail]
         await self._store(None, has_failed=True)
@@ -494,7 +495,7 @@ class AccessCall(SecurityCall):
         """Return whether the changes of this call that run on *executor* must store a record."""
         return self._trail is not None and self._trail.executor is executor
 
-    async def write(
+    async def run_recorded(
         self,
         change: str,
         session_id: str,
@@ -523,7 +524,7 @@ class AccessCall(SecurityCall):
             on_commit_after_cancel(committed(done))
 
         return committed(
-            await self._trail.write(
+            await self._trail.run_recorded(
                 transaction, [made], commit_after_cancel, holds_locks=holds_locks
             )
         )

@@ -123,7 +123,7 @@ async def in_groups(number: int, work: Callable[[S], Awaitable[T]], items: Itera
     return results
 
 
-class bound(Generic[T]):  # noqa: N801 - used like a function: `with bound(...)`
+class context_value(Generic[T]):  # noqa: N801 - used like a function: `with context_value(...)`
     """A context manager that gives a context variable a value for its block.
 
     `ContextVar.reset` raises ValueError if the block ends in another context than it began in.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.tracebacks import starting
+from adk_secure_sessions.tracebacks import hiding_wrapper
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Counter, Histogram
@@ -279,10 +279,10 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
     the inner call count for the inner call only.  An error is raised without the local variables
     of *method*, as `hides_locals` says.
     """
-    return starting(method, partial(measuring, method, method))
+    return hiding_wrapper(method, partial(call_measured, method, method))
 
 
-def measuring(
+def call_measured(
     method: Callable[..., object],
     function: Callable[P, Awaitable[T]],
     *args: P.args,
@@ -298,7 +298,7 @@ async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[
     otel = _instruments()
     operation, attributes = Operation(method.__name__), {OPERATION: method.__name__}
     before = _current.get()
-    _current.set(operation)  # as `concurrency.bound` does, which takes longer
+    _current.set(operation)  # as `concurrency.context_value` does, which takes longer
     try:
         return await _recorded(
             otel, method.__qualname__, otel.internal, otel.operation_duration, attributes, call

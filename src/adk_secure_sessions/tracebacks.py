@@ -93,7 +93,7 @@ def hides_locals(target: C) -> C:
                 raise without_locals(error) from None
 
     elif inspect.iscoroutinefunction(function):
-        hidden = starting(function, function)
+        hidden = hiding_wrapper(function, function)
     else:
 
         @wraps(function)
@@ -107,7 +107,7 @@ def hides_locals(target: C) -> C:
     return cast("C", hidden)
 
 
-def starting(
+def hiding_wrapper(
     function: Callable[P, object], start: Callable[P, Awaitable[T]]
 ) -> Callable[P, Coroutine[Any, Any, T]]:
     """Return a coroutine function that replaces *function*, and awaits what *start* returns.

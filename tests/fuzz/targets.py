@@ -332,7 +332,7 @@ def event(data: bytes) -> None:
             ours = events.decode(prefix + data, 1, 2)
         with suppress(ValueError):
             theirs = Event.model_validate_json(data)
-        accepted = events.accept(data)
+        accepted = events.encode_adk_json(data)
         if theirs is None and ours is not None:
             # ADK's services read a lone surrogate with the module `json`, and so does `decode`.
             assert json_text._SURROGATE.search(data)
@@ -392,7 +392,7 @@ def state(data: bytes) -> None:
 
 def json_line(data: bytes) -> None:
     """An event and a state in a line of `export`: always one line, which holds the same values."""
-    accepted = events.accept(data)
+    accepted = events.encode_adk_json(data)
     if accepted is None:
         return
     stored, _ = accepted

@@ -68,7 +68,7 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
     if (serializer := _serializer()) is not None:
         try:
             data = serializer.to_json(event, exclude_none=True, warnings="error")
-            if json_text.fits(data):
+            if json_text.is_within_limits(data):
                 # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
                 # surrogate in a key.  With plain values, `to_json` keeps infinity and NaN, and
                 # raises for a lone surrogate.
@@ -83,7 +83,7 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
     return _encode_slowly(event, replaces)
 
 
-def accept(data: bytes) -> tuple[bytes, Event] | None:
+def encode_adk_json(data: bytes) -> tuple[bytes, Event] | None:
     """Return the bytes to store for *data*, the JSON of an event that google-adk has written, and
     the event that `decode` returns for them.
 
@@ -91,7 +91,7 @@ def accept(data: bytes) -> tuple[bytes, Event] | None:
     it is: it exceeds a limit, contains a lone surrogate, or cannot be read by the installed
     google-adk.
     """
-    if json_text.fits(data):
+    if json_text.is_within_limits(data):
         try:
             return _PREFIX + data, _parser()(data)
         except ValueError:
@@ -103,7 +103,7 @@ def encode_item(values: JsonObject) -> bytes:
     """Return the bytes to store for *values*, an item of a collection, or raise ValueError."""
     try:
         data = to_json(values, inf_nan_mode="constants")
-        if json_text.fits(data):
+        if json_text.is_within_limits(data):
             return _PREFIX + data
     except ValueError:
         pass  # the values hold a lone surrogate, or a value that `to_values` rejects

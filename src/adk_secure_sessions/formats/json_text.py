@@ -53,7 +53,7 @@ _VERSION = re.compile(r"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
 # --- write ---------------------------------------------------------------------------------------
 
 
-def fits(data: bytes, levels: int = MAX_LEVELS) -> bool:
+def is_within_limits(data: bytes, levels: int = MAX_LEVELS) -> bool:
     """Return whether the JSON object *data*, which begins with its brace, is within the limits.
 
     Data that is short and has few brackets cannot exceed a limit, so it is not parsed.
@@ -337,7 +337,7 @@ def encode_state(state: JsonObject, prefix: str = "") -> bytes:
         data = to_json(state, inf_nan_mode="constants")
     except Exception:  # not chained: the exception's text may contain a value of the state
         data = b""
-    if not data or not fits(data, MAX_STATE_LEVELS):
+    if not data or not is_within_limits(data, MAX_STATE_LEVELS):
         named = {prefix + key: value for key, value in state.items()} if prefix else state
         values, is_lossy = to_values(
             named, levels=MAX_STATE_LEVELS, bytes_mode="utf8", reject="state"
@@ -412,7 +412,9 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
         pass
     # pydantic rejects lone surrogates.  So check the limits with spaces in their place, and parse
     # the JSON with Python's module `json`, which accepts them.
-    if _SURROGATE.search(data) and fits(_SURROGATE.sub(rb"\\u0020", data).lstrip(), levels):
+    if _SURROGATE.search(data) and is_within_limits(
+        _SURROGATE.sub(rb"\\u0020", data).lstrip(), levels
+    ):
         try:
             # int() rejects more digits than a setting of the process allows.
             return _with_room(partial(json.loads, parse_int=from_json), data.decode())

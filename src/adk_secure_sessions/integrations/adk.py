@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, unquote
 from adk_secure_sessions.audit import Audit
 from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.caches import Caches
-from adk_secure_sessions.concurrency import ThreadLock, bound
+from adk_secure_sessions.concurrency import ThreadLock, context_value
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.formats.times import parse_age
@@ -189,7 +189,7 @@ def describing() -> AbstractContextManager[object]:
 
     `adk doctor` thus learns whether google-adk would call them.
     """
-    return bound(_describes, True)
+    return context_value(_describes, True)
 
 
 @hides_locals

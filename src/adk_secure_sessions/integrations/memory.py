@@ -532,7 +532,11 @@ def _content(content: types.Content, name: str, number: int) -> bytes:
             content, exclude_none=True, warnings="error"
         )
         # Pydantic writes null for infinity and NaN, and U+FFFD for a lone surrogate in a key.
-        if json_text.fits(data, _LEVELS) and b"null" not in data and b"\xef\xbf\xbd" not in data:
+        if (
+            json_text.is_within_limits(data, _LEVELS)
+            and b"null" not in data
+            and b"\xef\xbf\xbd" not in data
+        ):
             return data
     except Exception:
         pass  # for example, lone surrogates, or values without JSON form

@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from adk_secure_sessions import telemetry
-from adk_secure_sessions.concurrency import bound
+from adk_secure_sessions.concurrency import context_value
 from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -144,7 +144,7 @@ class RemoteKey(KeyMaterial):
     async def _with_timeout(self, call_once: Callable[[], Awaitable[bytes]]) -> bytes:
         _silence_libraries()
         try:
-            with bound(_is_calling, True):
+            with context_value(_is_calling, True):
                 async with asyncio.timeout(self._timeout):
                     return await call_once()
         except SecureSessionError:

@@ -452,7 +452,7 @@ async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
     except Disconnected as lost:
         raise lost.error from None
     if is_deleted:
-        audit.write(made)
+        audit.log_entry(made)
     return is_deleted
 
 

@@ -30,7 +30,7 @@ from adk_secure_sessions.storage.schema import (
     UserRow,
     apps,
     data_keys,
-    naming,
+    locating_errors,
     sessions,
     users,
 )
@@ -143,7 +143,7 @@ async def read_owner(
     Return the app's name, the owner, and the number of both records by header.
     """
     of_user = table is users
-    with naming(table.name, row.id):
+    with locating_errors(table.name, row.id):
         app_name, tag = app_name_of(row.app_name), binary(row.tag)
         identity = await db.unit.identify(app_name)
         if not of_user and identity.app_tag != tag:
@@ -202,11 +202,11 @@ def _decrypt_ids(
             detail = "its user's row was removed"
             raise TamperedError(detail, Reason.MISSING, sessions.name, row.id)
         user, stored_name = owner
-        with naming(users.name, user.id):
+        with locating_errors(users.name, user.id):
             app_name = app_name_of(stored_name)
             context = _USERS.context((app_name,), user)
             user_id, _ = split_id(keys.open(user.tag, context, user.state))
-        with naming(sessions.name, row.id):
+        with locating_errors(sessions.name, row.id):
             context = _SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
@@ -252,7 +252,7 @@ async def records_of_owner(
     if not found:
         return None
     (stored,) = found
-    with naming(table.name, row.id):
+    with locating_errors(table.name, row.id):
         ids = (app_name_of(row.app_name),)
         plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
         if table is users:

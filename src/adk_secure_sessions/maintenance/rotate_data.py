@@ -42,7 +42,7 @@ from adk_secure_sessions.storage.schema import (
     apps,
     data_keys,
     events,
-    naming,
+    locating_errors,
     sessions,
     users,
     witnesses,
@@ -162,7 +162,7 @@ class DataRotationRun(Rotation):
         return self.result.reencrypted > before
 
     async def _rotate_owner(self, table: sa.Table, row: OwnerRow) -> None:
-        with naming(table.name, row.id):
+        with locating_errors(table.name, row.id):
             tag = binary(row.tag)
             app_name = app_name_of(row.app_name)
         if not self._dry_run:
@@ -233,7 +233,7 @@ class DataRotationRun(Rotation):
         for record in records:
             table = record.column.table.name
             try:
-                with naming(table, record.name):
+                with locating_errors(table, record.name):
                     if target is None or header_ids(record.stored) != new_ids:
                         context = record.column.context(record.ids, record.row)
                         opened = _plaintext(keys, owner_tag, context, record.column, record.stored)

@@ -46,8 +46,8 @@ from adk_secure_sessions.storage.schema import (
     data_keys,
     events,
     indexed,
+    locating_errors,
     migrated,
-    naming,
     sessions,
     snapshots,
     users,
@@ -194,7 +194,7 @@ class _Verifier:
             if found is None:
                 return  # it was deleted after *row* was read
             app_name, owner, _ = found
-            with naming(table.name, row.id):
+            with locating_errors(table.name, row.id):
                 load_state(owner.state)
             if table is users:
                 identity = await self._db.unit.identify(app_name, owner.user_id)
@@ -284,16 +284,16 @@ class _Verifier:
 
             def check(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
                 """Parse an event or an item; return the item of a memory."""
-                with naming(events.name, f"{session_row}, {seq}"):
+                with locating_errors(events.name, f"{session_row}, {seq}"):
                     content = read_event(plaintext)[1]
                     return memory_items.parse_item(content, seq) if is_memory else None
 
             found = await self._db.unit.run(reads.CheckLocatedSession(identity, check))
             if found is not None:  # None: the session was deleted after its ids were read
                 session, history = found
-                with naming(snapshots.name, session.row.id):
+                with locating_errors(snapshots.name, session.row.id):
                     load_state(b"{}" if session.snapshot is None else session.snapshot)
-                with naming(sessions.name, session.row.id):
+                with locating_errors(sessions.name, session.row.id):
                     load_state(session.overlay)
                 items = [item for item in history if item is not None]
                 memory_items.check_replaced(items, 0, events.name, session.row.id)

@@ -135,7 +135,7 @@ def event_of(
     The values of *columns* are used if the JSON lacks these fields or, with *overrides*, in any
     case.  *timestamp* is used only if the JSON has none: google-adk would use the present time.
     """
-    accepted = None if _TEMPORARY in stored else events.accept(stored)
+    accepted = None if _TEMPORARY in stored else events.encode_adk_json(stored)
     if accepted is not None:
         plaintext, event = accepted
         # If the JSON contains no id, google-adk's class has just created a random one.

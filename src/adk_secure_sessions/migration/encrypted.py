@@ -40,7 +40,7 @@ from adk_secure_sessions.storage.schema import (
     NEVER,
     apps,
     events,
-    naming,
+    locating_errors,
     sessions,
     snapshots,
     users,
@@ -124,7 +124,7 @@ class EncryptedSource(Source):
                         if found is not None and selection.app_name in (None, found[0]):
                             app_name, owner, _ = found
                             ids = (app_name,) if table is apps else (app_name, owner.user_id)
-                            with naming(table.name, row.id):
+                            with locating_errors(table.name, row.id):
                                 states[ids] = load_state(owner.state)
                     except UNREADABLE as error:
                         name = f"{table.name} row {row.id}"
@@ -185,7 +185,7 @@ async def _content(db: Database, session: SourceSession) -> SessionContent | Unr
 
 
 def _check_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
-    with naming(events.name, f"{session_row}, {seq}"):
+    with locating_errors(events.name, f"{session_row}, {seq}"):
         read_event(plaintext)
     return plaintext
 
@@ -209,9 +209,9 @@ async def stored_content(
     if found is None:
         return None
     stored = found[0].session
-    with naming(snapshots.name, stored.row.id):
+    with locating_errors(snapshots.name, stored.row.id):
         snapshot = {} if stored.snapshot is None else load_state(stored.snapshot)
-    with naming(sessions.name, stored.row.id):
+    with locating_errors(sessions.name, stored.row.id):
         state = snapshot | load_state(stored.overlay)
     history = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
     expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at

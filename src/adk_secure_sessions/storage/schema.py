@@ -393,7 +393,7 @@ EVENTS = SealedColumn("event", EventRow, events, "", ids=3)
 SEALED: tuple[SealedColumn[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
 
 
-class naming:  # noqa: N801 - used like a function: `with naming(...)`
+class locating_errors:  # noqa: N801 - used like a function: `with locating_errors(...)`
     """A context manager that adds the table and the row to a `DecryptionError` in its block."""
 
     __slots__ = ("_row", "_table")

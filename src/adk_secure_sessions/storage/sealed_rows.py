@@ -45,7 +45,7 @@ from adk_secure_sessions.storage.schema import (
     WitnessRow,
     apps,
     events,
-    naming,
+    locating_errors,
     sessions,
     snapshots,
     users,
@@ -98,7 +98,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
         owner = seen.value
     else:
         column, user_id = _column_of(row), ""
-        with naming(column.table.name, row.id):
+        with locating_errors(column.table.name, row.id):
             context = column.context((attempt.identity.app_name,), row)
             rest = attempt.keys.open(row.tag, context, row.state)
             if isinstance(row, UserRow):
@@ -189,7 +189,7 @@ def open_session_row(
     if known and seen and is_complete and seen.witness == witness:
         return known
     session = _decrypt_session(attempt, rows, user, row, with_snapshot)
-    with naming(sessions.name, row.id):
+    with locating_errors(sessions.name, row.id):
         _check_witness(attempt, rows, user.row.tag, row.tag, row.id, b"")
         _reject_older(attempt, seen, row.id, row.revision)
     is_verified = not row.revision or bool(seen and known and seen.last_event_is_verified)
@@ -202,7 +202,7 @@ def _decrypt_session(
     attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, with_snapshot: bool
 ) -> StoredSession:
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
-    with naming(sessions.name, row.id):
+    with locating_errors(sessions.name, row.id):
         context = SESSIONS.context((attempt.identity.app_name, user.user_id), row)
         plaintext = attempt.keys.open(user.row.tag, context, row.state)
         session_id, rest = records.split_id(plaintext)
@@ -236,7 +236,7 @@ def _open_snapshot(
     attempt: Attempt, rows: QueryRows, whose: Identity, user: Owner, row: SessionRow, link: bytes
 ) -> bytes:
     snapshot = rows.snapshots.get(row.id)
-    with naming(snapshots.name, row.id):
+    with locating_errors(snapshots.name, row.id):
         if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
                 kind = "collection" if row.base_revision == COLLECTION else "session"
@@ -413,7 +413,7 @@ def seal_events(
 def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
     """Return a record of *event* that can replace the record in *row*, with the same links."""
     seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
-    with naming(events.name, f"{session.row.id}, {seq}"):
+    with locating_errors(events.name, f"{session.row.id}, {seq}"):
         context = records.numbered_context(
             attempt.identity.event_parts, session.row.id, seq, row[EVENT_TIME]
         )

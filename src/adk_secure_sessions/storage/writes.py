@@ -307,7 +307,7 @@ class Write(Generic[T]):
         result: T
         if access := running_access(executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
-            result = await access.write(
+            result = await access.run_recorded(
                 self.audited_as, session_id, transaction, commit_after_cancel, holds_locks=locks
             )
         else:

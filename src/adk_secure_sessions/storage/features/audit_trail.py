@@ -186,7 +186,7 @@ class AuditTrail(KeyMaterial):
             return
 
         async def attempt() -> None:
-            _, is_stored = await self.write(partial(apply_once, ()), entries)
+            _, is_stored = await self.run_recorded(partial(apply_once, ()), entries)
             if not is_stored:  # a trigger or a rule can discard rows without an error
                 raise DatabaseError(
                     "the database did not store the records of the audit trail: remove triggers "
@@ -201,7 +201,7 @@ class AuditTrail(KeyMaterial):
         Return False and change nothing if the first change matched no row.  After a lost
         connection, this method raises the error: the changes may have been made.
         """
-        applied, _ = await self.write(partial(apply_once, changes), [made])
+        applied, _ = await self.run_recorded(partial(apply_once, changes), [made])
         return applied
 
     def log_heads(self) -> None:
@@ -215,7 +215,7 @@ class AuditTrail(KeyMaterial):
         self.log_heads()
         self._free.clear()
 
-    async def write(
+    async def run_recorded(
         self,
         transaction: Transaction[T],
         entries: Sequence[AuditEntry],
@@ -307,4 +307,4 @@ def _log_head(chain: _Chain) -> None:
             number=count - 1,
             head=link.hex(),
         )
-        audit.write(made)
+        audit.log_entry(made)

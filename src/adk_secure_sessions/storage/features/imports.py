@@ -39,8 +39,8 @@ from adk_secure_sessions.storage.schema import (
     SessionRow,
     StoredSession,
     apps,
+    locating_errors,
     migrated,
-    naming,
     new_row_key,
     parameters,
     sessions,
@@ -139,7 +139,7 @@ class ImportMacs(NamedTuple):
 
     def check(self, row: MigratedRow) -> None:
         """Raise TamperedError if the row was modified, or was written for another database."""
-        with naming(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
+        with locating_errors(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
             expected = self.row(*row[:4])
             if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
                 raise TamperedError(
