@@ -275,7 +275,10 @@ _covered: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
 class Recording(NamedTuple):
-    """How accesses are recorded: not if `read_ids` is None; without a trail, only in the log."""
+    """How a service records accesses.
+
+    `read_ids` is None if it records none.  Without `trail`, accesses are only logged.
+    """
 
     read_ids: ReadIds | None
     trail: "Trail | None"
@@ -300,8 +303,8 @@ def accessed(
 
     Args:
         action: The event in the audit record, for example `session.read`.
-        covers: Returns another service that the method calls.  Only the outer call is recorded,
-            because the inner call does not have the outcome.  Only the inner call is measured.
+        covers: Returns the inner service that the method calls.  The outer call writes the audit
+            record, because only it knows the outcome.  The inner call is measured.
     """
 
     def decorate(

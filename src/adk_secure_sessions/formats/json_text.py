@@ -64,9 +64,9 @@ def is_within_limits(data: bytes, levels: int = MAX_LEVELS) -> bool:
 
 
 def within_levels(data: bytes, levels: int = MAX_LEVELS) -> bool:
-    """Return whether lists and objects in *data*, which the parser accepts, have so few levels.
+    """Return whether valid JSON has at most *levels* nested lists and objects.
 
-    Other data gives any result.
+    For invalid JSON, the result is undefined.
     """
     return _brackets(data) <= levels or _nests(data, levels)
 

@@ -106,8 +106,9 @@ class Packing:
 
 
 def packing_of(plaintext: bytes) -> Packing:
-    """Return the packing of *plaintext*, with which a program without the options of the service
-    writes the row again.
+    """Return the packing of *plaintext*.
+
+    Maintenance commands use it to rewrite a row without the service's options.
     """
     flags = plaintext[0]
     return Packing("zlib" if flags & ZLIB else None, "padme" if flags & PADDED else None)

@@ -259,10 +259,9 @@ class StagedKeys:
     def ids_to_store(self, owner_tag: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
 
-        The current data key replaces the other keys of its backend.  Of *key_ids*, which the row
-        names now, the keys of other backends are kept if they still exist.  If the owner's data
-        keys come from the cache, all keys in *key_ids* are assumed to exist: another process may
-        have created a key after the keys were cached.
+        The result is the current data key, then those of *key_ids* that belong to other backends
+        and still exist.  If the owner's data keys come from the cache, all of *key_ids* are assumed
+        to exist: another process may have created a key after the keys were cached.
         """
         known = self._of(owner_tag)
         assert known is not None

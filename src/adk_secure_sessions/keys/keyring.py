@@ -144,8 +144,8 @@ class Keyring(KeyMaterial):
     # Data masters that are not used any more, because their rows have changed and the changed rows
     # were rejected or are pending.  A later row with such an id must hold the same key.
     former: Mapping[int, Aes256Gcm] = field(default_factory=dict)
-    # Of all stored rows.  If there are more than `MAX_ROWS`, only those were read that this process
-    # had accepted before.
+    # The number of stored rows.  Above `MAX_ROWS`, only rows that this process had accepted before
+    # were read.
     row_count: int = -1
     separation: Separation | None = field(default=None, init=False)
     features: frozenset[str] = field(default=frozenset(), init=False)  # when this was read

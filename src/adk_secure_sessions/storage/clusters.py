@@ -1,10 +1,9 @@
 """Claims: how transactions wait for each other on a cluster whose nodes lock rows separately.
 
-Some transactions rely on a row that they only lock.  On a cluster such as MariaDB Galera, a lock is
-known to one node only, and of the transactions of several nodes that have *written* the same rows,
-only one can commit.  So there, such a transaction also writes the row, twice, so that it stays as
-it was: before the statement that relies on the row, so that a change of another node in between
-ends this transaction with a conflict.  On every other database, claims do nothing.
+On a cluster such as MariaDB Galera, a row lock is known to one node only.  But two transactions
+that *write* the same row cannot both commit.  So a transaction that relies on a row also updates
+it.  A second update restores the value.  Both run before the statement that relies on the row.  On
+every other database, claims do nothing.
 """
 
 import sqlalchemy as sa

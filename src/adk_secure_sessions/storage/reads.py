@@ -85,10 +85,10 @@ class ReadOperation:
 class GetSession(ReadOperation, Generic[E]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
-    Return the session and its events, decoded from plaintext, row id of the session and `seq`; None
-    if there is no such session, or if it has expired and *finds_expired* is False.  If *after*
-    (microseconds UTC) is given, *limit* is ignored.  Events before *after* are decrypted, too:
-    otherwise, a modified time could hide an event.
+    Return the session and its decoded events; None if there is no such session, or if it has
+    expired and *finds_expired* is False.  *decode* gets the plaintext of an event, the row id of
+    the session and the `seq`.  If *after* (microseconds UTC) is given, *limit* is ignored.  Events
+    before *after* are decrypted, too: otherwise, a modified time could hide an event.
 
     If *caches* is True, the events are cached, all readers get the same objects, and only events
     after the cached ones are read.  If these do not fit to the cached ones, the whole session is
@@ -551,8 +551,8 @@ class GetStates(ReadOperation):
 class UseKeys(ReadOperation, Generic[E]):
     """Decrypt records that are stored outside this database, with data keys of this database.
 
-    *work* is called with the data keys of the app and the user, which need not have rows, and with
-    True if they were just read: after UnknownKeyError with cached ones, it is called again.
+    Call *work* with the data keys of the app and the user, and whether they were just read.  If
+    *work* raises UnknownKeyError with cached keys, read the keys and call it again.
     """
 
     work: Callable[[StagedKeys, bool], Awaitable[E]]

@@ -107,9 +107,9 @@ class OwnerChanges:
         self._keys = attempt.keys
 
     def app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
-        """Merge *delta* into the state of the app, or insert it if *app* is None; return the app.
+        """Ensure that the app is stored, and merge *delta* into its state; return the app.
 
-        If *needs_key* is True, its row names a data key with which this process may encrypt.
+        With *needs_key*, also ensure that its row names a usable data key.
         """
         identity = self._attempt.identity
         if app is None:
@@ -122,9 +122,9 @@ class OwnerChanges:
     def user(
         self, user: Owner | None, app_row: int, delta: JsonObject, session: SessionRow | None
     ) -> Owner:
-        """Do the same as `app` for the user, with *needs_key*.
+        """Ensure that the user is stored, with a usable data key, and merge *delta* into its state.
 
-        *app_row* is the row id of the user's app, *session* the row to change.
+        Return the user.  *app_row* is the row id of the user's app, *session* the row to change.
         """
         identity = self._attempt.identity
         if user is None:
@@ -699,8 +699,9 @@ class EnsureOwners(Write[StagedKeys]):
 
 
 def of_unchanged_user(user: Owner, insert: Change, statement: sa.Insert) -> Change:
-    """Return *insert* with *statement*, which requires that the user's row is unchanged, because no
-    other change of the transaction does.
+    """Return *insert* with *statement*, which also requires an unchanged row of the user.
+
+    Use it if no other change of the transaction checks that row.
     """
     return Change(statement, {**insert.parameters, **parameters(user.row, "user_")})
 

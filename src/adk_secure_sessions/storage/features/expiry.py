@@ -29,8 +29,8 @@ Delete = Callable[[str, str, str], Awaitable[object]]
 INDEX = "ix_secure_sessions_expires_at"
 _CREATE_INDEX = f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)"
 _AT_ONCE = 2
-# How many are read, because somebody may have modified those that expired first.  If none of them
-# can be decrypted, nothing is tried for some seconds: each attempt logs them all.
+# Read ten, because an attacker may have modified the earliest rows.  If none can be decrypted,
+# pause for 60 s, because each try logs them all.
 _MOST_READ, _PAUSE = 10, 60
 # The names of the apps are authenticated when their sessions are decrypted.
 _APPS_OF_EXPIRED = first_rows(
