@@ -12,6 +12,7 @@ attempts by these rules, whose limits and pauses are in `db.protocol.Retries`:
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
 from enum import Enum
@@ -89,8 +90,8 @@ class CachedRow(NamedTuple, Generic[V]):
     last_event_is_verified: bool = False
 
 
-# The size of a history without its events, and of an event: besides its text, and for each value in
-# it.  Within a quarter of what tracemalloc measured for texts, calls and responses of 0.3 to 10 KB.
+# Estimated bytes of memory: an empty history; an event in addition to its text; each value in an
+# event.  The error is at most a quarter (tracemalloc, texts of 0.3 to 10 KB).
 _FIXED, _OF_EVENT, _OF_VALUE = 400, 3500, 64
 
 
@@ -586,19 +587,13 @@ class UnitOfWork:
         keys, tags = await self.key_cache(), list(owners)
         rereads = 0
         while True:
-            seen = keys.keyring
+            seen, again = keys.keyring, rereads > 0
             rows = await self.read_data_keys(tags)
             staged = StagedKeys(
-                keys,
-                keyring_was_reread=rereads > 0,
-                uses_cache=False,
-                packing=self._packing,
+                keys, keyring_was_reread=again, uses_cache=False, packing=self._packing
             )
-            try:
+            with suppress(StaleKeyring):
                 staged.load(rows.data_keys, rows.master_fingerprints)
-            except StaleKeyring:
-                pass
-            else:
                 if not staged.lacks_master or rereads > _REREADS:
                     return staged
             await self.reread_keyring(keys, seen)
