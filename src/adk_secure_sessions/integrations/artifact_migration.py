@@ -128,7 +128,6 @@ async def migrate_artifacts(
         total += size
     await at_once(*map(run.visit, some))
     result = run.result
-    result.findings = tuple(run.findings.items)
     if action == "erase-source" and result.succeeded and dry_run:
         result.deleted = result.equal + result.erased
     elif action == "erase-source" and result.succeeded:
@@ -139,8 +138,7 @@ async def migrate_artifacts(
             else:
                 result.changed += 1
         await source.clean_up()
-    result.seconds = time.monotonic() - began
-    return result
+    return run.findings.stored_in(result, began)
 
 
 @hides_locals

@@ -244,15 +244,15 @@ class DataRotationRun(Rotation):
         if self._dry_run or not old:
             self.result.reencrypted += len(old)
             return
-        changes: list[tuple[EncryptedRecord, bytes]] = []
+        changes: _Changes = {}
         for record, context, plaintext in old:
             sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
             again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
             require_same(record.column.table.name, record.name, plaintext, again)
-            changes.append((record, sealed))
+            changes.setdefault(record.column, []).append((record, sealed))
         await self._db.unit.change(partial(_replace, changes))
-        for column in dict.fromkeys(record.column for record, _ in changes):
-            new = {record.key: sealed for record, sealed in changes if record.column is column}
+        for column, replaced in changes.items():
+            new = {record.key: sealed for record, sealed in replaced}
             for row in await rows_with_keys(self._db, column, list(new)):
                 self.result.reencrypted += row[-1] == new[column.key_of(row)]
 
@@ -297,17 +297,17 @@ def _plaintext(
     return keys.open(owner_tag, context, stored, open_whole)
 
 
-def _replace(changes: list[tuple[EncryptedRecord, bytes]], connection: sa.Connection) -> None:
-    for column in dict.fromkeys(record.column for record, _ in changes):
+# The records to replace and the new ones, by column.
+_Changes = dict[SealedColumn[Any], list[tuple[EncryptedRecord, bytes]]]
+
+
+def _replace(changes: _Changes, connection: sa.Connection) -> None:
+    for column, replaced in changes.items():
         parameters = []
-        for record, sealed in changes:
-            if record.column is column:
-                values = {f"at_{number}": value for number, value in enumerate(record.key)}
-                values |= {
-                    "at_version": column.version_of(record.row),
-                    "at_header": record.stored[:HEADER_LENGTH],
-                }
-                parameters.append({**values, "new": sealed})
+        for record, sealed in replaced:
+            values = {f"at_{number}": value for number, value in enumerate(record.key)}
+            version, header = column.version_of(record.row), record.stored[:HEADER_LENGTH]
+            parameters.append({**values, "at_version": version, "at_header": header, "new": sealed})
         connection.execute(_swap(column), parameters)
 
 

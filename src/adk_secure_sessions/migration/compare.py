@@ -153,9 +153,7 @@ class ComparisonRun:
             await db.imports.complete_migration()
         if stores_mark and not result.clean:
             result.withdrawn = await db.imports.withdraw_migration()
-        result.findings = tuple(self._findings.items)
-        result.seconds = time.monotonic() - began
-        return result
+        return self._findings.stored_in(result, began)
 
     async def _compare(self, pair: SessionPair) -> None:
         reason = await self._reason(pair)

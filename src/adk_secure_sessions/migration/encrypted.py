@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.json_text import JsonObject, load_state, read_event
-from adk_secure_sessions.maintenance.counts import plausible
+from adk_secure_sessions.maintenance.counts import number_of, plausible
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
     SessionIds,
@@ -244,14 +244,11 @@ _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
 ).group_by(events.c.session_row)
 _SIZES_OF_SNAPSHOTS = sa.select(snapshots.c.session_row, sa.func.length(snapshots.c.state))
-_COUNT = (
-    sa.select(sa.func.count())
-    .select_from(sessions)
-    .where(
-        ~_IS_COLLECTION,
-        sessions.c.expires_at > sa.bindparam("now"),
-        sessions.c.updated_at >= sa.bindparam("since"),
-    )
+_COUNT = number_of(
+    sessions,
+    ~_IS_COLLECTION,
+    sessions.c.expires_at > sa.bindparam("now"),
+    sessions.c.updated_at >= sa.bindparam("since"),
 )
 _USERS_OF_APP = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row)
 _COUNT_OF_APP = _COUNT.where(

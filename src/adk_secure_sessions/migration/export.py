@@ -148,9 +148,7 @@ class _ExportRun:
         except Stop:
             self.result.stopped = True
         self._meter.finish()
-        self.result.findings = tuple(self._findings.items)
-        self.result.seconds = time.monotonic() - began
-        return self.result
+        return self._findings.stored_in(self.result, began)
 
     async def readable_sessions(
         self, *, reports: bool = True

@@ -171,10 +171,8 @@ async def migrate(
     except Stop:
         result.stopped = True
     run.meter.finish()
-    result.findings = tuple(run.findings.items)
     result.has_others = await source.has_others()
-    result.seconds = time.monotonic() - began
-    return result
+    return run.findings.stored_in(result, began)
 
 
 @dataclass

@@ -37,6 +37,7 @@ from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import MigratedRow, apps, migrated, sessions, users
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
 CONFLICTS = {
@@ -358,6 +359,11 @@ class Findings(CappedList[Finding]):
     def __init__(self, *, with_ids: bool) -> None:
         super().__init__()
         self._with_ids = with_ids
+
+    def stored_in(self, result: T, began: float) -> T:
+        """Set the fields `findings` and `seconds` of *result*, and return it."""
+        vars(result).update(findings=tuple(self.items), seconds=time.monotonic() - began)
+        return result
 
     def add(self, tag: bytes, reason: str, *ids: str | None) -> None:
         """Add a finding; *ids* are the app, the user, the session and the name, or fewer."""
